@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_engine_training import PROMPTS, TINY, TOKENIZER, Desk, FixedScorer, even_tokens, stop_after
 from torch import Tensor
 
-from posttrain.domain.errors import BudgetExceededError, InputError
+from posttrain.domain.errors import BudgetExceededError, InputError, IntegrityError
 from posttrain.domain.facts import Metric, Sample
 from posttrain.domain.kinds import OWN, WRITTEN
 from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective
+from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import DAPOConfig, GRPOConfig, OnPolicyConfig, TraceConfig, named
 from posttrain.engine.controller import Limits
 from posttrain.engine.groups.backends.inline import InlineBackend
@@ -24,6 +28,7 @@ from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.port import Call
 from posttrain.engine.models.initial import initial_model
 from posttrain.engine.models.source import ModelSource
+from posttrain.engine.predictions import Predictions
 from posttrain.engine.recipes.algorithm import PROXIMAL
 from posttrain.engine.recipes.dapo import DAPO
 from posttrain.engine.recipes.grpo import GRPO
@@ -151,7 +156,8 @@ def test_stopped_and_resumed_equals_undisturbed(model: ModelSource, tmp_path: Pa
 def test_the_corrections_say_how_far_the_policies_are_apart(model: ModelSource, tmp_path: Path) -> None:
     found = {}
     for correction in ("tis", "decoupled", "bypass"):
-        desk = Desk(tmp_path / correction, recipe(model, lag={"steps": 2, "correction": correction, "cap": 1.0001}))
+        cap = {"cap": 1.0001} if correction == "tis" else {}
+        desk = Desk(tmp_path / correction, recipe(model, lag={"steps": 2, "correction": correction, **cap}))
         desk.run()
         found[correction] = (told(desk), weights(desk))
     ess = [metrics["lag/ess"] for metrics in found["tis"][0]]
@@ -227,9 +233,99 @@ def test_every_kind_that_samples_corrects(kind: str, correction: str, cap: float
     spec = OWN[kind].algorithm
     assert spec
     options = {"data": "d", "reward": "r", "steps": 2, "placement": APART, "group_size": 4}
-    lag = {"lag": {"steps": 1, "correction": correction, "cap": 1.5}}
+    lag = {"lag": {"steps": 1, "correction": correction, **({"cap": 1.5} if correction == "tis" else {})}}
     made = named(spec.config)
     config = made(**{name: value for name, value in {**options, **lag}.items() if name in made.model_fields})
     algorithm = named(spec.algorithm)(config)
     assert algorithm.objective(Totals(1, 1, 1, 1)).importance == cap
     assert (PROXIMAL in algorithm.requires(0)) == asks
+
+
+def test_a_trace_divides_by_what_the_loss_divides_by(model: ModelSource, tmp_path: Path) -> None:
+    """The first mini-batch finds the policy of the step's beginning: nothing moved, so nothing is clipped."""
+    desk = Desk(tmp_path, recipe(model, lag={"steps": 2}, clip_low=0.01, clip_high=0.01))
+    desk.run()
+    first = [fact for fact in desk.facts if isinstance(fact, Sample) and fact.fate.endswith("mini-batch 0")]
+    assert {sample.step for sample in first} >= {3, 4}
+    for sample in first:
+        assert sample.ratios == pytest.approx([1.0] * len(sample.ratios), abs=1e-5)
+        assert not any(sample.clipped)
+    assert any(abs(a - b) > 1e-3 for s in first for a, b in zip(s.logprobs, s.behaviour_logprobs, strict=True))
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3", "k3-corrected"])
+def test_a_penalty_is_weighed_as_what_was_sampled(estimator: str) -> None:
+    """Over the whole vocabulary of one token: weighed, its mean is that of the policy which the step began with."""
+    generator = torch.Generator().manual_seed(3)
+    sampled, began, anchor, now = (torch.randn(6, generator=generator).double().log_softmax(0) for _ in range(4))
+    token = torch.arange(6)
+    mask = torch.ones(6, dtype=torch.bool)
+    term = KLTerm(1.0, estimator)  # type: ignore[arg-type]
+    weights = (began - sampled).exp()
+    found = (sampled.exp() * weights * term.penalty(now, began, anchor, mask)).sum()
+    direct = (began.exp() * term.penalty(now, began, anchor, mask)).sum()
+    assert float(found) == pytest.approx(float(direct), rel=1e-9)
+    columns = {"behaviour_logprobs": sampled, "proximal_logprobs": began, "reference_logprobs": anchor}
+    batch = TokenBatch.pack([Document((0,), (int(t),), np.zeros(1, dtype=np.float32)) for t in token])
+    spread = {name: torch.stack([torch.zeros(6).double(), value], 1).flatten() for name, value in columns.items()}
+    batch = batch.with_columns(**spread, advantages=torch.zeros(12).double())
+    given = torch.stack([torch.zeros(6).double(), now], 1).flatten()
+    for cap in (None, math.inf, 0.5):
+        objective = PolicyObjective(Totals.of(batch), 0.2, 0.2, kl=term, importance=cap)
+        weight = torch.ones(6).double() if cap is None else weights.clamp(max=cap)
+        expected = (weight * term.penalty(now, began, anchor, mask)).sum() / 6
+        assert float(objective(batch, Predictions(logprobs=given)).loss) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "placed", "role"),
+    [
+        ("grpo", {"reference": {"with": "rollout"}}, "reference"),
+        ("grpo", {"reward_model": {"with": "rollout"}}, "reward_model"),
+    ],
+)
+def test_who_works_beside_the_rollout_works_elsewhere(kind: str, placed: dict[str, Any], role: str) -> None:
+    judge = {"reward_model": "judge"} if role == "reward_model" else {"reward": "r", "kl": {"coefficient": 0.1}}
+    with pytest.raises(ValueError, match=rf"works while others do, got {role} in its pool rollout; write placement"):
+        GRPOConfig(data="d", steps=2, placement={**APART, **placed}, lag={"steps": 1}, **judge)
+
+
+def test_an_algorithm_that_asks_for_no_proximal_policy_cannot_correct(model: ModelSource) -> None:
+    made = recipe(model, lag={"steps": 1})
+    config = GRPOConfig(data="d", reward="r", steps=2, placement=APART, lag={"steps": 1})
+
+    class Forgetful(GRPO):  # type: ignore[misc]
+        def requires(self, step: int) -> Sequence[Any]:
+            return ()
+
+    with pytest.raises(InputError, match="Forgetful must require proximal_logprobs for the correction tis"):
+        OnPolicy(config, Forgetful(config), made.roles, PROMPTS, FixedScorer(even_tokens), 11)
+
+
+@pytest.mark.parametrize("name", ["buffer.json", "buffer.safetensors"])
+def test_a_checkpoint_says_what_waited(model: ModelSource, tmp_path: Path, name: str) -> None:
+    desk = Desk(tmp_path, recipe(model, lag={"steps": 1}), orders=stop_after(2))
+    desk.run()
+    commit = desk.latest() / "COMMIT"
+    listed = json.loads(commit.read_text())
+    (desk.latest() / name).unlink()
+    with pytest.raises(IntegrityError, match=name):
+        Desk(tmp_path, recipe(model, lag={"steps": 1})).controller.resume(desk.latest())
+    shards = next(value for value in listed.values() if isinstance(value, dict) and name in value)
+    del shards[name]
+    commit.write_text(json.dumps(listed))
+    with pytest.raises(IntegrityError, match=r"COMMIT|must hold"):
+        Desk(tmp_path, recipe(model, lag={"steps": 1})).controller.resume(desk.latest())
+
+
+@pytest.mark.parametrize(
+    ("lag", "words"),
+    [
+        ({"steps": 5}, r"lag\.steps must be less than steps \(5\), got 5"),
+        ({"correction": "decoupled", "cap": 3}, "cap belongs to correction: tis, got cap 3 with decoupled; drop it"),
+        ({"correction": "bypass", "cap": 2.5}, r"cap belongs to correction: tis, got cap 2\.5 with bypass; drop it"),
+    ],
+)
+def test_what_a_lag_cannot_be(lag: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        GRPOConfig(data="d", reward="r", steps=5, placement=APART, lag=lag)

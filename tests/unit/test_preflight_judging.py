@@ -48,8 +48,8 @@ def test_a_model_that_makes_text_is_refused(world: World, judge: str, named: str
         result = world(verb, name)
         assert result.exit_code == 2, (verb, result.stdout)
         assert result.stderr.strip() == (
-            f"error: judged.yaml: stages.grpo.reward_model: must score responses, got {named}, which makes text; name "
-            "a stage of kind reward_model, or a model that such a stage made"
+            f"error: judged.yaml: stages.grpo.reward_model: must score responses, got {named}, which is "
+            "no sequence classifier; name a stage of kind reward_model, or a model that such a stage made"
         )
 
 
@@ -68,3 +68,12 @@ def test_one_that_scores_is_taken(world: World) -> None:
 )
 def test_a_model_says_whether_it_scores(told: dict[str, Any], scores: bool) -> None:
     assert is_classifier(told) == scores
+
+
+def test_a_base_on_disk_is_looked_at_too(world: World) -> None:
+    """Also where the stage's own model is another stage's."""
+    name = judged(world, "base")
+    text = (world.root / name).read_text().replace("model: model:tiny", "model: ./base")
+    result = world("plan", world.write("on-disk.yaml", text))
+    assert result.exit_code == 2
+    assert "stages.grpo.reward_model: must score responses" in result.stderr

@@ -120,6 +120,17 @@ def test_a_cluster_is_asked_by_the_job(world: World, machine: list[Machine]) -> 
     assert "grpo: policy asks for GPUs of kind h1000, whose memory is not known: nothing is held against it" in odd
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_lag_is_told_and_a_package_that_lacks(
+    world: World, machine: list[Machine], monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if there else None)
+    name = file(world, "placement: {policy: {cpus: 1}, rollout: {cpus: 1}}, lag: {steps: 2}")
+    shown = " ".join(world.ok("plan", name).split())
+    assert "lag 2: batch t is sampled by the policy after t - 2 steps" in shown
+    assert ("grpo: pools of several processes need the package ray, which is not here" in shown) != there
+
+
 def test_kinds_of_this_machine(world: World, machine: list[Machine]) -> None:
     machine.append(Machine(8, 2**40, (H100, H100)))
     world.ok("plan", file(world, "placement: {policy: {gpus: 2, kind: h100}}"))

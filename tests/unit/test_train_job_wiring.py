@@ -239,7 +239,7 @@ class TestInputs:
         shop.inputs["reward_model"] = shop.inputs["model"]
         params = {"model": "model", "data": "data", "reward_model": "reward_model", "steps": 1, "max_new_tokens": 4}
         result = run(shop.attempt("unjudged", "grpo", params, ["model", "data", "reward_model"]))
-        refused(result, FailureClass.BAD_INPUT, "must score responses, got a model that makes text")
+        refused(result, FailureClass.BAD_INPUT, "must score responses, got a model that is no sequence classifier")
 
 
 def test_a_job_says_how_long_it_ran(made: Shop) -> None:

@@ -38,6 +38,9 @@ def placed(stage: StagePlan) -> Iterator[Text | Table]:
         devices = f", {given.gpus} {given.kind or 'gpus'}" if given.gpus else ""
         ranks = f"{pool.ranks} rank{'s' if pool.ranks > 1 else ''}"
         yield Text(f"pool {name}{where}: {ranks}{devices}: {', '.join(pool.roles)}", style="dim")
+    if stage.load.lag:
+        ahead = f"batch t is sampled by the policy after t - {stage.load.lag} steps, while another one is trained"
+        yield Text(f"lag {stage.load.lag}: {ahead}", style="dim")
     if found and found.peaks:
         yield _residency_table(found)
 

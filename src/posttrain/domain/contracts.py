@@ -42,6 +42,7 @@ class Load:
     object_store: int | None = None  # bytes; None: chosen
     reward_timeout: float | None = None  # seconds; None: chosen
     scored: bool = False  # by a reward function
+    lag: int = 0  # steps that it samples ahead of training
 
     def decoded(self, ranks: int) -> int:
         """Responses that each of so many ranks decodes together: its part of a step's, up to `rows`."""

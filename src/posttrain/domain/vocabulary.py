@@ -41,6 +41,11 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         **dict.fromkeys(("epsilon", "clip_ratio", "clip_ratio_low", "cliprange", "eps_clip"), ("clip_low",)),
         **dict.fromkeys(("epsilon_high", "clip_ratio_high"), ("clip_high",)),
         **dict.fromkeys(("cliprange_value", "value_clip"), ("clip", "critic")),
+        **dict.fromkeys(
+            ("staleness", "max_staleness", "staleness_threshold", "off_policy_steps", "async", "asynchronous"), ("lag",)
+        ),
+        **dict.fromkeys(("bypass_mode", "rollout_is", "importance_sampling"), ("correction", "lag")),
+        **dict.fromkeys(("rollout_is_threshold", "tis_cap", "importance_sampling_cap"), ("cap", "lag")),
         **dict.fromkeys(("loss_type", "loss_agg_mode"), ("aggregation",)),
         **dict.fromkeys(("adv_estimator", "advantage_estimator", "scale_rewards"), ("advantage",)),
         **dict.fromkeys(("lambd", "lambda", "gae_lambda"), ("lam",)),

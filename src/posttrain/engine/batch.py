@@ -53,6 +53,7 @@ class TokenBatch:
     ==================  ===========================================================================
     behaviour_logprobs  of the policy that sampled; 0 outside the response
     proximal_logprobs   of the policy that the step's first update found
+    current_logprobs    of the policy that an update found, where it is recorded for traces
     reference_logprobs  of the frozen reference
     values              the critic's, before the token
     rewards             per token

@@ -6,7 +6,7 @@ from typing import Literal, TypeVar
 
 from posttrain.domain.contracts import Load
 from posttrain.domain.placement import Placement
-from posttrain.engine.config import EvaluateConfig, RowsConfig, SamplingConfig
+from posttrain.engine.config import EvaluateConfig, OnPolicyConfig, RowsConfig, SamplingConfig
 
 DECODED_TOGETHER = 256  # rows; `rollout.port.SamplingParams.batch_size`, which a test compares
 T = TypeVar("T")
@@ -36,13 +36,14 @@ def load_of(kind: str, config: object) -> Load | None:
         sequence_parallel=runtime.sequence_parallel,
         documents=config.documents,
         rows=DECODED_TOGETHER if sampled else 0,
-        response_tokens=sampled.max_new_tokens if sampled else 0,
+        response_tokens=sampled.response_tokens if sampled else 0,
         ray_address=runtime.ray_address,
         samples=sampled.samples if sampled else 0,
         kv_cache=_written(runtime.kv_cache),
         object_store=_written(runtime.object_store),
         reward_timeout=_written(sampled.reward_timeout) if sampled and scored else None,
         scored=scored,
+        lag=config.lag.steps if isinstance(config, OnPolicyConfig) and config.lag else 0,
     )
 
 

@@ -122,6 +122,26 @@ class Trajectory:
         return sum(len(segment.tokens) for segment in self.segments if segment.source == "sampled")
 
     @property
+    def read_again(self) -> int:
+        """Tokens that were read for responses after the first: each reads everything before it."""
+        read, found, first = 0, 0, True
+        for segment in self.segments:
+            if segment.source == "sampled":
+                found += 0 if first else read
+                first = False
+            read += len(segment.tokens)
+        return found
+
+    def went_on(self, observed: Sequence[int], answered: Trajectory) -> Trajectory:
+        """The same with an observation, and the response to everything before it.
+
+        Args:
+            answered: a sequence whose prompt is all of this one and the observation.
+        """
+        seen = Segment(_ints(observed), "observed")
+        return Trajectory((*self.segments, seen, *answered.segments[1:]), answered.status)
+
+    @property
     def document(self) -> Document:
         """As a document with behaviour log-probabilities, of which observed tokens are not trained."""
         observed = any(segment.source == "observed" for segment in self.segments)

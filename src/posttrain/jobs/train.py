@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from posttrain.engine.groups.recording import Recorder
     from posttrain.engine.recipes.algorithm import RolloutAlgorithm, RowAlgorithm
     from posttrain.engine.recipes.dataflow import Entry
+    from posttrain.engine.recipes.environment import Environment
     from posttrain.engine.recipes.opening import PoolOf
     from posttrain.engine.recipes.probe import AccuracyProbe
     from posttrain.engine.recipes.recipe import Recipe
@@ -196,14 +197,19 @@ def _on_policy(
         reward_model=ScalarSource(job.input("reward_model"), dtype) if judged else None,
     )
     context = roles.made.one(TrainWorker.context_length)
-    train = _prompts(job, "data", tokenizer, context, config.max_new_tokens, None)
+    train = _prompts(job, "data", tokenizer, context, config.response_tokens, None)
     scorer: Scorer | None = None
     if judged:
         scorer = ModelScorer(roles.frozen["reward_model"], tokenizer)
     elif config.reward:
         scorer = _reward_function(job, config, config.reward, tokenizer, train, stack)
     probe = _probe(job, config, tokenizer, context)
-    recipe = OnPolicy(config, algorithm, roles, train, scorer, job.order.seed, probe, phase=job.order.kind)
+    environment = _environment(config, algorithm, tokenizer)
+    recipe = OnPolicy(
+        *(config, algorithm, roles, train, scorer, job.order.seed, probe),
+        phase=job.order.kind,
+        environment=environment,
+    )
     return Trained(recipe, lambda folder: roles.made.each(TrainWorker.save_model, folder), tokenizer)
 
 
@@ -227,6 +233,23 @@ def _reward_function(
     scorer = RewardScorer(opened, tokenizer, errors_max=config.reward_errors_max, tell=tell)
     scorer.rehearse(train)
     return scorer
+
+
+def _environment(
+    config: SamplingConfig, algorithm: RolloutAlgorithm, tokenizer: PreTrainedTokenizerBase
+) -> Environment | None:
+    """What a user's algorithm observes between two responses."""
+    from posttrain.engine.recipes.environment import TextEnvironment
+
+    if not isinstance(config, DataflowConfig):
+        return None
+    observe = getattr(algorithm, "observe", None)
+    if (observe is None) != (config.turns == 1):
+        there = "no observe(row, responses); define it" if observe is None else "an observe; set turns to 2 or more"
+        raise InputError(f"recipe {config.recipe} has turns {config.turns}, got {there}")
+    if observe is None:
+        return None
+    return TextEnvironment(observe, tokenizer, config.observation_tokens)
 
 
 def _dataflow(job: Job) -> Entry:
@@ -268,7 +291,8 @@ def _check_judge(policy: Path, judge: Path, name: str) -> None:
         raise InputError(f"reward model {name} must have the policy's tokenizer, got another vocabulary; train it anew")
     if not is_sequence_classifier(judge):
         raise InputError(
-            f"reward model {name} must score responses, got a model that makes text; name one of kind reward_model"
+            f"reward model {name} must score responses, got a model that is no sequence classifier; "
+            "name one of kind reward_model"
         )
 
 

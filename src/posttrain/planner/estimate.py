@@ -19,7 +19,7 @@ class Workload:
     kind: str
     # as the trainer declares it: steps, documents (read or answered), max_new_tokens, and where they differ: prompts
     # (documents of one prompt are one), trained (documents trained on after they were answered), rounds (times that
-    # as much may be sampled, because dropped groups are replaced)
+    # as much may be sampled, because dropped groups are replaced), again (tokens that further turns read again)
     work: Mapping[str, float]
     length: float | None = None  # mean tokens of what is read of one document: prompt + completion, or the prompt alone
     counted: bool = False  # by the model's tokenizer; else one token is taken for every character
@@ -86,5 +86,6 @@ def _most(workload: Workload) -> int | None:
     longest = workload.work.get("max_new_tokens", 0.0)
     read = workload.work.get("prompts", workload.units) * workload.length
     trained = workload.work.get("trained", 0.0) * (workload.length + longest)
-    sampled = (read + workload.units * longest) * workload.work.get("rounds", 1.0)
+    again = workload.work.get("again", 0.0)
+    sampled = (read + workload.units * longest + again) * workload.work.get("rounds", 1.0)
     return round(sampled + trained)

@@ -32,7 +32,7 @@ def refuse_judges_without_scores(
         if _SLOT in stage.inputs and not _scores(manifest, stage, workspace, source, model):
             raise InputError(
                 f"{source}: stages.{stage.name}.{_SLOT}: must score responses, got {stage.inputs[_SLOT].name}, which "
-                "makes text; name a stage of kind reward_model, or a model that such a stage made"
+                "is no sequence classifier; name a stage of kind reward_model, or a model that such a stage made"
             )
 
 
@@ -44,5 +44,5 @@ def _scores(
     if ref.source == "stage":
         made = manifest.stage(ref.name).kind
         return made not in OWN or kind_of(made).scores
-    config, _ = stored_config(ref, workspace, source, model if ref == stage.inputs.get("model") else None)
+    config, _ = stored_config(ref, workspace, source, model)
     return not config or is_classifier(config)

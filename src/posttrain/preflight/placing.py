@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -114,10 +115,11 @@ def memory_warnings(settled: Settled, residency: Residency, machine: Machine) ->
     """Where estimates say that memory will not do; the certain part was refused already. Of a cluster only the kinds of
     its GPUs are known, so nothing of it is refused.
     """
+    missing = _missing_ray(settled.load)
     if settled.load.ray_address is not None:
-        return [*unknown_kinds(settled.load), *([settled.short] if settled.short else [])]
+        return [*missing, *unknown_kinds(settled.load), *([settled.short] if settled.short else [])]
     room, memory = machine.gpu_memory, machine.memory
-    found = [
+    found = missing + [
         f"{peak.pool} will need about {gib(peak.bytes)} on a GPU that has {gib(room)} (phase {peak.phase}); {_LOWER}"
         for peak in residency.peaks
         if room is not None and peak.device == "cuda" and peak.bytes > room
@@ -126,6 +128,12 @@ def memory_warnings(settled: Settled, residency: Residency, machine: Machine) ->
     if memory is not None and total > memory:
         found.append(f"ranks on CPUs will need about {gib(total)}, this machine has {gib(memory)}; {_LOWER}")
     return found
+
+
+def _missing_ray(load: Load) -> list[str]:
+    if (load.placement.is_inline and load.ray_address is None) or importlib.util.find_spec("ray") is not None:
+        return []
+    return ["pools of several processes need the package ray, which is not here: pip install 'posttrain[ray]'"]
 
 
 def residencies(
@@ -166,8 +174,7 @@ def role_shapes(
     found: dict[str, Shape] = {}
     for role in load.roles:
         slot = "reward_model" if role == "reward_model" and "reward_model" in stage.inputs else "model"
-        word = model if slot == "model" else None
-        shape = _shape(manifest, stage, slot, workspace, source, word) if role != "reward" else None
+        shape = _shape(manifest, stage, slot, workspace, source, model) if role != "reward" else None
         if shape is not None:
             found[role] = shape
     return found
@@ -215,7 +222,7 @@ def fallback_warnings(
         began = origin(manifest, stage, slot)
         if slot not in stage.inputs or isinstance(began, StageManifest):  # what `init_model` makes goes the fast ways
             continue
-        config, _ = stored_config(began, workspace, source, model if slot == "model" else None)
+        config, _ = stored_config(began, workspace, source, model)
         whose = "" if slot == "model" else f"{slot}: "
         known = {**config, **_text(config)}
         found += [f"{whose}falls back to {name}: {why}" for name, why in expected(known, readers).items()]

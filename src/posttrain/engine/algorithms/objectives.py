@@ -109,9 +109,6 @@ class PolicyObjective:
         tokens = ppo_clip(logprobs, old, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high)
         clipped = is_clipped(logprobs, old, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high)
         count = max(self.totals.computed, 1)
-        if self.importance is not None:
-            behaviour = micro.column("behaviour_logprobs")
-            tokens = tokens * log_ratio(old, behaviour, mask).exp().clamp(max=self.importance)
         sums = {
             "clip_fraction": clipped.sum() / count,
             "mismatch_kl": kl_penalty(old, logprobs.detach(), mask, "k3").sum() / count,
@@ -120,6 +117,9 @@ class PolicyObjective:
             penalty = self.kl.penalty(logprobs, old, micro.column("reference_logprobs"), mask)
             sums["kl"] = penalty.detach().sum() / count
             tokens = tokens + self.kl.coefficient * penalty
+        if self.importance is not None:  # the penalty is a mean over what was sampled too
+            behaviour = micro.column("behaviour_logprobs")
+            tokens = tokens * log_ratio(old, behaviour, mask).exp().clamp(max=self.importance)
         weights = token_weights(micro, self.totals, self.aggregation, norm=self.norm)
         return LossParts((weights * tokens).sum(), sums)
 

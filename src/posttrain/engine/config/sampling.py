@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -125,6 +126,21 @@ class SamplingConfig(TrainingConfig):
         """slot → (asset kind, the word written in run.yaml)."""
         return super().inputs() | reward_slots("reward", self.reward)
 
+    @property
+    def response_tokens(self) -> int:
+        """Of a sample, its prompt apart, at the most."""
+        return self.max_new_tokens
+
+    @property
+    def turns_most(self) -> int:
+        """Responses of a sample, at the most."""
+        return 1
+
+    @property
+    def read_again(self) -> int:
+        """Tokens besides the prompt that a sample's further turns read, at the most."""
+        return 0
+
     def roles(self) -> tuple[str, ...]:
         """The policy, who samples from it, and the reward where there is one."""
         return ("policy", "rollout", *(["reward"] if self.reward else []))
@@ -137,7 +153,20 @@ class LagConfig(Frozen):
     # what is done about it, arXiv 2505.24298: tis weighs a token by min(π at the step's beginning / π that sampled,
     # cap), decoupled by that ratio itself; bypass takes the policy that sampled for the old one
     correction: Literal["tis", "decoupled", "bypass"] = "tis"
-    cap: float = Field(default=2.0, gt=0, le=1e6)  # of tis
+    cap: float | None = Field(default=None, gt=0, le=1e6)  # of tis; None: 2.0
+
+    @model_validator(mode="after")
+    def _cap_is_of_tis(self) -> Self:
+        if self.cap is not None and self.correction != "tis":
+            raise ValueError(f"cap belongs to correction: tis, got cap {self.cap:g} with {self.correction}; drop it")
+        return self
+
+    @property
+    def truncation(self) -> float | None:
+        """What the weights of tokens are capped at; None: they are not weighed."""
+        if self.correction == "bypass":
+            return None
+        return math.inf if self.correction == "decoupled" else 2.0 if self.cap is None else self.cap
 
 
 class OnPolicyConfig(SamplingConfig):
@@ -166,6 +195,18 @@ class OnPolicyConfig(SamplingConfig):
             raise ValueError(
                 f"lag needs a rollout in a pool of its own, got it in the pool {at['rollout']} with the policy; "
                 "write placement: {policy: {…}, rollout: {…}}"
+            )
+        if self.lag and self.steps and self.lag.steps >= self.steps:
+            raise ValueError(
+                f"lag.steps must be less than steps ({self.steps}), got {self.lag.steps}: nothing would be sampled by "
+                "what was trained; lower it"
+            )
+        roles = [role for role in self.roles() if role in ("critic", "reference", "reward_model")]
+        busy = [role for role in roles if self.placement.pool_of(role).name == at["rollout"]]
+        if self.lag and busy:
+            raise ValueError(
+                f"lag needs a rollout that works while others do, got {', '.join(busy)} in its pool {at['rollout']}; "
+                f"write placement: {{{busy[0]}: {{with: policy}}}}"
             )
         return self
 
@@ -287,9 +328,35 @@ class DataflowConfig(SamplingConfig):
 
     recipe: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(:[A-Za-z_]\w*)?$")]  # my_module:MyAlgorithm, beside run.yaml
     settings: dict[str, Any] = Field(default_factory=dict)  # for the class; nothing else reads them
+    turns: Annotated[int, Field(ge=1, le=64)] = 1  # responses of a sample, at the most; `observe` speaks between two
+    observation_tokens: NonNegative = 0  # of what is observed between two responses, at the most
     tokens_per_step: Annotated[int, Field(ge=1, le=10**12)] | None = (
         None  # what a step may spend; None: each response trained on once, at the most
     )
+
+    @model_validator(mode="after")
+    def _turns_observe(self) -> Self:
+        if (self.turns > 1) != (self.observation_tokens > 0):
+            raise ValueError(
+                f"turns and observation_tokens go together, got turns {self.turns} and observation_tokens "
+                f"{self.observation_tokens}; set both, or neither"
+            )
+        return self
+
+    @property
+    def response_tokens(self) -> int:
+        """Every turn and what is observed between them."""
+        return self.turns * self.max_new_tokens + (self.turns - 1) * self.observation_tokens
+
+    @property
+    def turns_most(self) -> int:
+        """As the stage says."""
+        return self.turns
+
+    @property
+    def read_again(self) -> int:
+        """What came before each."""
+        return sum(turn * (self.max_new_tokens + self.observation_tokens) for turn in range(1, self.turns))
 
     def inputs(self) -> dict[str, tuple[str, str]]:
         """slot → (asset kind, the word written in run.yaml)."""

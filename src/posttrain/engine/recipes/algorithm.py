@@ -36,6 +36,17 @@ class PromptSource:
     max_tokens: int  # of a response
     temperature: float = 1.0
     refills: int = 0  # rounds in which dropped groups are replaced, at the most
+    turns: int = 1  # responses of one sample, at the most; between two of them an environment is observed
+    observed: int = 0  # tokens of one observation, at the most
+
+    def sampling(self, prompt: int) -> int:
+        """Tokens that the samples of a prompt of so many may cost, by the rule of `facts.Progress`."""
+        again = sum(prompt + turn * (self.max_tokens + self.observed) for turn in range(1, self.turns))
+        return prompt + self.samples * (self.turns * self.max_tokens + again)
+
+    def document(self, prompt: int) -> int:
+        """Tokens of a sample of such a prompt, with its prompt, at the most."""
+        return prompt + self.turns * self.max_tokens + (self.turns - 1) * self.observed
 
 
 @final
@@ -84,8 +95,9 @@ class ScoredGroup:
 
     @property
     def tokens(self) -> int:
-        """Read once, and generated."""
-        return len(self.prompt.tokens) + sum(sample.generated for sample in self.group.samples)
+        """Read once, and generated; what was said before is read again for every further response."""
+        again = sum(sample.last.read_again for sample in self.group.samples)
+        return len(self.prompt.tokens) + again + sum(sample.generated for sample in self.group.samples)
 
     @property
     def rewards(self) -> npt.NDArray[np.float64]:

@@ -12,6 +12,7 @@ function of the seed and the policies, and never of how long a call takes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -19,10 +20,12 @@ from pathlib import Path
 from typing import final
 
 from posttrain.domain.errors import InputError
+from posttrain.domain.facts import Span
 from posttrain.domain.seeds import derive_seed
 from posttrain.engine.groups.worker_group import Future
 from posttrain.engine.journal import Journal
 from posttrain.engine.recipes.algorithm import RolloutAlgorithm, ScoredGroup
+from posttrain.engine.recipes.environment import Environment
 from posttrain.engine.recipes.held_groups import Held, read_held, write_held
 from posttrain.engine.recipes.recipe import Trace
 from posttrain.engine.recipes.roles import Roles
@@ -31,6 +34,7 @@ from posttrain.engine.rewards.port import Score
 from posttrain.engine.rollout.batches import PromptBatch, Rollouts
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.samples import Group
 from posttrain.pacing.admission import Buffer, Pace
 
 Ask = Callable[[int, int], bool]  # tokens spent here, and those that may be: whether the budget has them
@@ -45,6 +49,7 @@ class Sampling:
     keys: tuple[int, ...]
     prompts: tuple[Prompt, ...]
     answer: Future[Rollouts]
+    begun: tuple[float, float]  # seconds since the epoch, and of the performance counter
 
 
 @final
@@ -68,6 +73,7 @@ class Collector:
         seed: the stage's.
         journal: where it is in the data.
         buffer: what waits to be trained.
+        environment: what is observed between two responses; None: there is one response.
     """
 
     algorithm: RolloutAlgorithm
@@ -77,6 +83,7 @@ class Collector:
     seed: int
     journal: Journal
     buffer: Buffer[ScoredGroup]
+    environment: Environment | None = None
     version: int = 0  # that samples, in steps trained
     spent: int = 0  # tokens, since somebody last set it to 0
     dropped: dict[int, list[tuple[ScoredGroup, str]]] = field(default_factory=dict)  # by batch, each with the reason
@@ -135,14 +142,30 @@ class Collector:
         self._taken = []
         self.buffer, self.dropped, self._rounds = self._marked.buffer, self._marked.dropped, self._marked.rounds
 
+    def lacking(self, step: int) -> int:
+        """Prompts that a step may train on besides."""
+        if self._taken:
+            return 0
+        pace = self._pace(step)
+        given_up = pace.given_up.count(step)
+        return pace.prompts - given_up - sum(entry.batch == step and entry.ready for entry in pace.held)
+
     def save(self, path: Path) -> Mapping[str, str]:
-        """Write what waits; file name → digest. Nothing runs then."""
+        """Write what waits; file name → digest. Nothing runs then, and with lag 0 nothing waits."""
+        if not self.buffer.policy.lag:
+            return {}
         held = [Held(entry.key, entry.batch, entry.version, group) for entry, group in self.buffer.ready()]
         held += [Held(g.group.key, batch, 0, g, why) for batch, found in self.dropped.items() for g, why in found]
         return write_held(path, held, self.buffer.pace(0, 0).given_up, self._rounds)
 
     def restore(self, path: Path) -> None:
-        """Go on with what a checkpoint held."""
+        """Go on with what a checkpoint held.
+
+        Raises:
+            IntegrityError: it is of a stage that sampled ahead, and does not say what waited.
+        """
+        if not self.buffer.policy.lag:
+            return
         held, given_up, self._rounds = read_held(path, lambda key: self.prompts[self.journal.row(key)])
         waiting = [(one.entry, one.group) for one in held if not one.dropped]
         self.buffer.restore(waiting, given_up, self.journal.consumed - 1)
@@ -170,8 +193,8 @@ class Collector:
                 continue
             if again:
                 rows = self.journal.peek(self.missing(step))  # it, and what is begun after it
-                read = sum(len(self.prompts[row].tokens) for row in rows)
-                if not reserve(self.spent, read + len(rows) * source.samples * source.max_tokens):
+                more = sum(source.sampling(len(self.prompts[row].tokens)) for row in rows)
+                if not reserve(self.spent, more):
                     return  # the next step, which lacks it, is refused before it begins
             self._rounds[batch] = again + 1
             self._running = self._sampling(batch, count)
@@ -182,24 +205,56 @@ class Collector:
         chosen = tuple(self.prompts[row] for _, row in taken)
         self.buffer.start(keys, batch, self.version)
         asked = PromptBatch(tuple(tuple(prompt.tokens) for prompt in chosen), keys)
-        sampling = SamplingParams(
-            max_new_tokens=source.max_tokens,
-            temperature=source.temperature,
-            seed=derive_seed(self.seed, "rollout"),  # a position in the stream never repeats
+        drawn = self._drawn(derive_seed(self.seed, "rollout"))  # a position in the stream never repeats
+        begun = time.time(), time.perf_counter()
+        answer = self.roles.sampler.nonblocking.map(RolloutWorker.generate, asked, drawn, source.samples)
+        return Sampling(batch, keys, chosen, answer, begun)
+
+    def _drawn(self, seed: int) -> SamplingParams:
+        source = self.algorithm.source
+        return SamplingParams(max_new_tokens=source.max_tokens, temperature=source.temperature, seed=seed)
+
+    def _went_on(self, groups: Sequence[Group], prompts: Sequence[Prompt], turn: int, trace: Trace) -> list[Group]:
+        """Samples that the environment lets go on have one response more; the others stay as they are."""
+        assert self.environment is not None
+        samples = self.algorithm.source.samples
+        open_ = [(at, s) for at, group in enumerate(groups) for s in group.samples if s.status == "ok"]
+        with trace.span("environment") as span:
+            seen = self.environment([prompts[at] for at, _ in open_], [sample.last for _, sample in open_])
+            going = [(at, s, o) for (at, s), o in zip(open_, seen, strict=True) if o is not None]
+            span |= {"turn": turn, "samples": len(open_), "going on": len(going)}
+        if not going:
+            return list(groups)
+        asked = PromptBatch(
+            tuple((*s.last.prompt.tolist(), *s.last.response.tolist(), *o) for _, s, o in going),
+            tuple(groups[at].key * samples + s.index for at, s, _ in going),
         )
-        answer = self.roles.sampler.nonblocking.map(RolloutWorker.generate, asked, sampling, source.samples)
-        return Sampling(batch, keys, chosen, answer)
+        with trace.span("rollout") as span:
+            drawn = self._drawn(derive_seed(self.seed, "rollout", turn))
+            found = self.roles.sampler.map(RolloutWorker.generate, asked, drawn, 1)
+            span |= {"trajectories": len(found.trajectories), "tokens": found.tokens, "turn": turn}
+        longer = {
+            (at, s.index): replace(s, sequences=(*s.sequences[:-1], s.last.went_on(o, answer)))
+            for (at, s, o), answer in zip(going, found.trajectories, strict=True)
+        }
+        return [
+            replace(group, samples=tuple(longer.get((at, s.index), s) for s in group.samples))
+            for at, group in enumerate(groups)
+        ]
 
     def _settle(self, trace: Trace, running: Sampling) -> None:
         """Wait for what runs, score it, keep or drop it."""
         self._running = None
-        with trace.span("rollout") as span:
-            found = running.answer.result()
-            span |= {"trajectories": len(found.trajectories), "tokens": found.tokens, "batch": running.batch}
-        none = (Score(None),) * self.algorithm.source.samples
-        asked = zip(running.prompts, found.groups, strict=True)
-        groups = self._scored([ScoredGroup(p, group, none, running.batch) for p, group in asked], trace)
-        for key, group in zip(running.keys, groups, strict=True):
+        found = running.answer.result()
+        about = {"trajectories": len(found.trajectories), "tokens": found.tokens, "batch": running.batch}
+        started, begin = running.begun
+        trace.sink(Span("rollout", trace.step, started, time.perf_counter() - begin, about))
+        none, groups = (Score(None),) * self.algorithm.source.samples, list(found.groups)
+        for turn in range(1, self.algorithm.source.turns):
+            groups = self._went_on(groups, running.prompts, turn, trace)
+        asked = zip(running.prompts, groups, strict=True)
+        scored = self._scored([ScoredGroup(p, group, none, running.batch) for p, group in asked], trace)
+        for key, group in zip(running.keys, scored, strict=True):
             self.spent += group.tokens
             verdict = self.algorithm.keep(group)
             if verdict is None:

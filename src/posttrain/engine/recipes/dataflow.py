@@ -15,11 +15,12 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.config import DataflowConfig
-from posttrain.engine.recipes.algorithm import RolloutAlgorithm, Update
+from posttrain.engine.recipes.algorithm import PromptSource, RolloutAlgorithm, Update
 from posttrain.engine.recipes.policy_gradient import Sampling
 
 Entry = Callable[[DataflowConfig], RolloutAlgorithm]
@@ -30,6 +31,11 @@ class Dataflow(Sampling[DataflowConfig]):
 
     What its author wants to be told is in `config.settings`.
     """
+
+    @property
+    def source(self) -> PromptSource:
+        """With the turns of its stage; between two of them `observe(row, responses)` says what the policy sees."""
+        return replace(super().source, turns=self.config.turns, observed=self.config.observation_tokens)
 
     def updates(self, step: int) -> Sequence[Update]:
         """What is minimised.

@@ -13,6 +13,7 @@ import torch
 from safetensors.numpy import load_file
 
 from posttrain.domain.canonical import canonical_json, digest_bytes
+from posttrain.domain.errors import IntegrityError
 from posttrain.engine.recipes.algorithm import ScoredGroup
 from posttrain.engine.recipes.sampling import Prompt
 from posttrain.engine.rewards.port import Score
@@ -43,19 +44,17 @@ class Held:
 def write_held(
     path: Path, held: Sequence[Held], given_up: Sequence[int], rounds: Mapping[int, int]
 ) -> Mapping[str, str]:
-    """File name → digest; no file where nothing waits.
+    """File name → digest.
 
     Args:
         given_up: the batch of every place that stays empty.
         rounds: batch → times that it was asked for.
     """
-    if not held and not given_up:
-        return {}
     segments = [segment for one in held for segment in _segments(one.group)]
     none = np.zeros(0, dtype=np.float32)
     tokens = np.concatenate([np.zeros(0, dtype=np.int32), *(segment.tokens for segment in segments)])
     logprobs = np.concatenate([none, *(none if s.logprobs is None else s.logprobs for s in segments)])
-    tensors = {"tokens": torch.from_numpy(tokens), "logprobs": torch.from_numpy(logprobs)}
+    tensors = {"tokens": torch.tensor(tokens), "logprobs": torch.tensor(logprobs)}
     asked = {str(batch): times for batch, times in rounds.items()}
     groups = [_written(one) for one in held]
     data = canonical_json({"groups": groups, "given_up": list(given_up), "rounds": asked})
@@ -68,9 +67,13 @@ def read_held(path: Path, prompt: Callable[[int], Prompt]) -> tuple[list[Held], 
 
     Args:
         prompt: that of a position in the data stream.
+
+    Raises:
+        IntegrityError: it is not there.
     """
-    if not (path / _REST).exists():
-        return [], [], {}
+    for name in (_ARRAYS, _REST):
+        if not (path / name).is_file():
+            raise IntegrityError(f"checkpoint {path} must hold {name}, what waited to be trained; resume from another")
     found, arrays = json.loads((path / _REST).read_bytes()), load_file(path / _ARRAYS)
     cursor = _Cursor(arrays["tokens"], arrays["logprobs"])
     rounds = {int(batch): times for batch, times in found["rounds"].items()}

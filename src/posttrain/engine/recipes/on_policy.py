@@ -19,12 +19,13 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.seeds import derive_seed
 from posttrain.engine.config import DataflowConfig, OnPolicyConfig, SamplingConfig, TraceConfig
 from posttrain.engine.journal import Journal
-from posttrain.engine.recipes.algorithm import RolloutAlgorithm, ScoredGroup
+from posttrain.engine.recipes.algorithm import PROXIMAL, RolloutAlgorithm, ScoredGroup
 from posttrain.engine.recipes.collecting import Collector
+from posttrain.engine.recipes.environment import Environment
 from posttrain.engine.recipes.learning import Learning
 from posttrain.engine.recipes.recipe import Reserve, StepReport, Trace, free
 from posttrain.engine.recipes.roles import Roles
-from posttrain.engine.recipes.rollout_metrics import rollout_metrics
+from posttrain.engine.recipes.rollout_metrics import rollout_metrics, turns_mean
 from posttrain.engine.recipes.sample_tracer import SampleTracer
 from posttrain.engine.recipes.sampling import Probe, ProbeSchedule, Prompt, Scorer
 from posttrain.engine.rollout.worker import RolloutWorker
@@ -44,9 +45,10 @@ class OnPolicy:
         seed: the stage's seed.
         probe: the held-out measurement, if there is one.
         phase: what its progress is called.
+        environment: what is observed between two responses, where the algorithm samples several.
 
     Raises:
-        InputError: the algorithm needs a role that is not there.
+        InputError: the algorithm needs a role or an environment that is not there.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class OnPolicy:
         probe: Probe | None = None,
         *,
         phase: str = "train",
+        environment: Environment | None = None,
     ) -> None:
         self.phase, self.steps, self.roles = phase, config.steps, roles
         self.journal = Journal(len(prompts), seed)
@@ -73,8 +76,16 @@ class OnPolicy:
         lag = own.lag.steps if own and own.lag else 0
         if lag and roles.sampler.one(RolloutWorker.view) == "alias":
             raise InputError(f"lag {lag} needs a rollout with weights of its own, got one that reads the policy's")
+        if own and own.lag and own.lag.correction != "bypass" and PROXIMAL not in algorithm.requires(config.steps - 1):
+            raise InputError(
+                f"{type(algorithm).__name__} must require {PROXIMAL.name} for the correction {own.lag.correction}, got "
+                "an algorithm without; take correction: bypass, or require it"
+            )
         buffer: Buffer[ScoredGroup] = Buffer(InOrder(lag), algorithm.source.prompts, config.steps)
-        self._ahead = Collector(algorithm, roles, prompts, scorer, seed, self.journal, buffer)
+        turns = algorithm.source.turns
+        if turns > 1 and environment is None:
+            raise InputError(f"{type(algorithm).__name__} samples {turns} turns, got no environment; give it one")
+        self._ahead = Collector(algorithm, roles, prompts, scorer, seed, self.journal, buffer, environment)
 
     def price(self, step: int) -> int:
         """What is sampled from now to the end of the step: every prompt read once, every response at the token limit;
@@ -83,8 +94,9 @@ class OnPolicy:
         """
         if self._most:
             return self._most
-        read, generated = self._worst(self.journal.peek(self._ahead.missing(step)))
-        return read + generated + self._training(step)
+        rows = self.journal.peek(self._ahead.missing(step))
+        sampled = sum(self._algorithm.source.sampling(len(self._prompts[row].tokens)) for row in rows)
+        return sampled + self._training(step)
 
     def step(self, step: int, trace: Trace, reserve: Reserve = free) -> StepReport:
         """Take what the step trains on, learn while more is sampled.
@@ -111,7 +123,9 @@ class OnPolicy:
                 f"{self.phase} spent {tokens} tokens in step {step}, at most {self._most} were declared; "
                 "set tokens_per_step"
             )
-        drops = {"groups/dropped": len(dropped) / len(every)} if self._algorithm.source.refills else {}
+        source = self._algorithm.source
+        drops = {"groups/dropped": len(dropped) / len(every)} if source.refills else {}
+        drops |= {"turns/mean": turns_mean(every)} if source.turns > 1 else {}
         told = {**rollout_metrics(every), **self._algorithm.report(every), **drops, "updates": float(learned.updates)}
         metrics = {**told, **learned.metrics}
         return StepReport(tokens, metrics)
@@ -144,15 +158,10 @@ class OnPolicy:
     def _training(self, step: int) -> int:
         """Tokens that a step trains on at the most: what waits for it, and what it lacks at the token limit."""
         source, waiting = self._algorithm.source, self._ahead.waiting(step)
-        read, generated = self._worst(self.journal.peek(source.prompts - len(waiting)))
+        rows = self.journal.peek(self._ahead.lacking(step))
         there = sum(len(answer) for group in waiting for answer in group.answers)
-        return self._learning.price(step, there + source.samples * read + generated)
-
-    def _worst(self, rows: Sequence[int]) -> tuple[int, int]:
-        """Tokens that so many prompts have, and that are generated from them at the most."""
-        source = self._algorithm.source
-        read = sum(len(self._prompts[row].tokens) for row in rows)
-        return read, len(rows) * source.samples * source.max_tokens
+        lacking = sum(source.samples * source.document(len(self._prompts[row].tokens)) for row in rows)
+        return self._learning.price(step, there + lacking)
 
     def _tracer(self, groups: Sequence[ScoredGroup], dropped: dict[int, str], step: int) -> SampleTracer:
         followed = groups[: self._trace.followed(len(groups))]

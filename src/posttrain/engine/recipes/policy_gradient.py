@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Generic, TypeVar
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from posttrain.engine.algorithms.advantages import Estimator, by_group, has_signal
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.kl import kl_estimate
-from posttrain.engine.algorithms.objectives import PolicyObjective
+from posttrain.engine.algorithms.objectives import PolicyObjective, old_logprobs
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import OnPolicyConfig, RewardKLConfig, SamplingConfig
 from posttrain.engine.recipes.algorithm import (
@@ -77,8 +76,7 @@ class PolicyGradient(Sampling[C]):
     def objective(self, totals: Totals) -> PolicyObjective:
         """Token mean."""
         c = self.config
-        caps = {"bypass": None, "decoupled": math.inf, "tis": c.lag.cap if c.lag else None}
-        cap = caps[c.lag.correction] if c.lag else None
+        cap = c.lag.truncation if c.lag else None
         return PolicyObjective(totals, clip_low=c.clip_low, clip_high=c.clip_high, importance=cap)
 
 
@@ -128,6 +126,6 @@ def penalised(batch: TokenBatch, kl: RewardKLConfig | None) -> Tensor:
     rewards: Tensor = batch.column("reward").double()
     if kl is None:
         return rewards
-    old, anchor = batch.column("behaviour_logprobs"), batch.column("reference_logprobs")
+    old, anchor = old_logprobs(batch), batch.column("reference_logprobs")
     penalty = kl_estimate(old, anchor, batch.response_mask, kl.estimator).double()
     return rewards - kl.coefficient * batch.sum_by_document(penalty)

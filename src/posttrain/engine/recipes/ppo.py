@@ -15,7 +15,7 @@ from typing import final
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.gae import generalized_advantages, whiten
 from posttrain.engine.algorithms.kl import kl_rewards, score_rewards
-from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective, ValueObjective
+from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective, ValueObjective, old_logprobs
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import PPOConfig
 from posttrain.engine.recipes.algorithm import VALUES, Column, Update
@@ -33,7 +33,7 @@ class PPO(PolicyGradient[PPOConfig]):
     def credit(self, batch: TokenBatch) -> TokenBatch:
         """Rewards per token, returns, advantages."""
         c, mask, lengths = self.config, batch.response_mask, batch.lengths
-        scores, old = batch.column("reward").float(), batch.column("behaviour_logprobs")
+        scores, old = batch.column("reward").float(), old_logprobs(batch)
         if c.kl and c.kl.place == "reward":
             weight, kind, anchor = c.kl.coefficient, c.kl.estimator, batch.column("reference_logprobs")
             rewards = kl_rewards(old, anchor, mask, scores, lengths, coefficient=weight, estimator=kind)

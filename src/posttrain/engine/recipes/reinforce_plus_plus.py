@@ -13,6 +13,7 @@ import torch
 from posttrain.engine.algorithms.advantages import by_group
 from posttrain.engine.algorithms.gae import generalized_advantages, whiten
 from posttrain.engine.algorithms.kl import kl_rewards, score_rewards
+from posttrain.engine.algorithms.objectives import old_logprobs
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import ReinforcePlusPlusConfig
 from posttrain.engine.recipes.policy_gradient import PolicyGradient
@@ -25,7 +26,7 @@ class ReinforcePlusPlus(PolicyGradient[ReinforcePlusPlusConfig]):
     def credit(self, batch: TokenBatch) -> TokenBatch:
         """Returns, to mean 0 and deviation 1 over the step."""
         c, mask, lengths = self.config, batch.response_mask, batch.lengths
-        scores, old = batch.column("reward").double(), batch.column("behaviour_logprobs")
+        scores, old = batch.column("reward").double(), old_logprobs(batch)
         if c.baseline == "group":
             rewards, place = by_group(scores, batch.column("group"))
             scores = (rewards - rewards.nanmean(dim=1, keepdim=True))[place]

@@ -37,6 +37,12 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     }
 
 
+def turns_mean(groups: Sequence[ScoredGroup]) -> float:
+    """Responses of a sample, in the mean."""
+    answers = [answer for group in groups for answer in group.answers]
+    return sum(s.source == "sampled" for answer in answers for s in answer.segments) / len(answers)
+
+
 def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:
     """`reward/NAME/mean` and `/std` of every component over the completions that have it; of rewards with weights also
     the shares that failed.

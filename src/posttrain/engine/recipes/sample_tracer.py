@@ -11,6 +11,7 @@ from torch import Tensor
 
 from posttrain.domain.facts import Sample
 from posttrain.engine.algorithms.losses import is_clipped
+from posttrain.engine.algorithms.objectives import old_logprobs
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.recipes.algorithm import ScoredGroup
 from posttrain.engine.recipes.recipe import Trace
@@ -84,17 +85,17 @@ class SampleTracer:
 
     def _with_update(self, known: Sample, fate: str, document: TokenBatch) -> Sample:
         columns, mask = document.token_columns, document.response_mask
-        current, behaviour = document.column("proximal_logprobs"), document.column("behaviour_logprobs")
+        current, old = document.column("current_logprobs"), old_logprobs(document)
         advantages, clipped = columns.get("advantages"), torch.zeros(0, dtype=torch.bool)
         if self.clip and advantages is not None:
             low, high = self.clip
-            clipped = is_clipped(current, behaviour, advantages, mask, clip_low=low, clip_high=high)[mask]
+            clipped = is_clipped(current, old, advantages, mask, clip_low=low, clip_high=high)[mask]
         return replace(
             known,
             fate=fate,
             advantages=_column(advantages, mask),
             logprobs=_column(current, mask),
-            ratios=_column((current - behaviour).exp(), mask),
+            ratios=_column((current - old).exp(), mask),
             clipped=[bool(one) for one in clipped.tolist()],
             reference_logprobs=_column(columns.get("reference_logprobs"), mask),
             values=_column(columns.get("values"), mask),

@@ -196,7 +196,7 @@ def records_what_the_step_found(bench: Bench) -> None:
     found = engine.forward(mine, {"logprobs"}).of("logprobs")
     done = engine.step(mine, SupervisedObjective(Totals.of(whole_batch())), step=0, record=True)
     _require(done.batch is not None and torch.equal(done.batch.tokens, mine.tokens), "the batch comes back")
-    recorded = done.batch.column("proximal_logprobs") if done.batch else found[:0]
+    recorded = done.batch.column("current_logprobs") if done.batch else found[:0]
     _require(torch.allclose(recorded, found, atol=_CLOSE, rtol=0), "as the step found them")
 
 

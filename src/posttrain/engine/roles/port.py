@@ -47,7 +47,7 @@ class TrainEngine(Protocol):
             objective: knows the totals of the whole mini-batch.
             step: 0-based stage step, for the schedule and the dropout key.
             part: which mini-batch of the step.
-            record: also return the batch with the log-probabilities that the step found, as `proximal_logprobs`.
+            record: also return the batch with the log-probabilities that the step found, as `current_logprobs`.
 
         Raises:
             DivergedError: loss or gradient is NaN or infinite on any rank.

@@ -90,7 +90,7 @@ class TorchEngine:
         def forward(micro: TokenBatch) -> LossParts:
             predicted = self.predict(micro, objective.needs)
             if record and len(seen) < len(micros):
-                seen.append(micro.with_columns(proximal_logprobs=predicted.of("logprobs")))
+                seen.append(micro.with_columns(current_logprobs=predicted.of("logprobs")))
             return objective(micro, predicted)
 
         metrics = self.learner.step(micros, self.learner.dummy(batch), forward, step=step, part=part)

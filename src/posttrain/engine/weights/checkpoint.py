@@ -128,7 +128,8 @@ def read_state(path: Path) -> TrainState:
         IntegrityError: no COMMIT, an unknown format, or a shard that is missing, unlisted or altered.
     """
     shards = _read_commit(path)
-    unlisted = sorted({file.name for file in path.glob("*.safetensors")} - shards.keys())
+    files = {file.name for kind in ("*.safetensors", "*.json") for file in path.glob(kind)} - {_STATE}
+    unlisted = sorted(files - shards.keys())
     if unlisted:
         raise IntegrityError(f"checkpoint shard {path / unlisted[0]} must be in COMMIT, got a list without; remove it")
     for name, expected in shards.items():

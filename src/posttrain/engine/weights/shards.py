@@ -102,6 +102,8 @@ def read_rows(files: Sequence[Path], rows: Mapping[str, tuple[int, int]]) -> dic
 
 
 def _bytes(tensor: Tensor) -> memoryview:
+    if not tensor.numel():  # of which torch makes no view
+        return memoryview(b"")
     flat: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 

@@ -44,7 +44,7 @@ _DECIDING_ROOMS = (
     *("engine", "jobs", "data/files.py", "data/rows.py", "domain/amounts.py", "domain/architectures.py"),
     *("domain/canonical.py", "domain/kinds.py"),
     *("domain/measures.py", "domain/placement.py", "domain/rewards.py", "domain/seeds.py", "domain/weights.py"),
-    *("pacing/balancing.py", "planner/feasibility.py", "planner/residency.py"),
+    *("pacing/admission.py", "pacing/balancing.py", "planner/feasibility.py", "planner/residency.py"),
     *("planner/sizes.py",),
 )
 # torch's version names its build (2.13.0+cpu, +cu130); jinja2 renders chat templates, pyarrow reads
@@ -236,7 +236,7 @@ def _row_needs(config: StageConfig) -> dict[str, RowNeeds]:
         }
     if not isinstance(config, SamplingConfig):
         return {}
-    found = {"data": RowNeeds(reserve=config.max_new_tokens)}
+    found = {"data": RowNeeds(reserve=config.response_tokens)}
     if config.probe:
         found["probe"] = RowNeeds(reserve=config.max_new_tokens, answer=True, first=config.probe.items)
     return found
@@ -269,7 +269,7 @@ def _work(config: StageConfig) -> dict[str, float]:
         return {"steps": config.steps, "documents": config.steps * size, "least": _sure_steps(config) * size}
     if isinstance(config, SamplingConfig):
         samples, passes = config.samples, config.passes
-        prompts, generated = config.prompts_per_step, samples * config.max_new_tokens
+        prompts, generated = config.prompts_per_step, samples * config.response_tokens
         last = prompts + generated + passes * (samples + generated)
         before = (_sure_steps(config) - 1) * (prompts + samples)
         if isinstance(config, DataflowConfig):  # what its algorithm trains on is its own affair
@@ -277,9 +277,10 @@ def _work(config: StageConfig) -> dict[str, float]:
         return {
             "steps": config.steps,
             "documents": config.steps * samples,
-            "prompts": config.steps * prompts,
+            "prompts": config.steps * (prompts + (config.turns_most - 1) * samples),  # read for every further turn
+            **({"again": config.steps * samples * config.read_again} if config.turns_most > 1 else {}),
             "trained": config.steps * samples * passes,
-            "max_new_tokens": config.max_new_tokens,
+            "max_new_tokens": config.response_tokens,
             **({"rounds": config.rounds} if config.rounds > 1 else {}),
             "least": before + last,
         }

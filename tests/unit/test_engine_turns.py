@@ -1,0 +1,296 @@
+"""Samples of two responses with an observation between them: through the whole loop, and never trained on it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, quiet, scalar
+from test_engine_training import Desk, stop_after
+
+from posttrain.domain.errors import InputError
+from posttrain.domain.facts import Fact, Sample
+from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.algorithms.kl import kl_estimate
+from posttrain.engine.batch import TokenBatch
+from posttrain.engine.config import CriticConfig, DataflowConfig, PPOConfig, PPOKLConfig, TraceConfig
+from posttrain.engine.groups.backends.inline import InlineBackend
+from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.models.initial import initial_model
+from posttrain.engine.models.language_model import adopt_module
+from posttrain.engine.models.source import ModelSource
+from posttrain.engine.predictions import Predictions
+from posttrain.engine.recipes.algorithm import PromptSource
+from posttrain.engine.recipes.environment import TextEnvironment
+from posttrain.engine.recipes.on_policy import OnPolicy
+from posttrain.engine.recipes.opening import open_roles
+from posttrain.engine.recipes.ppo import PPO
+from posttrain.engine.recipes.recipe import StepReport, Trace
+from posttrain.engine.recipes.sampling import Prompt
+from posttrain.engine.rewards.port import Score
+from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.samples import Segment, Trajectory
+from posttrain.engine.settings import PolicyGradientOptimizerConfig
+
+SEEN = (7, 8, 9)
+
+
+def sometimes(prompts: Sequence[Prompt], samples: Sequence[Trajectory]) -> list[tuple[int, ...] | None]:
+    """An observation after an even number of tokens."""
+    return [None if sample.generated % 2 else SEEN for sample in samples]
+
+
+class Talk(PPO):  # type: ignore[misc]
+    """Two responses to every prompt; keeps what it gave credit to."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        super().__init__(config)
+        self.credited: list[tuple[TokenBatch, TokenBatch]] = []
+
+    @property
+    def source(self) -> PromptSource:
+        source = super().source
+        return PromptSource(source.prompts, source.samples, source.max_tokens, turns=2, observed=len(SEEN))
+
+    def credit(self, batch: TokenBatch) -> TokenBatch:
+        found = super().credit(batch)
+        self.credited.append((batch, found))
+        return found
+
+
+class Even(EvenTokens):
+    """Scores all of them."""
+
+    def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Score]:
+        return [Score(float((trajectory.response % 2 == 0).mean())) for trajectory in trajectories]
+
+
+def talk(source: Any = None, pool_of: Any = None, **changes: Any) -> OnPolicy:
+    options: dict[str, Any] = {
+        "data": "d", "reward": "r", "steps": 3, "prompts_per_step": 4, "group_size": 3, "max_new_tokens": 20,
+        "critic": CriticConfig(optimizer=PolicyGradientOptimizerConfig(learning_rate=2e-2)),
+        "kl": PPOKLConfig(coefficient=0.1), "gae": {"gamma": 0.9, "lam": 0.8, "whiten": False},
+        "optimizer": PolicyGradientOptimizerConfig(learning_rate=2e-2, warmup_steps=1),
+        "trace": TraceConfig(groups="all"), **changes,
+    }  # fmt: skip
+    config = PPOConfig(**options)
+    model = source or adopt_module(initial_model(TINY, TOKENIZER, 0))
+    roles = open_roles(config, model, 11, pool_of or inline(), critic=scalar())
+    return OnPolicy(config, Talk(config), roles, PROMPTS, Even(), 11, environment=sometimes)
+
+
+def told(recipe: OnPolicy, step: int) -> tuple[StepReport, list[Sample]]:
+    """What a step reports, and the samples it tells of."""
+    facts: list[Fact] = []
+    report = recipe.step(step, Trace(facts.append, step))
+    return report, [fact for fact in facts if isinstance(fact, Sample)]
+
+
+def runs(mask: torch.Tensor) -> int:
+    """Stretches of true."""
+    return int((mask[1:] & ~mask[:-1]).sum()) + int(mask[0])
+
+
+def test_credit_skips_what_was_observed() -> None:
+    recipe = talk()
+    metrics = recipe.step(0, quiet(0)).metrics
+    ((asked, credited),) = recipe._algorithm.credited  # type: ignore[attr-defined]
+    starts = np.cumsum([0, *asked.lengths])
+    turns = []
+    for document, (begin, end) in enumerate(itertools.pairwise(starts)):
+        mask = asked.response_mask[begin:end]
+        turns.append(runs(mask))
+        at = mask.nonzero()[:, 0]
+        old, anchor = (
+            asked.column(name)[begin:end][at].double() for name in ("behaviour_logprobs", "reference_logprobs")
+        )
+        reward = -0.1 * kl_estimate(old, anchor, torch.ones(len(at), dtype=torch.bool), "k1").double()
+        score = float(asked.column("reward")[document])
+        reward[-1] += score
+        value = asked.column("values")[begin:end][at].double()
+        running, expected = 0.0, []
+        for t in reversed(range(len(at))):
+            after = float(value[t + 1]) if t + 1 < len(at) else 0.0
+            running = float(reward[t]) + 0.9 * after - float(value[t]) + 0.9 * 0.8 * running
+            expected.insert(0, running)
+        found = credited.column("advantages")[begin:end]
+        assert found[at].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert found[~mask].abs().max() == 0
+        if turns[-1] == 2:
+            first = int(at[0])
+            hole = [int(t) for t in range(first, int(at[-1])) if not mask[t]]
+            assert len(hole) == len(SEEN)
+            assert asked.tokens[begin:end][hole].tolist() == list(SEEN)
+    assert {1, 2} <= set(turns), "some went on, some ended"
+    assert metrics["turns/mean"] == pytest.approx(np.mean(turns))
+
+
+def test_the_second_response_is_one_to_everything_before_it() -> None:
+    """What it was sampled with is what the policy gives it in its place."""
+    recipe = talk()
+    recipe.step(0, quiet(0))
+    ((asked, _),) = recipe._algorithm.credited  # type: ignore[attr-defined]
+    fresh = talk().roles.learners["policy"].map(TrainWorker.fill, asked, "again", "logprobs").column("again")
+    mask = asked.response_mask
+    assert fresh[mask].tolist() == pytest.approx(asked.column("behaviour_logprobs")[mask].tolist(), abs=1e-4)
+
+
+def test_no_loss_reads_what_was_observed() -> None:
+    recipe = talk()
+    recipe.step(0, quiet(0))
+    ((_, batch),) = recipe._algorithm.credited  # type: ignore[attr-defined]
+    for update in recipe._algorithm.updates(0):
+        objective = update.objective(Totals.of(batch))
+        size = len(batch.response_mask)
+        given = torch.linspace(-2, -1, size)
+
+        def loss(batch: TokenBatch, given: torch.Tensor, objective: Any = objective) -> tuple[float, torch.Tensor]:
+            leaf = given.clone().requires_grad_()
+            made = objective(batch, Predictions(**dict.fromkeys(objective.needs, leaf)))
+            made.loss.backward()
+            assert leaf.grad is not None
+            return float(made.loss), leaf.grad
+
+        value, gradient = loss(batch, given)
+        assert gradient[~batch.response_mask].abs().max() == 0
+        odd = {
+            name: batch.column(name).masked_fill(~batch.response_mask, 3.5)
+            for name in ("advantages", "returns", "values", "behaviour_logprobs")
+        }
+        other, altered = loss(batch.with_columns(**odd), given.masked_fill(~batch.response_mask, -9.0))
+        assert other == pytest.approx(value, rel=1e-6)
+        assert torch.allclose(gradient, altered)
+
+
+def test_tokens_are_counted_by_the_rule_and_reserved() -> None:
+    recipe = talk(steps=3)
+    for step in range(3):
+        price = recipe.price(step)
+        report, samples = told(recipe, step)
+        assert report.tokens <= price
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.id.rpartition(".")[0], []).append(sample)
+    spent = 0
+    for members in groups.values():
+        spent += len(members[0].prompt_tokens)
+        for sample in members:
+            tokens, at = sample.tokens, _seen_at(sample.tokens)
+            spent += len(tokens) if at is None else len(tokens) - len(SEEN) + len(sample.prompt_tokens) + at + len(SEEN)
+    ((asked, _),) = recipe._algorithm.credited[2:]  # type: ignore[attr-defined]
+    assert report.tokens == spent + 2 * sum(asked.lengths), "policy and critic train on all of it"
+
+
+def test_the_most_that_turns_cost() -> None:
+    """Three responses of 20 with observations of 4 between: read 5, 29, 53; generated 60; two samples share the 5."""
+    source = PromptSource(4, 2, 20, turns=3, observed=4)
+    assert source.sampling(5) == 5 + 2 * (29 + 53 + 60)
+    assert source.document(5) == 5 + 60 + 8
+
+
+def _seen_at(tokens: Sequence[int]) -> int | None:
+    """Where an observation begins: behind an end of sequence."""
+    end = TOKENIZER.eos_token_id
+    return next((i + 1 for i, t in enumerate(tokens[:-1]) if t == end and tuple(tokens[i + 1 : i + 4]) == SEEN), None)
+
+
+def test_stopped_and_resumed_equals_undisturbed(tmp_path: Path) -> None:
+    whole = Desk(tmp_path / "whole", talk())
+    whole.run()
+    first = Desk(tmp_path / "cut", talk(), orders=stop_after(2))
+    first.run()
+    second = Desk(tmp_path / "cut", talk())
+    second.controller.resume(first.latest())
+    second.run()
+    assert all(torch.equal(value, second.weights()[name]) for name, value in whole.weights().items())
+
+
+def test_any_number_of_ranks_says_the_same(tmp_path: Path) -> None:
+    initial_model(TINY, TOKENIZER, 0).save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    source, said = ModelSource(tmp_path, "float32"), []
+    for ranks in (1, 2):
+        pools = {"rollout": ResourcePool(InlineBackend(ranks, pool="rollout"))}
+        one = ResourcePool(InlineBackend(pool="policy"))
+        placement = {"policy": {"cpus": 1}, "rollout": {"cpus": ranks, "ranks": ranks}}
+        recipe = talk(source, lambda role, pools=pools, one=one: pools.get(role, one), placement=placement)
+        said.append([(sample.id, sample.tokens) for sample in told(recipe, 0)[1]])
+    assert said[0] == said[1]
+
+
+def test_an_algorithm_of_turns_needs_an_environment() -> None:
+    recipe = talk()
+    config = PPOConfig(data="d", reward="r", steps=1)
+    with pytest.raises(InputError, match="Talk samples 2 turns, got no environment; give it one"):
+        OnPolicy(config, Talk(config), recipe.roles, PROMPTS, EvenTokens(), 11)
+
+
+@pytest.mark.parametrize(("turns", "observation"), [(2, 0), (1, 4)])
+def test_turns_and_their_tokens_go_together(turns: int, observation: int) -> None:
+    with pytest.raises(ValueError, match=f"go together, got turns {turns} and observation_tokens {observation}"):
+        DataflowConfig(data="d", recipe="m:A", steps=1, turns=turns, observation_tokens=observation)
+
+
+def test_what_is_observed_is_text_of_a_bounded_length() -> None:
+    said = Trajectory(
+        (
+            Segment(np.array([1, 5], dtype=np.int32), "prompt"),
+            Segment(np.array([7, 2], dtype=np.int32), "sampled", np.zeros(2, dtype=np.float32)),
+        )
+    )
+    asked: list[tuple[Any, list[str]]] = []
+
+    def observe(row: Any, responses: Sequence[str]) -> Any:
+        asked.append((row, list(responses)))
+        return answers.pop(0)
+
+    answers: list[Any] = ["sort", None, "0123456789", "", 5]
+    environment = TextEnvironment(observe, TOKENIZER, 4)
+    found = environment([PROMPTS[0], PROMPTS[1]], [said, said])
+    assert found[0] is not None
+    assert TOKENIZER.decode(found[0]) == "sort"
+    assert found[1] is None
+    assert asked[0] == ({"answer": "1"}, [TOKENIZER.decode([7])])
+    for words in ("1 to 4 tokens, got 10", "1 to 4 tokens, got 0", "must give text or None, got int"):
+        with pytest.raises(InputError, match=words):
+            environment([PROMPTS[0]], [said])
+
+
+def test_what_the_limit_cut_does_not_go_on() -> None:
+    """There is no end after which somebody could speak."""
+    asked: list[Trajectory] = []
+
+    def always(prompts: Sequence[Prompt], samples: Sequence[Trajectory]) -> list[tuple[int, ...] | None]:
+        asked.extend(samples)
+        return [SEEN for _ in samples]
+
+    recipe = talk(max_new_tokens=6)
+    recipe._ahead.environment = always
+    report, samples = told(recipe, 0)
+    assert asked
+    assert not any(sample.truncated for sample in asked)
+    whole = {tuple(sample.response.tolist()) for sample in asked}
+    cut = [sample for sample in samples if sample.truncated and _seen_at(sample.tokens) is None]
+    assert cut
+    assert not whole & {tuple(sample.tokens) for sample in cut}
+    assert 1 < report.metrics["turns/mean"] < 2
+
+
+def test_turns_draw_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    real = RolloutWorker.generate
+
+    def generate(self: RolloutWorker, prompts: Any, sampling: Any, samples: int) -> Any:
+        seeds.append(sampling.seed)
+        return real(self, prompts, sampling, samples)
+
+    monkeypatch.setattr(RolloutWorker, "generate", generate)
+    talk().step(0, quiet(0))
+    first, second = seeds
+    assert first != second
