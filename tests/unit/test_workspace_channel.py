@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import control_bench
 import obstore
 import pytest
-from control_bench import TRAIN_ONLY, Bench, evaluate, ledger_place, train, vanish
+from control_bench import TRAIN_ONLY, Bench, evaluate, train, vanish
 
 from posttrain.app.workspace import init_workspace
 from posttrain.control import actions
@@ -159,7 +160,7 @@ def test_an_order_that_its_job_rewrote_leads_nobody_elsewhere_and_bills_nothing_
     job = bench.jobs.folders.of(attempt)
     lies = {"channel": elsewhere, "tokens_inherited": 10**6, "resumed_from": "another/sft", "resumed_step": 77}
     job.write_order(replace(job.read_order(), **lies))
-    again = Ledger(Database(ledger_place(bench.root)), bench.clock)  # a driver that has just begun
+    again = Ledger(Database(control_bench.ledger_place(bench.root)), bench.clock)  # a driver that has just begun
     stores = replace(bench.stores, ledger=again)
     actions.stop(stores, run_id)
     reconciler = Reconciler(stores, bench.jobs, "there")
