@@ -18,6 +18,8 @@ SUITES = (
     "training",
     "dispatch",
     "controller",
+    "logprobs",
+    "per_token",
     "overlap",
     "tracing",
     "weights",

@@ -1,11 +1,14 @@
-"""From the launch of a job to the end of its first step: cold, and in a fork of the driver's fork server.
+"""From the launch of a job to its first step: cold, and in a fork of the driver's fork server.
 
     python -m benchmarks.starting [--json FILE] [--rounds N] [--tiny]
 
 A run of a 0.1 M parameter model is made by the command line; then its jobs (SFT, GRPO with a confined reward,
 evaluation) are launched again and again from their own orders, by two executors in turn. "first job of a driver" is one
 that waits for its fork server to import the engine. Files are in the page cache and their digests are remembered, as
-they are behind any first job. A job's first step is told by its first progress fact.
+they are behind any first job. Wall time is to the end of the first step, as its first progress fact tells it.
+Processor time, which other work on the machine hardly changes, is the job's own until its first step begins, as its log
+tells it: `before` of it is the interpreter, the comparison of the environment and what reads the order. The bound of a
+cold start is a Python that imports torch and the transformers classes which a job of this model needs, nothing else.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -32,6 +37,8 @@ PRELOAD = "posttrain.jobs.preload"
 TARGET = 2.0  # seconds, forked
 PATIENCE = 600.0
 MODULES = {"sft": "posttrain.jobs.train", "grpo": "posttrain.jobs.train", "evaluate": "posttrain.jobs.evaluate"}
+BARE = "import torch; from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM"
+SAID = re.compile(r"^start: ([\d.]+) s of processor time, ([\d.]+) s of it before", re.MULTILINE)  # in a job's log
 RUN = """
 name: start
 owner: benchmark
@@ -48,13 +55,26 @@ stages:
 
 @dataclass(frozen=True)
 class Row:
-    """Medians in seconds."""
+    """Medians in seconds: wall time, and processor time until the first step begins."""
 
     job: str
     cold: float
     forked: float
     ratio: float
+    cold_cpu: float
+    forked_cpu: float
+    forked_before: float  # of `forked_cpu`
+    bound_cpu: float  # of `cold_cpu`
     rounds: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """One launch, in seconds."""
+
+    wall: float
+    cpu: float
+    before: float
 
 
 def main() -> None:
@@ -67,9 +87,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         orders = prepare(Path(folder), ("sft",) if options.tiny else tuple(MODULES))
         rows = measure(Path(folder), orders, 1 if options.tiny else options.rounds)
-    print(f"{'job':24s} {'cold':>8s} {'forked':>8s} {'forked/cold':>12s}")
+    print(f"{'':24s} {'wall time':>29s} {'processor time':>29s}")
+    walls, cpus = (
+        f"{'cold':>8s} {'forked':>8s} {'ratio':>11s}",
+        f"{'cold':>8s} {'bound':>8s} {'forked':>8s} {'before':>8s}",
+    )
+    print(f"{'job':24s} {walls} {cpus}")
     for row in rows:
-        print(f"{row.job:24s} {row.cold:6.2f} s {row.forked:6.2f} s {row.ratio:12.2f}")
+        wall = f"{row.cold:6.2f} s {row.forked:6.2f} s {row.ratio:11.2f}"
+        cpu = f"{row.cold_cpu:6.2f} s {row.bound_cpu:6.2f} s {row.forked_cpu:6.2f} s {row.forked_before:6.2f} s"
+        print(f"{row.job:24s} {wall} {cpu}")
     print(f"target: at most {TARGET:g} s forked; medians of {rows[-1].rounds} rounds, the first row of one")
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
@@ -101,7 +128,7 @@ def measure(folder: Path, orders: dict[str, bytes], rounds: int) -> list[Row]:
     forked = LocalExecutor(PRELOAD)
     count = iter(range(10**9))
 
-    def first_step(executor: LocalExecutor, stage: str) -> float:
+    def launch(executor: LocalExecutor, stage: str) -> Start:
         attempt = folder / f"again-{next(count)}"
         attempt.mkdir()
         (attempt / "job.json").write_bytes(orders[stage])
@@ -113,22 +140,46 @@ def measure(folder: Path, orders: dict[str, bytes], rounds: int) -> list[Row]:
         done = [fact.at for fact in said if isinstance(fact, Progress)]
         if not done:
             raise SystemExit(f"{stage}: the job made no step: {(attempt / 'log.txt').read_text()[-500:]}")
-        return done[0] - began
+        told = SAID.search((attempt / "log.txt").read_text())
+        if told is None:
+            raise SystemExit(f"{stage}: the job's log must say what its start cost, in {attempt / 'log.txt'}")
+        return Start(done[0] - began, float(told[1]), float(told[2]))
 
-    cold_first = first_step(LocalExecutor(), "sft")
-    rows = [_row("sft, first of a driver", [cold_first], [first_step(forked, "sft")])]
+    first = next(iter(orders))
+    rows = [_row(f"{first}, first of a driver", [launch(LocalExecutor(), first)], [launch(forked, first)], [bare()])]
     for stage in orders:
-        seconds: dict[str, list[float]] = {"cold": [], "forked": []}
+        starts: dict[str, list[Start]] = {"cold": [], "forked": []}
+        bound = []
         for _ in range(rounds):
-            seconds["cold"].append(first_step(LocalExecutor(), stage))
-            seconds["forked"].append(first_step(forked, stage))
-        rows.append(_row(stage, seconds["cold"], seconds["forked"]))
+            bound.append(bare())
+            starts["cold"].append(launch(LocalExecutor(), stage))
+            starts["forked"].append(launch(forked, stage))
+        rows.append(_row(stage, starts["cold"], starts["forked"], bound))
     return rows
 
 
-def _row(job: str, cold: list[float], forked: list[float]) -> Row:
-    ratio = statistics.median(f / c for f, c in zip(forked, cold, strict=True))
-    return Row(job, statistics.median(cold), statistics.median(forked), ratio, len(cold))
+def bare() -> float:
+    """Processor seconds of a Python that only imports what a job of this model cannot do without."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-s", "-P", "-c", BARE], check=True, env=environment)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def _row(job: str, cold: list[Start], forked: list[Start], bound: list[float]) -> Row:
+    middle = statistics.median
+    return Row(
+        job,
+        middle(start.wall for start in cold),
+        middle(start.wall for start in forked),
+        middle(f.wall / c.wall for f, c in zip(forked, cold, strict=True)),
+        middle(start.cpu for start in cold),
+        middle(start.cpu for start in forked),
+        middle(start.before for start in forked),
+        middle(bound),
+        len(cold),
+    )
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

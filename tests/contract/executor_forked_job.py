@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -24,6 +25,7 @@ if __name__ == "__main__":
         "folder": os.getcwd(),
         "flags": [sys.flags.no_site, sys.flags.no_user_site, int(sys.flags.safe_path)],
         "compiled": sys.pycache_prefix,
+        "collects": gc.isenabled(),  # a fork server rests its collector while it imports
     }
     (folder / "found.tmp").write_text(json.dumps(found))
     (folder / "found.tmp").rename(folder / "found.json")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
+from tokenizers import Tokenizer, decoders, models
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -17,6 +19,7 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -40,6 +43,18 @@ _SHAPE = {
     "initializer_range": 0.2,
     **_TOKENS,
 }
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes, as byte pairs spell them: letters, words, and pieces of characters that take several tokens."""
+    specials = ["<pad>", "<s>", "</s>"]
+    halves = ["Ã", "©", "â", "Ĥ¬", "âĤ", "¬"]  # of é and €
+    pieces = ["the", "Ġa", "Ġ", "Ċ", "<|im|>", "</", "answer", ">", *halves]
+    vocabulary = [*specials, *pieces, *"abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJ"][:VOCABULARY]
+    inner = Tokenizer(models.BPE({piece: at for at, piece in enumerate(vocabulary)}, []))
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
 def _gpt2() -> PreTrainedModel:

@@ -99,7 +99,7 @@ def test_the_job_says_it(name: str, kind: str, tmp_path: Path) -> None:
     facts = attempt.facts()[0]
     assert {m for f in facts if isinstance(f, Metric) for m in f.values if m.startswith("fallback/")} == told
     warnings = [fact.message for fact in facts if isinstance(fact, Note) and fact.level == "warning"]
-    assert len(warnings) == len(ways)
+    assert sum("steps updated weights" not in line for line in warnings) == len(ways)
 
 
 FLOW = """

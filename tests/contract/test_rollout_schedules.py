@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import families
 import numpy as np
@@ -17,9 +19,25 @@ from posttrain.engine.batch import TokenBatch
 from posttrain.engine.models import LanguageModel, adopt_module, token_logprobs
 from posttrain.engine.rollout import Generation, SamplingParams
 from posttrain.engine.rollout.backends.native import NativeRollout
+from posttrain.engine.rollout.kv_pages import PageStore
+from posttrain.engine.rollout.kv_slots import SlotStore
+from posttrain.engine.rollout.kv_store import KVStore
+from posttrain.engine.rollout.stopping import StopStrings
 from posttrain.engine.samples import Trajectory
 
 LARGE = 2**30
+STORES: dict[str, Callable[..., KVStore]] = {"slots": SlotStore, "pages": partial(PageStore, page=16)}
+chosen = ["slots"]
+
+
+@pytest.fixture(params=STORES, autouse=True, scope="module")
+def _each_store(request: pytest.FixtureRequest) -> None:
+    """All of this file is true of every key-value store."""
+    chosen[0] = request.param
+
+
+def engine_of(model: LanguageModel, **options: Any) -> NativeRollout:
+    return NativeRollout(model, store=STORES[chosen[0]], **options)
 
 
 @cache
@@ -43,10 +61,14 @@ def drain(engine: NativeRollout, count: int) -> dict[str, Trajectory]:
     return found
 
 
-@cache
 def alone(family: str, asked: Generation, dtype: torch.dtype = torch.float32) -> Trajectory:
     """The answer to one generation in an engine of its own."""
-    engine = NativeRollout(model_of(family, dtype), kv_cache=LARGE)
+    return _alone(family, asked, dtype, chosen[0])
+
+
+@cache
+def _alone(family: str, asked: Generation, dtype: torch.dtype, store: str) -> Trajectory:
+    engine = engine_of(model_of(family, dtype), kv_cache=LARGE, texts=StopStrings(families.tokenizer))
     engine.submit([asked])
     return drain(engine, 1)[asked.id]
 
@@ -78,7 +100,8 @@ def cases(draw: st.DrawFn) -> Case:
         prompt = torch.randint(3, families.VOCABULARY, (length,), generator=torch.Generator().manual_seed(length))
         for sample in range(draw(st.integers(1, 4))):
             greedy = draw(st.integers(0, 9)) == 0
-            sampling = SamplingParams(55, temperature, greedy, seed, rows, endless)
+            stop = draw(st.sampled_from([(), (), ("the",), ("é", "a"), ("€", "answer>", "z9")]))
+            sampling = SamplingParams(55, temperature, greedy, seed, rows, endless, stop=stop)
             limit = draw(st.integers(1, 55))
             work.append(Generation(f"{key}.{sample}", tuple(prompt.tolist()), key, sampling, limit, sample))
     aborted = frozenset(asked.id for asked in work if draw(st.integers(0, 9)) == 0)
@@ -95,7 +118,8 @@ def cases(draw: st.DrawFn) -> Case:
 def play(case: Case, family: str, dtype: torch.dtype = torch.float32) -> NativeRollout:
     """Decode a case, and hold every answer against that of the generation alone."""
     model = model_of(family, dtype)
-    engine = NativeRollout(model, kv_cache=int(case.lines * 128 * position_bytes(model)), read_every=case.read_every)
+    budget, texts = int(case.lines * 128 * position_bytes(model)), StopStrings(families.tokenizer)
+    engine = engine_of(model, kv_cache=budget, read_every=case.read_every, texts=texts)
     found: dict[str, Trajectory] = {}
     size = -(-len(case.work) // case.parts)
     for begin in range(0, len(case.work), size):
@@ -141,12 +165,12 @@ def requests(prompts: list[list[int]], samples: int, limit: int = 40, **sampling
 def test_where_memory_is_short_the_youngest_wait_and_say_the_same() -> None:
     work = requests([[3, 4, 5, 6, 7], [9] * 30], 4, limit=60)
     row = 96 * position_bytes(model_of("qwen3"))
-    engine = NativeRollout(model_of("qwen3"), kv_cache=int(4.4 * row))
+    engine = engine_of(model_of("qwen3"), kv_cache=int(4.4 * row))
     engine.submit(work)
     found = drain(engine, len(work))
     for asked in work:
         assert_same(found[asked.id], alone("qwen3", asked))
-    ample = NativeRollout(model_of("qwen3"), kv_cache=LARGE)
+    ample = engine_of(model_of("qwen3"), kv_cache=LARGE)
     ample.submit(work)
     drain(ample, len(work))
     assert ample.counters.preemptions == 0
@@ -162,7 +186,7 @@ def test_preempted_rows_are_read_again_and_counted(monkeypatch: pytest.MonkeyPat
     work = requests([[3, 4, 5], [7, 8]], 4, limit=50)
     wanted = [alone("qwen3", asked) for asked in work]
     small_classes(monkeypatch)
-    engine = NativeRollout(model_of("qwen3"), kv_cache=9 * 32 * position_bytes(model_of("qwen3")))
+    engine = engine_of(model_of("qwen3"), kv_cache=9 * 32 * position_bytes(model_of("qwen3")))
     engine.submit(work)
     found = drain(engine, len(work))
     for asked, one in zip(work, wanted, strict=True):
@@ -181,7 +205,7 @@ def test_rows_that_move_between_classes_say_the_same(case: Case) -> None:
 
 def test_a_prompt_is_computed_once_for_all_who_share_it() -> None:
     work = requests([[3, 4, 5], [7, 8, 9, 10]], 6, batch_size=4)
-    engine = NativeRollout(model_of("qwen3"), kv_cache=LARGE)
+    engine = engine_of(model_of("qwen3"), kv_cache=LARGE)
     engine.submit(work)
     drain(engine, len(work))
     assert engine.counters.prefilled_tokens == 7
@@ -192,7 +216,7 @@ def test_long_prompts_are_computed_in_chunks_between_the_steps_of_others(monkeyp
     work = requests(prompts, 2, limit=20)
     wanted = [alone("qwen3", asked) for asked in work]
     monkeypatch.setattr("posttrain.engine.rollout.llama_decoder._CHUNK", 16)
-    engine = NativeRollout(model_of("qwen3"), kv_cache=LARGE)
+    engine = engine_of(model_of("qwen3"), kv_cache=LARGE)
     engine.submit(work)
     found = drain(engine, len(work))
     for asked, one in zip(work, wanted, strict=True):
@@ -203,7 +227,7 @@ def test_long_prompts_are_computed_in_chunks_between_the_steps_of_others(monkeyp
 
 def test_what_is_decoded_behind_an_end_is_dropped_and_counted() -> None:
     work = requests([[3, 4, 5], [7, 8]], 3, limit=20, ignore_eos=False)
-    engine = NativeRollout(model_of("qwen3"), kv_cache=LARGE, read_every=16)
+    engine = engine_of(model_of("qwen3"), kv_cache=LARGE, read_every=16)
     engine.submit(work)
     found = drain(engine, len(work))
     for asked in work:
@@ -215,7 +239,7 @@ def test_free_slots_are_filled_from_the_queue() -> None:
     limits = [5, 40, 40, 40, 10, 10, 10, 10]
     sampling = SamplingParams(40, ignore_eos=True, batch_size=4)
     work = [Generation(str(i), (3, 4 + i), i, sampling, limit) for i, limit in enumerate(limits)]
-    engine = NativeRollout(model_of("qwen3"), kv_cache=LARGE)
+    engine = engine_of(model_of("qwen3"), kv_cache=LARGE)
     engine.submit(work)
     drain(engine, len(work))
     assert engine.counters.steps < 45  # batch by batch: 39 + 9; without refilling before all have ended
@@ -224,7 +248,7 @@ def test_free_slots_are_filled_from_the_queue() -> None:
 @pytest.mark.parametrize("in_flight", ["recompute", "keep_kv"])
 def test_responses_that_have_begun_go_on_under_new_weights(in_flight: str) -> None:
     model = adopt_module(families.build("qwen3"))
-    engine = NativeRollout(model, kv_cache=LARGE)
+    engine = engine_of(model, kv_cache=LARGE)
     work = requests([[3, 4, 5], [7, 8]], 2, limit=30)
     engine.submit(work)
     short = Generation("short", (5, 6), 9, SamplingParams(12, ignore_eos=True), 12)
@@ -250,7 +274,7 @@ def test_responses_that_have_begun_go_on_under_new_weights(in_flight: str) -> No
 
 
 def test_what_never_fits_is_refused_when_it_is_submitted() -> None:
-    engine = NativeRollout(model_of("qwen3"), kv_cache=1000)
+    engine = engine_of(model_of("qwen3"), kv_cache=1000)
     with pytest.raises(InputError, match=r"runtime.kv_cache must hold generation 0\.0 of 41 tokens"):
         engine.submit(requests([[3]], 1))
 
@@ -258,7 +282,7 @@ def test_what_never_fits_is_refused_when_it_is_submitted() -> None:
 @pytest.mark.parametrize("family", families.NATIVE)
 def test_logprobs_are_those_of_the_teacher_forced_module(family: str) -> None:
     work = requests([[3, 4, 5], [7] * 20, [9, 8]], 4, limit=40)
-    engine = NativeRollout(model_of(family), kv_cache=LARGE)
+    engine = engine_of(model_of(family), kv_cache=LARGE)
     engine.submit(work)
     found = drain(engine, len(work))
     model = adopt_module(families.build(family, attention="eager"))
@@ -275,7 +299,7 @@ def test_bfloat16_is_near_the_teacher_forced_module() -> None:
     """Not bit for bit: in bfloat16 the order of sums shows, and a response may take another way."""
     work = requests([[3, 4, 5], [7] * 20], 4, limit=30)
     model = model_of("qwen3", torch.bfloat16)
-    engine = NativeRollout(model, kv_cache=LARGE)
+    engine = engine_of(model, kv_cache=LARGE)
     engine.submit(work)
     for answer in drain(engine, len(work)).values():
         scored = token_logprobs(model, TokenBatch.pack([answer.document]), response_only=True)[len(answer.prompt) :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import families
@@ -18,6 +18,8 @@ from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.batches import PromptBatch
 from posttrain.engine.rollout.contract import RolloutEngineContract
+from posttrain.engine.rollout.kv_pages import PageStore
+from posttrain.engine.rollout.stopping import StopStrings
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Trajectory
 from posttrain.engine.weights.view import PolicyVersion
@@ -44,8 +46,53 @@ class TestModule(RolloutEngineContract):
 
 
 class TestNative(RolloutEngineContract):
+    tolerance = 0.0
+
     def open_engine(self) -> RolloutEngine:
         return NativeRollout(model_of("qwen3"))
+
+
+class TestNativeInPages(RolloutEngineContract):
+    tolerance = 0.0
+
+    def open_engine(self) -> RolloutEngine:
+        return NativeRollout(model_of("qwen3"), store=partial(PageStore, page=4))
+
+
+class _Reading(RolloutEngineContract):
+    def says(self, tokens: Sequence[int]) -> str | None:
+        return str(families.tokenizer().decode(list(tokens), skip_special_tokens=False))
+
+
+class TestScriptedThatReads(_Reading):
+    tolerance = 0.0
+
+    def open_engine(self) -> RolloutEngine:
+        texts = StopStrings(families.tokenizer)
+        script = lambda prompt, sample: [*prompt, *[9] * sample, families.EOS]  # noqa: E731
+        return ScriptedRollout(script, eos_token_id=families.EOS, texts=texts)
+
+
+class TestModuleThatReads(_Reading):
+    def open_engine(self) -> RolloutEngine:
+        return ModuleRollout(model_of("qwen3"), texts=StopStrings(families.tokenizer))
+
+
+class TestNativeThatReads(_Reading):
+    tolerance = 0.0
+
+    def open_engine(self) -> RolloutEngine:
+        return NativeRollout(model_of("qwen3"), texts=StopStrings(families.tokenizer))
+
+
+class TestNativeThatReadsRarely(_Reading):
+    """Flags are read every 16 steps, as on a GPU; memory is for a few rows, so that the younger are preempted."""
+
+    limit = 30
+    tolerance = 0.0
+
+    def open_engine(self) -> RolloutEngine:
+        return NativeRollout(model_of("qwen3"), 40_000, read_every=16, texts=StopStrings(families.tokenizer))
 
 
 Twist = Callable[[list[Completion]], list[Completion]]

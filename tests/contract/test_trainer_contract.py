@@ -86,11 +86,70 @@ def test_parameters_that_cannot_be_locked_are_refused(trainer: Trainer) -> None:
         ({"extract": "A: .*"}, r"suites.h.extract: must have a group around the answer, got 'A: \.\*'"),
         ({"temperature": 0.7}, r"suites.h: temperature needs samples >= 1, got 0.7"),
         ({"samples": 2, "pass_at": [3]}, r"suites.h: pass_at must be <= samples \(2\), got 3"),
+        ({"top_p": 0.9}, r"suites.h: top_p needs samples >= 1, got 0.9 with samples: 0; set samples"),
+        ({"top_k": 5}, r"suites.h: top_k needs samples >= 1, got 5"),
+        ({"min_p": 0.1}, r"suites.h: min_p needs samples >= 1, got 0.1"),
+        ({"samples": 2, "top_p": 0}, r"suites.h.top_p: must be more than 0, got 0"),
+        ({"samples": 2, "top_p": 1.5}, r"suites.h.top_p: must be at most 1, got 1.5"),
+        ({"samples": 2, "top_k": -1}, r"suites.h.top_k: must be at least 0, got -1"),
+        ({"samples": 2, "min_p": 1}, r"suites.h.min_p: must be less than 1, got 1"),
+        ({"stop": "</answer>"}, r"suites.h.stop: must be a list, got '</answer>'"),
+        ({"until": ["Q:"]}, r"suites.h.until: unknown key \(did you mean 'stop'\?\)"),
     ],
 )
 def test_an_evaluation_that_cannot_mean_what_it_says_is_refused(suite: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         NativeTrainer().check("evaluate", {"model": "sft", "suites": {"h": {"data": "d", **suite}}})
+
+
+GRPO = {"data": "d", "reward": "r", "steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("stop", "says"),
+    [
+        ("</answer>", "stop: must be a list, got '</answer>'"),
+        ([1], "stop.0: must be text, got 1"),
+        ([""], r"stop: must hold strings of 1 to 256 characters, got 0: ''; mend or remove it"),
+        (["ok", "x" * 257], r"stop: must hold strings of 1 to 256 characters, got 257: 'x{20}'; mend or remove it"),
+        (["x"] * 17, "stop: must be at most 16 strings, got 17; leave some out"),
+        (["a\ufffd"], "stop: must hold text, got 'a\ufffd', of which a part stands for no character"),
+        ({"a": 1}, "stop: must be a list"),
+        (None, "stop: must be a list"),
+    ],
+)
+def test_bad_stop_strings_are_refused(stop: Any, says: str) -> None:
+    flow = {key: value for key, value in GRPO.items() if key != "reward"} | {"recipe": "flow:Flow"}
+    for kind, params in (("grpo", GRPO), ("dataflow", flow)):
+        with pytest.raises(InputError, match=f"^{kind}: {says}") as caught:
+            NativeTrainer().check(kind, {**params, "stop": stop})
+        assert "\n" not in str(caught.value)
+    with pytest.raises(InputError, match=f"^evaluate: suites.h.{says}"):
+        NativeTrainer().check("evaluate", {"model": "sft", "suites": {"h": {"data": "d", "stop": stop}}})
+
+
+def test_what_is_not_asked_for_is_in_no_parameters() -> None:
+    """So that a request has the digest that it had before these could be asked for."""
+    suite = {"data": "d", "samples": 2}
+    unsaid = {"stop": [], "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    for more in ({}, unsaid):
+        params = NativeTrainer().check("evaluate", {"model": "m", "suites": {"h": suite | more}}).params
+        assert unsaid.keys().isdisjoint(params["suites"]["h"])
+    assert "stop" not in NativeTrainer().check("grpo", {**GRPO, "stop": []}).params
+    asked = {"stop": ["a"], "top_k": 3, "top_p": 0.5, "min_p": 0.1}
+    params = NativeTrainer().check("evaluate", {"model": "m", "suites": {"h": suite | asked}}).params
+    assert params["suites"]["h"].items() >= asked.items()
+    assert NativeTrainer().check("grpo", {**GRPO, "stop": ["a", "b"]}).params["stop"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("place", ["", "probe."])
+@pytest.mark.parametrize("key", ["top_p", "top_k", "min_p"])
+def test_training_is_told_why_it_samples_from_the_whole_distribution(key: str, place: str) -> None:
+    params = {**GRPO, "probe": {"data": "d", key: 0.9}} if place else {**GRPO, key: 0.9}
+    says = f"^grpo: {place}{key}: unknown key here: is of a suite with samples; training samples from the whole distrib"
+    with pytest.raises(InputError, match=says) as caught:
+        NativeTrainer().check("grpo", params)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_probe_that_reads_nothing_is_refused() -> None:

@@ -38,6 +38,8 @@ SUITES = {
     "dispatch",
     "controller",
     "overlap",
+    "logprobs",
+    "per_token",
     "tracing",
     "streaming",
     "weights",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,18 @@ def test_a_tiny_round_of_everything_as_make_bench_runs_it(tmp_path: Path) -> Non
 
     assert [line for line in shown.splitlines() if line.startswith("# ")] == [f"# {suite}" for suite in SUITES]
     assert {path.stem for path in tmp_path.iterdir()} == set(SUITES)
+
+
+@pytest.mark.slow
+def test_log_probabilities_over_150_k_words_take_a_quarter_of_the_memory(tmp_path: Path) -> None:
+    """Forward and backward, by the kernel's count of each process."""
+    from benchmarks.logprobs import TARGET
+
+    run("benchmarks.logprobs", "--tokens", "1024", "--hidden", "64", "--rounds", "1", "--json", str(tmp_path / "found"))
+    rows = json.loads((tmp_path / "found").read_text())
+    assert [row["dtype"] for row in rows] == ["float32", "bfloat16"]
+    assert all(row["naive"]["peak_mib"] > 1000 for row in rows)
+    assert all(row["ratio"] <= TARGET for row in rows)
 
 
 @pytest.fixture(scope="module")

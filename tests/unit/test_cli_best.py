@@ -252,3 +252,23 @@ def test_a_best_model_that_nothing_was_trained_in_is_told(
     page = next((world.root / ".posttrain" / "runs" / run).rglob("report.html")).read_text()
     assert said in page
     assert world.json("get", "prod")["history"], "it is told, not refused"
+
+
+def test_a_stage_that_updated_nothing_is_told_wherever_its_run_is_looked_at(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def idle(folder: AttemptFolder, order: JobOrder) -> None:
+        train(folder, order)
+        result = folder.read_result()
+        if result is not None and order.kind == "grpo":
+            (folder.path / "result.json").unlink()
+            folder.write_result(replace(result, metrics={**result.metrics, "unchanged": 1.0}))
+
+    monkeypatch.setattr("cli_world.train", idle)
+    line = "warning: grpo: no step updated weights, so what it leaves is what it began with; look at its rewards"
+    assert line in world("run", "run.yaml").stdout.splitlines()
+    assert line in world.ok("get", "sort").splitlines()
+    assert line in world.ok("why", "sort").splitlines()
+    assert world.json("get", "sort")["warnings"] == [line.removeprefix("warning: ")]
+    page = next((world.root / ".posttrain" / "runs" / world.newest()).rglob("report.html")).read_text()
+    assert "no step updated weights" in page

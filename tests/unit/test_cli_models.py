@@ -246,6 +246,8 @@ class TestEval:
             (("prod", "heldout", "./heldout.jsonl"), "suites must have names of their own, got 'heldout' twice"),
             (("prod", "heldout", "--pass-at", "4"), "pass_at must be <= samples (0), got 4"),
             (("prod", "heldout", "--device", "tpu"), "device"),
+            (("prod", "heldout", "--top-p", "0.9"), "top_p needs samples >= 1, got 0.9 with samples: 0; set samples"),
+            (("prod", "heldout", "--stop", ""), "heldout.stop: must hold strings of 1 to 256 characters, got 0"),
         ],
     )
     def test_refused_in_one_line(self, seen: World, words: tuple[str, ...], line: str) -> None:
@@ -425,6 +427,7 @@ class TestSample:
             (("nobody", "hi"), "there is no run 'nobody'"),
             (("prod", "hi", "-n", "2", "--temperature", "0"), "temperature must be above 0 for 2 different responses"),
             (("prod", "hi", "--temperature", "-1"), "temperature must be from 0"),
+            (("prod", "hi", "--stop", ""), "stop must hold strings of 1 to 256 characters, got 0"),
             (("prod", "hi", "--device", "tpu"), "device"),
             (("prod", "hi", "--text", "--system", "be brief"), "--system needs a chat"),
         ],

@@ -40,6 +40,7 @@ def test_the_report_shows_what_came_of_the_run(shown: tuple[World, str]) -> None
         "entropy per token", "KL to the reference", "held-out accuracy (probe)", "tokens per second", "learning rate",
         "grpo: responses while it trained", "step 1: 3 of the 3", "step 1500: 3 of the 3", "exact 2", "reward: error",
         "evaluate: answers to heldout (stage grpo)", "4 of 200 greedy answers are wrong",
+        "1 greedy response to each item.",
         "base-eval: answers to heldout", "180 of 200 greedy answers are wrong", "Q: sort 1199", "nothing", "(empty)",
         "Time, throughput and memory", "rollout 500 ms 63 %", "2200 MiB", "704 MiB", "Hyperparameters",
         "prompts_per_step", "dataset:heldout@1", "Budget", "150,420", "Lineage",

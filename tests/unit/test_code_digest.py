@@ -28,6 +28,7 @@ DECIDES_NOTHING = {
     "domain/runspec.py": "what it holds is in the cache key",
     "domain/time_limit.py": "ends what takes too long, and changes no result",
     "domain/trackers.py": "where metrics are copied to",
+    "domain/stop_strings.py": "words of errors",
     "domain/shapes.py": "refuses what is of another type",
     "domain/spelling.py": "words of errors",
     "domain/validation.py": "words of errors",

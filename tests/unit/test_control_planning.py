@@ -186,6 +186,9 @@ BAD = [
     (changed("stages.again", RUN["stages"]["evaluate"]),
      "'heldout/accuracy' is already made by 'evaluate'; rename a suite"),
     (changed("stages.evaluate.suites.heldout.pass_at", [4]), "pass_at must be <= samples (2), got 4"),
+    (changed("stages.evaluate.suites.heldout.stop", "Q:"), "suites.heldout.stop: must be a list, got 'Q:'"),
+    (changed("stages.grpo.top_p", 0.9),
+     "stages.grpo: grpo: top_p: unknown key here: is of a suite with samples; training samples from the whole"),
 ]
 # fmt: on
 

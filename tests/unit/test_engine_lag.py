@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from test_engine_training import PROMPTS, TINY, TOKENIZER, Desk, FixedScorer, even_tokens, stop_after
 from torch import Tensor
 
@@ -300,6 +301,18 @@ def test_an_algorithm_that_asks_for_no_proximal_policy_cannot_correct(model: Mod
 
     with pytest.raises(InputError, match="Forgetful must require proximal_logprobs for the correction tis"):
         OnPolicy(config, Forgetful(config), made.roles, PROMPTS, FixedScorer(even_tokens), 11)
+
+
+def test_a_prompt_waits_once_for_all_its_samples(model: ModelSource, tmp_path: Path) -> None:
+    desk = Desk(tmp_path, recipe(model, lag={"steps": 1}), orders=stop_after(2))
+    desk.run()
+    held = json.loads((desk.latest() / "buffer.json").read_text())["groups"]
+    places = [segment for group in held for sample in group["samples"] for one in sample for segment in one["segments"]]
+    prompts = [segment for segment in places if segment is None or segment[0] == "prompt"]
+    assert len(prompts) > len(held) > 0
+    assert sum(segment is not None for segment in prompts) == len(held)
+    kept = load_file(desk.latest() / "buffer.safetensors")["tokens"]
+    assert len(kept) == sum(size for segment in places if segment for size in [segment[1]])
 
 
 @pytest.mark.parametrize("name", ["buffer.json", "buffer.safetensors"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, quiet, scalar, weights
 
-from posttrain.domain.errors import BudgetExceededError
+from posttrain.domain.errors import BudgetExceededError, InputError
 from posttrain.domain.facts import Sample
 from posttrain.engine.algorithms.objectives import SupervisedObjective
 from posttrain.engine.batch import TokenBatch
@@ -29,11 +29,14 @@ from posttrain.engine.recipes.opening import open_roles
 from posttrain.engine.recipes.policy_gradient import PolicyGradient
 from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.recipes.recipe import StepReport, Trace
+from posttrain.engine.recipes.rollout_metrics import engine_metrics
 from posttrain.engine.recipes.sampling import ProbeSchedule
 from posttrain.engine.recipes.scoring import ModelScorer
 from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.rollout.backends.native import NativeRollout
+from posttrain.engine.rollout.batches import Rollouts
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.weights.checkpoint import read_state
@@ -263,3 +266,47 @@ def test_a_sample_of_a_pair_is_followed_on_its_own() -> None:
     followed = [fact for fact in facts if isinstance(fact, Sample)]
     assert [len(fact.logprobs) for fact in followed] == [len(fact.tokens) for fact in followed]
     assert len(followed) == 2
+
+
+def test_what_several_ranks_counted_is_added_and_nothing_lost() -> None:
+    parts = [Rollouts((), counts={"steps": 2, "decoded_tokens": 8, "preemptions": 0}) for _ in range(2)]
+    found = Rollouts.gather(parts, [[], []]).counts
+    assert found == {"steps": 4, "decoded_tokens": 16, "preemptions": 0}
+    assert engine_metrics(found) == {"rollout/rows": 4.0, "rollout/preemptions": 0.0}
+    assert engine_metrics({"steps": 3}) == engine_metrics({}) == {}
+
+
+def test_an_engine_without_counts_is_refused_when_it_is_opened() -> None:
+    class Old:
+        name = "old"
+
+    model = adopt_module(initial_model(TINY, TOKENIZER, 0))
+    config = GRPOConfig(data="d", reward="r", steps=1)
+    with pytest.raises(InputError, match=r"rollout engine old must have counts\(\)"):
+        open_roles(config, model, 11, inline(), engine=Old())  # type: ignore[arg-type]
+
+
+def test_what_the_rollouts_engine_took_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With little memory rows wait, make room and are taken up again; what they say stays."""
+    monkeypatch.setattr("posttrain.engine.rollout.kv_slots._FIRST_CLASS", 32)
+    found = []
+
+    class All(Picky):
+        dropped = frozenset()
+
+    options = {"recipe": "a:b", "data": "d", "reward": "r", "steps": 4, "prompts_per_step": 3, "group_size": 8}
+    config = DataflowConfig(**options, max_new_tokens=50)  # type: ignore[arg-type]
+    position = 2 * TINY.layers * TINY.kv_heads * TINY.hidden_size // TINY.heads * 4  # bytes
+    for cache in (9 * 32 * position, None):
+        model = adopt_module(initial_model(TINY, TOKENIZER, 0))
+        roles = open_roles(config, model, 11, inline(), engine=NativeRollout(model, kv_cache=cache))
+        recipe = OnPolicy(config, All(config), roles, PROMPTS, EvenTokens(), 11)
+        told = recipe.step(0, quiet(0)).took
+        found.append((told, weights(recipe)))
+    (narrow, end), (ample, other) = found
+    assert all(torch.equal(value, other[name]) for name, value in end.items())
+    assert narrow["rollout/rows"] < ample["rollout/rows"] <= 24
+    assert narrow["rollout/preemptions"] > ample["rollout/preemptions"] == 0
+    assert narrow["rollout/recomputed_tokens"] > ample["rollout/recomputed_tokens"] == 0
+    prompts = sum(len(prompt.tokens) for prompt in PROMPTS[:3])
+    assert narrow["rollout/prefilled_tokens"] > ample["rollout/prefilled_tokens"] >= prompts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,10 @@ from hypothesis import strategies as st
 from posttrain.domain.errors import InputError
 from posttrain.engine.algorithms.gae import generalized_advantages
 from posttrain.engine.batch import TokenBatch
+from posttrain.engine.recipes.algorithm import ScoredGroup
+from posttrain.engine.recipes.held_groups import Held, read_held, write_held
+from posttrain.engine.recipes.sampling import Prompt
+from posttrain.engine.rewards.port import Score
 from posttrain.engine.samples import Segment, Source, Trajectory, groups_of
 
 
@@ -98,3 +104,25 @@ def test_groups_keep_the_order_of_prompts_and_samples() -> None:
         (40, [(0, 0), (1, 1), (2, 2)]),
         (38, [(0, 3), (1, 4), (2, 5)]),
     ]
+
+
+def test_where_a_response_ended_says_whether_its_last_token_is_text() -> None:
+    """An end of sequence is none; a token that completes a stop string is, as is the last one before a limit."""
+    ended, cut, stopped = (
+        Trajectory.answer([1], [2, 3], [-0.1, -0.2], truncated=truncated, stopped=by_string)
+        for truncated, by_string in ((False, False), (True, False), (False, True))
+    )
+    assert [one.closed for one in (ended, cut, stopped)] == [True, False, False]
+    assert [one.status for one in (ended, cut, stopped)] == ["ok", "truncated", "ok"]
+    assert stopped.sampled_by("0.7").stopped
+    assert not ended.went_on([4], stopped).closed
+    assert stopped.went_on([4], ended).closed
+
+
+def test_what_waits_in_a_checkpoint_knows_where_it_ended(tmp_path: Path) -> None:
+    answers = [Trajectory.answer([1], [2, 3], [-0.1, -0.2], truncated=False, stopped=one) for one in (True, False)]
+    (group,) = groups_of(answers, [5], 2)
+    held = Held(5, 0, 0, ScoredGroup(Prompt((1,)), group, (Score(1.0), Score(0.0))))
+    write_held(tmp_path, [held], [], {})
+    ((read,), _, _) = read_held(tmp_path, lambda key: Prompt((1,)))
+    assert [sample.last.stopped for sample in read.group.group.samples] == [True, False]

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from posttrain.domain.errors import BudgetExceededError, FailureClass, InputError, IntegrityError
-from posttrain.domain.facts import Fact, Metric, Progress, Sample, Span
+from posttrain.domain.facts import Fact, Metric, Note, Progress, Sample, Span
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.objectives import LossParts, Need, Predictions
 from posttrain.engine.batch import Document, TokenBatch
@@ -606,3 +606,30 @@ def poisoned(good: LossOf, by: float, micro: TokenBatch, logprobs: Tensor) -> Lo
 def mean_loss(batch: TokenBatch) -> LossOf:
     tokens = Totals.of(batch).tokens
     return LossOf(lambda micro, logprobs: LossParts(-logprobs[micro.response_mask].sum() / tokens, {}))
+
+
+def test_a_stage_that_never_updated_weights_says_so(tmp_path: Path) -> None:
+    def warned(desk: Desk) -> list[str]:
+        return [fact.message for fact in desk.facts if isinstance(fact, Note) and fact.level == "warning"]
+
+    alike = {"scorer": lambda prompts, answers: [1.0] * len(answers), "kl": None}
+    idle = Desk(tmp_path / "idle", grpo(**alike))
+    before = idle.weights()
+    assert idle.run().metrics["unchanged"] == 1.0
+    assert equal(before, idle.weights())
+    assert [line.partition(":")[0] for line in warned(idle)] == ["none of 4 steps updated weights"]
+    cut = Desk(tmp_path / "cut", grpo(), orders=stop_after(2))
+    cut.run()
+    rest = Desk(tmp_path / "cut", grpo(**alike))
+    rest.controller.resume(cut.latest())
+    rest.run()
+    Desk(tmp_path / "never", grpo(**alike), orders=stop_after(2)).run()
+    never = Desk(tmp_path / "never", grpo(**alike))
+    never.controller.resume(never.latest())
+    never.run()
+    assert len(warned(never)) == 1
+    busy = Desk(tmp_path / "busy", grpo())
+    assert "unchanged" not in busy.run().metrics
+    rows = Desk(tmp_path / "rows", sft())
+    rows.run()
+    assert [warned(desk) for desk in (rest, busy, rows)] == [[], [], []]

@@ -407,6 +407,41 @@ def test_seed_and_temperature_decide_what_is_sampled(
     assert sampled(usual) != sampled(other)
 
 
+@pytest.mark.parametrize("truncation", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.999}])
+def test_a_suite_that_draws_the_most_likely_alone_says_what_greedy_says(
+    bench: Bench, answered: Answered, truncation: dict[str, float]
+) -> None:
+    attempt, _ = answered(bench.order(**truncation), f"alone-{min(truncation)}")
+    table = pq.read_table(attempt.path / "outputs" / "items.parquet").to_pylist()
+    greedy = {row["item_id"]: row["response"] for row in table if row["kind"] == "greedy"}
+    assert all(text == greedy[item] for (item, _), text in sampled(attempt).items())
+
+
+def test_a_suite_ends_responses_at_its_strings(bench: Bench, answered: Answered) -> None:
+    """Greedy and sampled ones, with the string, which `extract` and a reader see; they are not cut short by a limit."""
+    whole, _ = answered(bench.order(), "endless")
+    stop = ["1", "2", "3", "Q"]
+    attempt, _ = answered(bench.order(stop=stop), "ended")
+    before = pq.read_table(whole.path / "outputs" / "items.parquet").to_pylist()
+    after = pq.read_table(attempt.path / "outputs" / "items.parquet").to_pylist()
+    ended = 0
+    for was, row in zip(before, after, strict=True):
+        text = was["response"]
+        ends = [text.index(one) + len(one) for one in stop if one in text]
+        assert row["response"] == (text[: min(ends)] if ends else text)
+        if ends:
+            ended += 1
+            assert not row["truncated"]
+            assert row["tokens"] <= was["tokens"]
+        else:
+            assert (row["tokens"], row["truncated"], row["logprob"]) == (
+                was["tokens"],
+                was["truncated"],
+                was["logprob"],
+            )
+    assert ended
+
+
 def test_each_suite_draws_its_own_samples(bench: Bench, answered: Answered) -> None:
     one = bench.order()
     suites = {**one.params["suites"], "again": {**one.params["suites"]["heldout"], "data": "suites.again"}}

@@ -81,7 +81,8 @@ def trl(world: World, name: str, text: str, rows: int | None = None) -> tuple[Dr
 def test_a_trl_command_trains_here_as_it_does_there(world: World) -> None:
     draft, stage = trl(world, "grpo.sh", GRPO_SH)
     assert draft.run["model"] == "hf:Qwen/Qwen2.5-0.5B-Instruct@main"
-    assert (stage["group_size"], stage["max_new_tokens"], stage["steps"]) == (8, 1024, 400)
+    # 400 optimiser steps, two of which are a step here
+    assert (stage["group_size"], stage["max_new_tokens"], stage["steps"]) == (8, 1024, 200)
     # 4 devices x 4 x 8 = 128 completions an optimiser step, two of them to a generation: 256 completions of 8
     assert (stage["prompts_per_step"], stage["mini_batches"]) == (32, 2)
     assert (stage["kl"]["coefficient"], stage["clip_low"], stage["clip_high"]) == (0.04, 0.2, 0.2)
@@ -90,6 +91,111 @@ def test_a_trl_command_trains_here_as_it_does_there(world: World) -> None:
     assert (optimizer["learning_rate"], optimizer["schedule"], optimizer["final_ratio"]) == (1e-5, "linear", 0.0)
     assert (list(optimizer["betas"]), optimizer["warmup_steps"]) == ([0.9, 0.999], 0)
     assert stage["runtime"]["dtype"] == "bfloat16"
+
+
+def test_optimiser_steps_become_steps(world: World) -> None:
+    """Of a stage that learns several times from what it sampled; a part of a step is a step."""
+    text = "trl grpo --reward_funcs f --max_steps 7 --warmup_steps 4 --steps_per_generation 2"
+    _, stage = trl(world, "parts.sh", text)
+    assert (stage["mini_batches"], stage["steps"], stage["optimizer"]["warmup_steps"]) == (2, 4, 2)
+    _, stage = trl(world, "whole.sh", text.replace("--steps_per_generation 2", ""))
+    assert (stage["mini_batches"], stage["steps"], stage["optimizer"]["warmup_steps"]) == (1, 7, 4)
+
+
+def test_checkpoints_and_warm_up_count_the_same_steps(world: World) -> None:
+    text = "trl grpo --reward_funcs f --max_steps 100 --save_steps 50 --warmup_steps 3 --steps_per_generation 8"
+    draft, stage = trl(world, "saves.sh", text)
+    assert (stage["steps"], stage["runtime"]["checkpoint_every"], stage["optimizer"]["warmup_steps"]) == (13, 6, 1)
+    assert "warmup_steps: 3 → warmup_steps: 1" in draft.carried
+
+
+def test_what_a_script_computes_is_told(world: World) -> None:
+    text = (
+        "STOP = '</answer>'\n"
+        "GRPOTrainer(model='Qwen/Qwen3-0.6B', reward_funcs=mine, train_dataset=data, peft_config=LoraConfig(r=8),\n"
+        "            args=GRPOConfig(max_steps=3, beta=weight(), run_name=name(),\n"
+        "                            generation_kwargs={'stop': [STOP]}))\n"
+    )
+    draft, stage = trl(world, "computed.py", text)
+    assert list(stage["stop"]) == ["</answer>"]
+    told = {line.partition(": ")[0]: line for line in draft.changed}
+    assert "there are no adapters yet" in told["peft_config"]
+    assert "the file does not say what this stands for" in told["beta"]
+    assert "run_name" in draft.inert
+    assert "train_dataset" not in told
+
+
+def test_switches_of_verl_are_told_by_their_whole_names(world: World) -> None:
+    text = (
+        "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.multi_turn.enable=True "
+        "algorithm.filter_groups.enable=True actor_rollout_ref.rollout.top_p=1.0 actor_rollout_ref.rollout.top_k=-1 "
+        "actor_rollout_ref.rollout.val_kwargs.top_p=0.7\n"
+    )
+    draft = from_verl(read_settings(Path(world.write("verl.sh", text))))
+    changed = " ".join(draft.changed)
+    for words in ("kind: dataflow has turns", "kind: dapo replaces groups", "a suite of an evaluate stage has samples"):
+        assert words in changed
+    assert "enable" not in draft.inert
+    assert "whole distribution" not in changed
+
+
+def test_a_generation_that_fills_no_optimiser_steps_is_told(world: World) -> None:
+    text = "trl grpo --reward_funcs f --max_steps 10 --gradient_accumulation_steps 4 --steps_per_generation 6"
+    draft, _ = trl(world, "uneven.sh", text)
+    assert any("48 completions of a generation: are no multiple of the 32" in line for line in draft.changed)
+
+
+def test_a_stop_that_is_no_text_is_told(world: World) -> None:
+    draft, stage = trl(world, "null.yaml", "reward_funcs: [f]\nmax_steps: 3\ngeneration_kwargs: {stop: ['a', null]}\n")
+    assert "stop" not in stage
+    assert any("must be text, got None" in line for line in draft.changed)
+
+
+def test_what_makes_a_rollout_run_ahead_is_told_by_its_name_here(world: World) -> None:
+    draft, _ = trl(world, "ahead.sh", "trl grpo --reward_funcs f --max_steps 3 --max_staleness 2")
+    assert any("max_staleness: 2: lag: {steps: N}" in line for line in draft.changed)
+    assert not draft.dropped
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "c.yaml",
+            "num_generations: 4\ngeneration_kwargs: {stop: [</answer>, 'Q:'], top_p: 0.9, stop_token_ids: [7]}\n",
+        ),
+        (
+            "c.py",
+            "GRPOConfig(generation_kwargs={'stop_strings': ['</answer>', 'Q:'], 'top_p': 0.9, 'stop_token_ids': [7]})",
+        ),
+        (
+            "c.sh",
+            'trl grpo --generation_kwargs \'{"stop": ["</answer>", "Q:"], "top_p": 0.9, "stop_token_ids": [7]}\'\n',
+        ),
+    ],
+)
+def test_trl_s_stop_strings_end_responses_here(world: World, name: str, text: str) -> None:
+    draft, stage = trl(world, name, text)
+    assert stage["stop"] == ("</answer>", "Q:")
+    changed = " ".join(draft.changed)
+    assert "generation_kwargs.top_p: 0.9: training samples from the whole distribution" in changed
+    assert "generation_kwargs.stop_token_ids: [7]: a response ends at the tokens" in changed
+    assert not draft.dropped
+
+
+def test_verl_s_stop_strings_end_responses_here(world: World) -> None:
+    rollout = {**VERL["actor_rollout_ref"]["rollout"], "stop": "</answer>"}
+    given = {**VERL, "actor_rollout_ref": {**VERL["actor_rollout_ref"], "rollout": rollout}}
+    draft = from_verl(read_settings(Path(world.write("verl.yaml", yaml.dump(given)))))
+    assert valid(draft)["stop"] == ("</answer>",)
+    assert any("rollout.stop: ['</answer>'] → stop" in line for line in draft.carried)
+
+
+def test_stop_strings_that_cannot_be_are_told(world: World) -> None:
+    for bad, why in (("['']", "must hold strings of 1 to 256 characters"), ("[3]", "must be text, got 3")):
+        draft, stage = trl(world, "c.yaml", f"num_generations: 4\ngeneration_kwargs: {{stop: {bad}}}\n")
+        assert "stop" not in stage
+        assert any("generation_kwargs.stop" in line and why in line for line in draft.changed)
 
 
 def test_what_is_not_carried_over_is_told(world: World) -> None:

@@ -18,8 +18,10 @@ from posttrain.engine.loads import DECODED_TOGETHER
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.models.logprobs import token_logprobs
+from posttrain.engine.rollout.kv_pages import PAGE, PageStore
+from posttrain.engine.rollout.kv_store import KVShape
 from posttrain.engine.rollout.port import SamplingParams
-from posttrain.planner.residency import Residency, Shape, resident, shared_weights
+from posttrain.planner.residency import KV_AHEAD, KV_PAGE, Residency, Shape, resident, row_positions, shared_weights
 
 N = 1000
 SHAPE = Shape(N, layers=2, hidden=4, intermediate=8, heads=2, kv_heads=1, head_dim=2, vocabulary=10, tied=True)
@@ -97,7 +99,7 @@ def test_a_rollout_elsewhere_holds_a_copy_and_its_rows_are_dealt_out() -> None:
     assert sure(found, "update", "rollout") == {"copy": 2 * N}
     assert found.total("rollout", "rollout", "rollout") > found.total("update", "rollout", "rollout")
     caches = [h.bytes for h in found.held if h.part == "kv cache"]
-    assert caches == [2 * 8 * (2 * 2 * 1 * 2 * 2)]
+    assert caches == [2 * 2 * KV_PAGE * (2 * 2 * 1 * 2 * 2)]
 
 
 def test_two_ranks_share_no_weights() -> None:
@@ -236,3 +238,14 @@ def test_activations_are_what_autograd_keeps_to_a_fifth(model: LanguageModel) ->
 
 def test_the_rows_decoded_together_are_the_engines() -> None:
     assert SamplingParams(max_new_tokens=1, seed=0).batch_size == DECODED_TOGETHER
+
+
+def test_the_pages_are_the_engines() -> None:
+    """What a plan counts for a row, beside its prompt, is what the store takes for it."""
+    shape = KVShape(layers=2, kv_heads=2, head_dim=8, dtype=torch.bfloat16, device=torch.device("cpu"))
+    store = PageStore(shape, 2**30)
+    assert KV_PAGE == PAGE
+    for tokens in (1, 127, 128, 129, 10_500):
+        taken = store.row_bytes(tokens + KV_AHEAD, 0) + PAGE * shape.position_bytes  # and its prompt's last page
+        assert row_positions(tokens, "cuda") * shape.position_bytes == taken
+        assert row_positions(tokens, "cpu") == tokens

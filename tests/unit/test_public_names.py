@@ -44,12 +44,12 @@ COMMANDS = {
     "dead": ["--assume-dead", "--output", "--retry", "-o", "[RUN[/STAGE]]"],
     "sample": [
         *("--chat", "--device", "--dtype", "--max-new-tokens", "--output", "--samples", "--seed", "--system"),
-        *("--temperature", "--text", "--threads", "--timeout", "-n", "-o", "MODEL", "PROMPT..."),
+        *("--stop", "--temperature", "--text", "--threads", "--timeout", "-n", "-o", "MODEL", "PROMPT..."),
     ],
     "eval": [
         *("--again", "--device", "--dialect", "--dtype", "--entry", "--extract", "--max-new-tokens", "--output"),
-        *("--pass-at", "--reward", "--reward-range", "--reward-timeout", "--samples", "--seed", "--temperature"),
-        *("--threads", "--timeout", "-n", "-o", "MODEL", "SUITE..."),
+        *("--min-p", "--pass-at", "--reward", "--reward-range", "--reward-timeout", "--samples", "--seed", "--stop"),
+        *("--temperature", "--threads", "--timeout", "--top-k", "--top-p", "-n", "-o", "MODEL", "SUITE..."),
     ],
     "export": ["--dtype", "--output", "-o", "DIR", "MODEL"],
     "promote": ["--channel", "--lift-quarantine", "--output", "-o", "run"],

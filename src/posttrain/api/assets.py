@@ -86,11 +86,13 @@ class Models(Protocol):
         timeout: float | None,
         chat: bool | None,
         system: str | None,
+        stop: Sequence[str] = (),
     ) -> Asked:
         """Ask a model by the words that a person has for it. Nothing is recorded.
 
         Args:
             chat: as a user's message or as plain text; None: as it was trained.
+            stop: a response ends with the token that completes one of these in its text.
         """
 
     def export(self, model: str, folder: Path, *, dtype: str | None, progress: Callable[[str], None]) -> Exported:

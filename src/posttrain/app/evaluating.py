@@ -41,7 +41,8 @@ def submit_evaluation(
         model: a channel, run, run/stage, or a ref of run.yaml.
         suites: data sets: `heldout`, `dataset:heldout@1`, a path or a hub ref.
         settings: of every suite: `max_new_tokens` (None: 256, or half the context), `samples`, `temperature`,
-            `pass_at`, `extract`, and with a reward `reward_range` and `reward_timeout`.
+            `top_k`, `top_p`, `min_p`, `stop`, `pass_at`, `extract`, and with a reward `reward_range` and
+            `reward_timeout`.
         runtime: `device`, `dtype`, `threads`.
         reward: scores every response: `ref` (`right`, `reward:right@1`, a path, `MODULE:FUNCTION`), `entry`, `dialect`.
         again: another run of the same question.

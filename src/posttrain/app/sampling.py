@@ -14,6 +14,7 @@ from posttrain.app.naming import NamedModel
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.manifest import InputRef
+from posttrain.domain.stop_strings import stop_fault
 from posttrain.domain.validation import explain
 from posttrain.engine.settings import MOST_ROWS, MOST_TOKENS, InferenceRuntimeConfig
 from posttrain.execution.foreground import answers
@@ -34,6 +35,7 @@ class Ask:
     seed: int = 0
     runtime: InferenceRuntimeConfig = field(default_factory=InferenceRuntimeConfig)
     timeout: float = LONGEST_WAIT  # seconds, for all of it
+    stop: Sequence[str] = ()  # a response ends with the token that completes one of these in its text
 
     def __post_init__(self) -> None:
         for name, most in (("samples", MOST_ROWS), ("max_new_tokens", MOST_TOKENS)):
@@ -44,6 +46,8 @@ class Ask:
             raise InputError(f"temperature must be from 0 (the most likely tokens) to 1000, got {self.temperature:g}")
         if self.samples > 1 and self.temperature == 0:
             raise InputError(f"temperature must be above 0 for {self.samples} different responses, got 0; say 1")
+        if fault := stop_fault(self.stop):
+            raise InputError(f"stop {fault}")
 
 
 def ask_model(
@@ -68,6 +72,7 @@ def ask_model(
         "max_new_tokens": ask.max_new_tokens,
         "temperature": ask.temperature,
         "seed": ask.seed,
+        "stop": list(ask.stop),
         "runtime": ask.runtime.model_dump(),
         "threads": ask.runtime.threads,
     }

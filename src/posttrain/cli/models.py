@@ -46,6 +46,9 @@ SuitesArgument = Annotated[
 ]
 PassAt = Annotated[list[int] | None, typer.Option("--pass-at", help="k, at most --samples; repeat it.")]
 Extract = Annotated[str | None, typer.Option(help="Regular expression; group 1 of its last match is the answer.")]
+StopOption = Annotated[
+    list[str] | None, typer.Option("--stop", help="A response ends where it says this; repeat it for several.")
+]
 RewardOption = Annotated[
     str | None,
     typer.Option(help="Scores every response, and rows need no answer: reward:NAME, a Python file or MODULE:FUNCTION."),
@@ -75,6 +78,7 @@ def sample(
         float | None, typer.Option(help="0 takes the most likely tokens: the default for one response; else 1.")
     ] = None,
     max_new_tokens: MaxNewTokens = None,
+    stop: StopOption = None,
     chat: Annotated[
         bool | None, typer.Option("--chat/--text", help="As a user's message, or as plain text; as trained by default.")
     ] = None,
@@ -105,6 +109,7 @@ def sample(
         timeout=timeout,
         chat=chat,
         system=system,
+        stop=stop or (),
     )
     aside(f"{asked.name} {digest(asked.digest)}, asked as {asked.form} ({asked.why}); it is loading")
     answers: list[Answer] = []
@@ -161,6 +166,10 @@ def evaluate(
     max_new_tokens: MaxNewTokens = None,
     samples: Annotated[int, typer.Option("--samples", "-n", min=0, help="Sampled responses beside the greedy.")] = 0,
     temperature: Annotated[float, typer.Option(help="Of the sampled responses.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Of the sampled: drawn among the k most likely tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Among the most likely that have this probability.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Among those so many times as likely as the likeliest.")] = None,
+    stop: StopOption = None,
     pass_at: PassAt = None,
     extract: Extract = None,
     reward: RewardOption = None,
@@ -182,7 +191,7 @@ def evaluate(
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "samples": samples, "temperature": temperature}
     settings |= {"pass_at": pass_at} if pass_at else {}
     settings |= {"reward_range": list(reward_range)} if reward_range is not None else {}
-    settings |= _given(extract=extract, reward_timeout=reward_timeout)
+    settings |= _given(extract=extract, reward_timeout=reward_timeout, top_k=top_k, top_p=top_p, min_p=min_p, stop=stop)
     judge = _judge(reward, _given(entry=entry, dialect=dialect))
     runtime = {"device": device, "dtype": dtype, "threads": threads}
     control = open_control()

@@ -18,7 +18,9 @@ from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.spelling import nearest
 from posttrain.store.ledger import Ledger
 
-_ALWAYS, _SAMPLED = ("extract", "max_new_tokens"), ("temperature", "samples")  # settings that numbers depend on
+# settings that numbers depend on; and those that a manifest leaves out by default, with what they are then
+_ALWAYS, _SAMPLED = ("extract", "max_new_tokens", "stop"), ("temperature", "samples", "top_k", "top_p", "min_p")
+_UNSAID = {"stop": [], "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 MOST = 26  # things compared at once: they are called A to Z
 
 
@@ -241,9 +243,10 @@ def _settings(first: Subject, other: Subject) -> list[str]:
             for name in ours.keys() & suites.keys():
                 sampled = ours[name].get("samples") and suites[name].get("samples")
                 keys = (*_ALWAYS, *(_SAMPLED if sampled else ()))
-                changed = [key for key in keys if ours[name].get(key) != suites[name].get(key)]
+                pairs = [(key, *((_UNSAID | said[name]).get(key) for said in (ours, suites))) for key in keys]
+                changed = [f"{key} {one} → {another}" for key, one, another in pairs if one != another]
                 if changed:
-                    told = ", ".join(f"{key} {ours[name].get(key)} → {suites[name].get(key)}" for key in changed)
+                    told = ", ".join(changed)
                     found.append(
                         f"suite {name} was measured by other settings in {other.label} than in {first.label}: {told}"
                     )

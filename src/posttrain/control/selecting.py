@@ -47,13 +47,19 @@ def selected_on(manifest: Manifest, rows: Mapping[str, Sequence[Row] | None]) ->
                     yield f"{place} against {other.name}: {report}: {little}"
 
 
+UNCHANGED = "unchanged"  # metric of a stage of which no step updated weights
+
+
 def choice_warnings(manifest: Manifest, metrics: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """What a run's probes chose that tells or ships less than it seems to, one line each.
+    """What a run trained or its probes chose that tells or ships less than it seems to, one line each.
 
     Args:
         metrics: stage → what it measured, as far as it has ended.
     """
     yield from selected_on(manifest, {})
+    for name, measured in metrics.items():
+        if measured.get(UNCHANGED):
+            yield f"{name}: no step updated weights, so what it leaves is what it began with; look at its rewards"
     if manifest.release is None:
         return
     stages = {stage.name: stage for stage in manifest.stages}

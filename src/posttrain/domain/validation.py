@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.spelling import nearest
-from posttrain.domain.vocabulary import FIELDS, KINDS, UNITS
+from posttrain.domain.vocabulary import FIELDS, KINDS, NOT_HERE, UNITS
 
 _SHOWN = 120  # characters of a value
 _TARGET = re.compile(r"=|://")  # where a key that was meant as a word with its target begins to hold the target
@@ -33,6 +33,9 @@ def explain(error: ValidationError, source: str, model: type[BaseModel]) -> Inpu
     first = min(every, key=lambda found: found["type"] != "extra_forbidden")
     location = _place(first)
     where = f"{source}: " + ".".join(map(bare, location)) + (": " if location else "")
+    reason = NOT_HERE.get(str(location[-1])) if location else None
+    if first["type"] == "extra_forbidden" and reason:
+        return InputError(f"{where}unknown key here: {reason}; remove it")
     if first["type"] == "extra_forbidden":
         return InputError(f"{where}unknown key{_meant(str(location[-1]), model, location[:-1])}; remove or rename it")
     if first["type"] == "missing":

@@ -34,6 +34,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             ("max_completion_length", "max_response_length", "response_length", "max_tokens", "max_gen_toks"),
             ("max_new_tokens",),
         ),
+        **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words", "stop_sequence", "until"), ("stop",)),
         **dict.fromkeys(("max_seq_length", "max_seq_len", "cutoff_len", "max_prompt_length"), ("max_length",)),
         **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef", "init_kl_coef", "kl_beta"), ("coefficient", "kl")),
         **dict.fromkeys(("kl_estimator", "kl_loss_type", "kl_penalty"), ("estimator", "kl")),
@@ -84,6 +85,20 @@ UNITS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("warmup_ratio", "lr_warmup_steps_ratio"), "a number of steps, not a share"),
         **dict.fromkeys(("ppo_mini_batch_size",), "a number of optimiser steps, not a size"),
         **dict.fromkeys(("gradient_accumulation_steps", "micro_batch_size", "ppo_micro_batch_size"), "in tokens"),
+    }
+)
+
+_WHOLE = "is of a suite with samples; training samples from the whole distribution, which its log-probabilities are of"
+# words of run.yaml, or of others, that a place does not have → why
+NOT_HERE: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("top_p", "top_k", "min_p"), _WHOLE),
+        **dict.fromkeys(
+            ("repetition_penalty", "presence_penalty", "frequency_penalty"),
+            "responses are drawn without penalties, from the distribution that the log-probabilities are of",
+        ),
+        "stop": "is of a stage that samples, whose probe it holds for too, and of a suite",
+        "stop_token_ids": "a response ends at the tokens that the model's generation_config.json names, and at stop",
     }
 )
 

@@ -36,6 +36,7 @@ from posttrain.engine.weights.best import BestModel
 from posttrain.engine.weights.checkpoint import TrainState, begin_checkpoint, commit_checkpoint, read_state
 from posttrain.engine.weights.view import PolicyVersion
 
+UNCHANGED = "unchanged"  # of a stage's result: no step updated weights
 CONTROLLER_METRICS = ("tokens_per_second", "memory/peak_resident_mib", "memory/peak_allocated_mib")
 
 
@@ -107,6 +108,7 @@ class Controller:
     _saved: int = -1
     _began: int = 0  # documents that were taken before the step
     _metrics: dict[str, float] = field(default_factory=dict)
+    _idle: bool = True  # no step of the lineage changed weights
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint, which any number of ranks may have written.
@@ -125,6 +127,7 @@ class Controller:
         self.recipe.restore(path)
         self.tokens, self._step, self._saved = state.tokens, state.step, state.step
         self._metrics, self._incarnation = dict(state.metrics), state.incarnation + 1
+        self._idle = not state.updated
         if self.selection:
             self.selection.resume(state.probes)
         if self.best:
@@ -162,6 +165,10 @@ class Controller:
             if self._step % self.every == 0 or self._step == total:
                 self._save()
         self.meter(self.tokens, 0)
+        if self._idle and self._step:
+            idle = f"none of {self._step} steps updated weights: what the stage leaves is what it began with"
+            self.sink(Note(f"{idle}; look at the rewards of its samples", time.time(), "warning"))
+            self._metrics |= {UNCHANGED: 1.0}
         chosen = self.selection.metrics(self._step if message else None) if self.selection else {}
         return Outcome("succeeded", self._step, self.tokens, self._metrics | chosen, message)
 
@@ -172,7 +179,8 @@ class Controller:
         self._step += 1
         self._serve()
         speed = report.tokens / max(time.perf_counter() - started, 1e-9)
-        self._report(report, {"tokens_per_second": speed, **peak_memory()})
+        self._idle &= report.metrics.get("updates") == 0.0
+        self._report(report, {**report.took, "tokens_per_second": speed, **peak_memory()})
         self.sink(Progress(self._step, self.recipe.steps, self.recipe.phase, self.tokens, time.time()))
 
     def _serve(self) -> None:
@@ -249,6 +257,7 @@ class Controller:
             dict(self._metrics),
             self._incarnation,
             self.selection.to_json() if self.selection else None,
+            not self._idle,
         )
         self.flush()
         with Trace(self.sink, self._step).span("checkpoint"):

@@ -1,7 +1,8 @@
-"""How much memory this process has taken at the most."""
+"""How much memory this process has taken at the most, and how much is free."""
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 
@@ -20,3 +21,11 @@ def peak_memory() -> dict[str, float]:
         allocated = max(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count()))
         found["memory/peak_allocated_mib"] = allocated / _MIB
     return found
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that nobody uses; of a GPU also what torch holds back for the next who asks."""
+    if device.type == "cuda":
+        held_back = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + held_back
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -46,11 +46,12 @@ class Trajectory:
     """One sequence: a prompt, then segments that were sampled or observed.
 
     A response that ended holds its end-of-sequence token; one with the status `truncated` has none, because the token
-    limit came first.
+    limit came first. One that ended at a stop string has none either, and says so; its last token is text.
     """
 
     segments: tuple[Segment, ...]
     status: Status = "ok"
+    stopped: bool = False  # at a stop string
 
     def __post_init__(self) -> None:
         sources = [segment.source for segment in self.segments]
@@ -65,11 +66,12 @@ class Trajectory:
         logprobs: Sequence[float] | Floats,
         *,
         truncated: bool,
+        stopped: bool = False,
         version: str = "",
     ) -> Trajectory:
         """A prompt with one sampled response."""
         sampled = Segment(_ints(tokens), "sampled", np.asarray(logprobs, dtype=np.float32), version)
-        return cls((Segment(_ints(prompt), "prompt"), sampled), "truncated" if truncated else "ok")
+        return cls((Segment(_ints(prompt), "prompt"), sampled), "truncated" if truncated else "ok", stopped)
 
     def sampled_by(self, version: str) -> Trajectory:
         """The same, of which every sampled token came from this version of the policy."""
@@ -117,6 +119,11 @@ class Trajectory:
         return self.status == "truncated"
 
     @property
+    def closed(self) -> bool:
+        """Whether its last token is an end of sequence, which is no part of its text."""
+        return not (self.truncated or self.stopped)
+
+    @property
     def generated(self) -> int:
         """How many tokens the policy sampled."""
         return sum(len(segment.tokens) for segment in self.segments if segment.source == "sampled")
@@ -139,7 +146,7 @@ class Trajectory:
             answered: a sequence whose prompt is all of this one and the observation.
         """
         seen = Segment(_ints(observed), "observed")
-        return Trajectory((*self.segments, seen, *answered.segments[1:]), answered.status)
+        return Trajectory((*self.segments, seen, *answered.segments[1:]), answered.status, answered.stopped)
 
     @property
     def document(self) -> Document:

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model
 
 from posttrain.domain.amounts import Amount, ParsedAmount
 from posttrain.domain.durations import StallAfter
+from posttrain.domain.stop_strings import stop_fault
 from posttrain.domain.validation import Frozen
 
 # Of anything that is counted or measured there is a most: more is a slip that would be found late, in a job's memory
@@ -42,6 +43,14 @@ def _readable(extract: str) -> str:
     return extract
 
 
+def _sayable(stop: tuple[str, ...]) -> tuple[str, ...]:
+    fault = stop_fault(stop)
+    if fault:
+        raise ValueError(fault)
+    return stop
+
+
+Stop = Annotated[tuple[str, ...], AfterValidator(_sayable)]  # where a response contains one, it ends
 Extract = Annotated[str, AfterValidator(_readable)]  # group 1 of the last match is compared with the row's answer
 
 

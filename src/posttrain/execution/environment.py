@@ -80,14 +80,15 @@ def _read(places: tuple[str, ...]) -> Environment:
     memory = _memory()
     known = _remembered(memory)
     files: dict[str, str] = {}
-    seen: dict[str, list[object]] = {}
+    fresh: dict[str, list[object]] = {}
     for path, found in _importable(places):
         mark = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
         entry = known.get(path)
-        digest = entry[4] if isinstance(entry, list) and len(entry) == 5 and entry[:4] == mark else _digest(path)
-        files[path], seen[path] = str(digest), [*mark, digest]
-    if any(known.get(path) != entry for path, entry in seen.items()):
-        _remember(memory, {**known, **seen})
+        if not (isinstance(entry, list) and len(entry) == 5 and entry[:4] == mark):
+            entry = fresh[path] = [*mark, _digest(path)]
+        files[path] = str(entry[4])
+    if fresh:
+        _remember(memory, {**known, **fresh})
     return Environment(places, files)
 
 

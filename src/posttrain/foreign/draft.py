@@ -7,9 +7,12 @@ from typing import Any
 
 import yaml
 
+from posttrain.domain.stop_strings import stop_fault
 from posttrain.foreign.settings import Settings
 
 _WIDTH = 118
+# what asks for the whole distribution, as training samples here
+_WHOLE = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
 
 
 @dataclass(slots=True)
@@ -29,6 +32,21 @@ class Draft:
         """Note a setting that was carried over."""
         self.carried.append(f"{theirs}: {_short(value)} → {ours}: {_short(result)}")
 
+    def stops(self, settings: Settings, stage: dict[str, Any], *names: str) -> None:
+        """Carry the strings that end a response over, from the first of these settings that is there."""
+        name = next((name for name in names if settings.given(name)), None)
+        given = settings.take(*names)
+        found = tuple([given] if isinstance(given, str) else given if isinstance(given, list | tuple) else [given])
+        if name is None or not found:
+            return
+        odd = [one for one in found if not isinstance(one, str)]
+        fault = f"must be text, got {odd[0]!r}" if odd else stop_fault(found)
+        if fault:
+            self.changed.append(f"{name}: {_short(given)}: is not carried over: stop {fault}")
+            return
+        stage["stop"] = list(found)
+        self.carry(name, list(found), "stop", list(found))
+
     def close(self, settings: Settings, told: dict[str, str], harmless: frozenset[str]) -> Draft:
         """Say of everything that nobody took why it is not there.
 
@@ -38,13 +56,16 @@ class Draft:
         """
         self.changed += settings.notes
         for name, text in settings.unknown.items():
-            self.changed.append(
-                f"{name}: {_short(text)}: the file does not say what this stands for; it is as by default"
-            )
+            if name in harmless:
+                self.inert.append(name)
+                continue
+            reason = told.get(name) or "the file does not say what this stands for; it is as by default"
+            self.changed.append(f"{name}: {_short(text)}: {reason}")
         for name, value in settings.left().items():
             last = name.rpartition(".")[2]
-            why = told.get(name) or told.get(last)
-            if value in (False, [], {}, ""):
+            parts = name.split(".")
+            why = next((told[end] for at in range(len(parts)) if (end := ".".join(parts[at:])) in told), None)
+            if value in (False, [], {}, "") or (last in _WHOLE and value in _WHOLE[last]):
                 continue
             if why:
                 self.changed.append(f"{name}: {_short(value)}: {why}")

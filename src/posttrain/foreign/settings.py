@@ -24,6 +24,7 @@ _ASSIGNED = re.compile(
 )
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?-([^}]*))?\}|\$([A-Za-z_]\w*)")
 _MOST_BYTES = 4 * 2**20
+_ASKED_FOR = ("args", "model", "reward_funcs", "train_dataset")  # a person is told to fill them in
 
 
 @dataclass(slots=True)
@@ -195,6 +196,7 @@ def _of_python(text: str, source: str) -> Settings:
         if isinstance(target, ast.Name)
     }
     values: dict[str, Any] = {}
+    unknown: dict[str, str] = {}
     words: list[str] = []
     notes: list[str] = []
     for node in ast.walk(module):
@@ -207,6 +209,8 @@ def _of_python(text: str, source: str) -> Settings:
                 value = _literal(keyword.value, names)
                 if keyword.arg and keyword.arg != "args" and value is not None:
                     values[keyword.arg] = value
+                elif keyword.arg and keyword.arg not in _ASKED_FOR and not _is_none(keyword.value):
+                    unknown[keyword.arg] = ast.unparse(keyword.value)
         elif called == "load_dataset" and node.args:
             values.setdefault("dataset_name", _literal(node.args[0], names))
         elif called in ("map", "filter") and isinstance(node.func, ast.Attribute):
@@ -214,7 +218,11 @@ def _of_python(text: str, source: str) -> Settings:
                 f"{ast.unparse(node.func)[:60]} (line {node.lineno}): the rows are changed by code; "
                 "write the result to JSON lines and register that"
             )
-    return Settings(source, values, notes, words=tuple(words))
+    return Settings(source, values, notes, {k: v for k, v in unknown.items() if k not in values}, tuple(words))
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _literal(node: ast.expr, names: Mapping[str, ast.expr], depth: int = 4) -> Any:
@@ -225,6 +233,10 @@ def _literal(node: ast.expr, names: Mapping[str, ast.expr], depth: int = 4) -> A
         pass
     if isinstance(node, ast.List | ast.Tuple):
         return [_literal(part, names, depth) for part in node.elts]
+    if isinstance(node, ast.Dict):
+        keys = [None if key is None else _literal(key, names, depth) for key in node.keys]
+        said = {k: _literal(v, names, depth) for k, v in zip(keys, node.values, strict=True)}
+        return None if None in (*said, *said.values()) else said
     if isinstance(node, ast.Name):
         known = names.get(node.id)
         found = _literal(known, names, depth - 1) if known is not None and depth else None

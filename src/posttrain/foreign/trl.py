@@ -14,7 +14,7 @@ from typing import Any
 from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import OWN
 from posttrain.domain.passes import passes_of
-from posttrain.domain.vocabulary import KINDS
+from posttrain.domain.vocabulary import KINDS, NOT_HERE
 from posttrain.foreign.draft import Draft, plainly, share_of_steps
 from posttrain.foreign.settings import Settings
 
@@ -32,11 +32,18 @@ _CHANGES = {
     **dict.fromkeys(("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "peft_config"), _NO_ADAPTERS),
     **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "weights are trained as they are"),
     **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), "training samples from the whole distribution"),
+    "stop_token_ids": NOT_HERE["stop_token_ids"],
     "num_iterations": "a rollout batch is passed over once; importance ratios of old batches do not arise",
     "mask_truncated_completions": "truncated responses are scored and learnt from",
     "entropy_coef": "there is no entropy bonus",
     "delta": "there is no second clip",
     "importance_sampling_level": "ratios are per token",
+    **dict.fromkeys(
+        ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_cap"),
+        "a response is sampled with the weights that train; lag has correction: tis and cap where it runs ahead",
+    ),
+    **dict.fromkeys(("max_staleness", "weight_sync_steps"), "lag: {steps: N} samples ahead, in a pool of its own"),
+    "config": "what stands in that file is not read: posttrain init --from trl THAT.yaml reads it",
     "sync_ref_model": "the reference is the starting policy and stays",
     "assistant_only_loss": "the loss is always on what the assistant wrote, and on nothing else",
     "chat_template_path": "put chat_template.jinja into the model's folder",
@@ -92,8 +99,8 @@ def from_trl(settings: Settings, rows: int | None = None) -> Draft:
             stage["max_length"] = settings.count("max_length", "max_seq_length", default=1024)
             draft.changed.append("max_length: a longer row is refused by `plan`, never cut; drop or split it")
     steps = _length(settings, draft, stage, rows)
-    stage["optimizer"] = _optimizer(settings, draft, kind, steps)
-    runtime = _runtime(settings)
+    stage["optimizer"] = _optimizer(settings, draft, kind, steps, int(stage.get("mini_batches", 1)))
+    runtime = _runtime(settings, int(stage.get("mini_batches", 1)))
     draft.run["stages"] = {kind: {**stage, **({"runtime": runtime} if runtime else {})}}
     return draft.close(settings, _CHANGES, _HARMLESS)
 
@@ -162,12 +169,18 @@ def _on_policy(settings: Settings, draft: Draft, stage: dict[str, Any], per_step
     stage |= {"reward": "reward", "prompts_per_step": max(1, generated // group), "group_size": group}
     draft.carry("num_generations", group, "group_size", group)
     draft.carry("completions of a generation", generated, "prompts_per_step", stage["prompts_per_step"])
+    if generated % per_step:
+        draft.changed.append(
+            f"{generated} completions of a generation: are no multiple of the {per_step} of an optimiser step; here "
+            "every step trains on all that it samples, so the sums differ"
+        )
     if generated // per_step > 1:
         stage["mini_batches"] = generated // per_step
         draft.carry("optimiser steps of a generation", generated // per_step, "mini_batches", generated // per_step)
     stage["max_new_tokens"] = settings.count("max_completion_length", default=512)
     draft.carry("max_completion_length", stage["max_new_tokens"], "max_new_tokens", stage["max_new_tokens"])
     stage["temperature"] = settings.number("temperature", default=1.0)
+    _generation(settings, draft, stage)
     low = settings.number("epsilon", default=0.2)
     stage["clip_low"], stage["clip_high"] = low, settings.number("epsilon_high", default=low)
     beta = settings.number("beta", default=0.05 if kind == "rloo" else 0.0)
@@ -189,21 +202,31 @@ def _on_policy(settings: Settings, draft: Draft, stage: dict[str, Any], per_step
     draft.carry("loss_type, scale_rewards", f"{loss}, {scale}", "aggregation, advantage", ours)
 
 
+def _generation(settings: Settings, draft: Draft, stage: dict[str, Any]) -> None:
+    """`generation_kwargs`: arguments of vLLM's or transformers' own sampling; only where responses end has a place."""
+    given = settings.values.get("generation_kwargs")
+    if isinstance(given, dict):
+        settings.taken.add("generation_kwargs")
+        settings.values |= {f"generation_kwargs.{name}": value for name, value in given.items()}
+    draft.stops(settings, stage, "generation_kwargs.stop", "generation_kwargs.stop_strings")
+
+
 def _length(settings: Settings, draft: Draft, stage: dict[str, Any], rows: int | None) -> int | None:
     """`steps` or `epochs` of the stage; how many steps that are, where it is known."""
     most = settings.count("max_steps", default=-1)
     epochs = settings.number("num_train_epochs", default=3.0)
-    if most > 0:
-        draft.carry("max_steps", most, "steps", most)
-        stage["steps"] = most
-        return most
+    if most > 0:  # TRL counts optimiser steps, of which a step here has `mini_batches`
+        stage["steps"] = steps = -(-most // int(stage.get("mini_batches", 1)))
+        draft.carry("max_steps", most, "steps", steps)
+        return steps
     per_step = int(stage.get("batch_size") or stage["prompts_per_step"])
     stage["epochs"] = plainly(epochs)
     draft.carry("num_train_epochs", plainly(epochs), "epochs", plainly(epochs))
     return passes_of(epochs, rows, per_step).steps if rows else None
 
 
-def _optimizer(settings: Settings, draft: Draft, kind: str, steps: int | None) -> dict[str, Any]:
+def _optimizer(settings: Settings, draft: Draft, kind: str, steps: int | None, parts: int) -> dict[str, Any]:
+    """The optimiser of a stage whose steps have so many optimiser steps each."""
     rate = settings.number("learning_rate", default=_RATES[kind])
     schedule = str(settings.take("lr_scheduler_type", default="linear"))
     known = {"linear": ("linear", 0.0), "cosine": ("cosine", 0.0), "constant": ("constant", 1.0)}
@@ -215,7 +238,9 @@ def _optimizer(settings: Settings, draft: Draft, kind: str, steps: int | None) -
     share = settings.number("warmup_ratio", default=0.0)
     if 0 < warmup < 1:  # a share of the steps, as of transformers 5
         warmup, share = 0.0, warmup
-    warmup = warmup or share_of_steps(draft, "warmup", share, steps)
+    if warmup and parts > 1:
+        draft.carry("warmup_steps", plainly(warmup), "warmup_steps", math.ceil(warmup / parts))
+    warmup = math.ceil(warmup / parts) or share_of_steps(draft, "warmup", share, steps)
     draft.carry("learning_rate, lr_scheduler_type", f"{rate:g}, {schedule}", "optimizer", f"{rate:g}, {ours}")
     return {
         "learning_rate": rate,
@@ -228,14 +253,14 @@ def _optimizer(settings: Settings, draft: Draft, kind: str, steps: int | None) -
     }
 
 
-def _runtime(settings: Settings) -> dict[str, Any]:
+def _runtime(settings: Settings, parts: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if settings.flag("bf16") or str(settings.take("dtype", "torch_dtype", default="")) == "bfloat16":
         found["dtype"] = "bfloat16"
     if settings.flag("gradient_checkpointing"):
         found["activation_checkpointing"] = True
     if settings.given("save_steps"):
-        found["checkpoint_every"] = max(1, settings.count("save_steps", default=500))
+        found["checkpoint_every"] = max(1, settings.count("save_steps", default=500) // parts)
     return found
 
 

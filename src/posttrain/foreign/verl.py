@@ -11,6 +11,7 @@ from typing import Any
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.passes import passes_of
+from posttrain.domain.vocabulary import NOT_HERE
 from posttrain.foreign.draft import Draft, plainly, share_of_steps
 from posttrain.foreign.settings import Settings
 
@@ -27,12 +28,26 @@ _CHANGES = {
         ("lora_rank", "lora_alpha", "target_modules"), "there are no adapters yet: all weights are trained"
     ),
     **dict.fromkeys((f"{_ROLLOUT}.top_p", f"{_ROLLOUT}.top_k"), "training samples from the whole distribution"),
+    "stop_token_ids": NOT_HERE["stop_token_ids"],
     "entropy_coeff": "there is no entropy bonus",
     "clip_ratio_c": "there is no dual clip",
     "loss_mode": "the loss is PPO's clipped one",
+    **dict.fromkeys(
+        ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "bypass_mode"),
+        "a response is sampled with the weights that train; lag has a correction and its cap where it runs ahead",
+    ),
+    **dict.fromkeys(
+        ("staleness_threshold", "trigger_parameter_sync_step", "partial_rollout", "require_batches"),
+        "lag: {steps: N} samples ahead, in a pool of its own; how far is exact",
+    ),
     "use_pf_ppo": "is not there yet",
     "kl_ctrl.type": "the coefficient is fixed",
-    "multi_turn.enable": "responses have one turn",
+    "multi_turn.enable": "kind: dataflow has turns, and a class of yours that observes between them",
+    "reward_model.enable": "write reward_model: with a model of kind: reward_model in the place of reward",
+    **dict.fromkeys(
+        ("val_kwargs.top_p", "val_kwargs.top_k", "val_kwargs.temperature", "val_kwargs.n", "val_kwargs.do_sample"),
+        "a suite of an evaluate stage has samples, temperature, top_k and top_p",
+    ),
     "reward_manager": "the reward is a function of yours, called by its parameters' names",
     "overlong_buffer.enable": "kind: dapo has overlong: {buffer, penalty}",
     "filter_groups.enable": "kind: dapo replaces groups without signal",
@@ -150,6 +165,7 @@ def _stage(settings: Settings, draft: Draft, kind: str) -> dict[str, Any]:
     stage["mini_batches"] = max(1, prompts // mini)
     stage["max_new_tokens"] = settings.count("data.max_response_length", f"{_ROLLOUT}.response_length", default=512)
     stage["temperature"] = settings.number(f"{_ROLLOUT}.temperature", default=1.0)
+    draft.stops(settings, stage, f"{_ROLLOUT}.stop")
     both = settings.number(f"{_ACTOR}.clip_ratio", default=0.2)
     stage["clip_low"] = settings.number(f"{_ACTOR}.clip_ratio_low", default=both)
     stage["clip_high"] = settings.number(f"{_ACTOR}.clip_ratio_high", default=both)

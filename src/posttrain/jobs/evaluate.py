@@ -20,7 +20,7 @@ from posttrain.domain.jobs import JobResult, Output, seconds_short
 from posttrain.domain.rewards import JUDGES
 from posttrain.engine.config import EvaluateConfig
 from posttrain.engine.settings import InferenceRuntimeConfig
-from posttrain.jobs.entry import Job, failed, main
+from posttrain.jobs.entry import Job, failed, loading, main
 from posttrain.jobs.pools import settled_device
 from posttrain.jobs.rewards import open_rewards
 from posttrain.jobs.sizing import choose, tell_sizes
@@ -38,9 +38,11 @@ OUTPUTS = {"metrics": Output("outputs/metrics.parquet", "file"), "items": Output
 
 def body(job: Job) -> JobResult:
     """Evaluate every suite, write both tables, answer with the means."""
-    from posttrain.engine.memory import peak_memory
-    from posttrain.engine.recipes.evaluate import Meter, suite_items
-    from posttrain.engine.rollout.opening import decoding_fallbacks, open_rollout
+    with loading():
+        from posttrain.engine.memory import peak_memory
+        from posttrain.engine.recipes.evaluate import Meter, suite_items
+        from posttrain.engine.rollout.opening import decoding_fallbacks, open_rollout
+        from posttrain.engine.rollout.stopping import StopStrings
 
     config = EvaluateConfig.model_validate(dict(job.order.params))
     sizes = choose(job, config)
@@ -63,7 +65,9 @@ def body(job: Job) -> JobResult:
     try:
         with ExitStack() as stack:
             judges = _judges(job, config, suites, stack)
-            results = _answer(job, config, suites, open_rollout(model, sizes.load.kv_cache), tokenizer, meter, judges)
+            job.tell_start()
+            rollout = open_rollout(model, sizes.load.kv_cache, texts=StopStrings(lambda: tokenizer))
+            results = _answer(job, config, suites, rollout, tokenizer, meter, judges)
     except Exception as error:
         return failed(error, meter.tokens)
     if results is None:

@@ -1,9 +1,9 @@
 """`python -m posttrain.jobs.sample`: what a model says to some prompts, with the decoder that training samples with.
 
-Asked: `{"folder", "name", "rows", "samples", "max_new_tokens", "temperature", "seed", "runtime"}`; a temperature of 0
-takes the most likely tokens, and without `max_new_tokens` there are 256, or as many as the context leaves. Answered,
-first the device and fall-backs, then a line for each response: `{"prompt", "sample", "text", "tokens", "truncated",
-"logprob"}`.
+Asked: `{"folder", "name", "rows", "samples", "max_new_tokens", "temperature", "seed", "stop", "runtime"}`; a
+temperature of 0 takes the most likely tokens, and without `max_new_tokens` there are 256, or as many as the context
+leaves. Answered, first the device and fall-backs, then a line for each response: `{"prompt", "sample", "text",
+"tokens", "truncated", "logprob"}`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def sample(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     from posttrain.engine.rollout.generating import generate
     from posttrain.engine.rollout.opening import decoding_fallbacks, open_rollout
     from posttrain.engine.rollout.port import SamplingParams
+    from posttrain.engine.rollout.stopping import StopStrings
 
     runtime, folder = InferenceRuntimeConfig.model_validate(request["runtime"]), Path(request["folder"])
     limit, samples, temperature = request["max_new_tokens"], request["samples"], request["temperature"]
@@ -39,8 +40,8 @@ def sample(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     prompts = encode_prompts(tokenizer, rows, name=name, limit=model.context_length, reserve=limit or 1)
     most = limit or min(_USUAL_TOKENS, model.context_length - min(map(len, prompts)))
     seed = derive_seed(request["seed"], "sample")
-    sampling = SamplingParams(most, temperature or 1.0, greedy=temperature == 0, seed=seed)
-    rollout = open_rollout(model)
+    sampling = SamplingParams(most, temperature or 1.0, greedy=temperature == 0, seed=seed, stop=tuple(request["stop"]))
+    rollout = open_rollout(model, texts=StopStrings(lambda: tokenizer))
     yield {"device": device, "fallbacks": decoding_fallbacks(model)}
     step = max(1, _ROWS_PER_CALL // samples)
     for start in range(0, len(prompts), step):
@@ -52,7 +53,7 @@ def sample(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield {
                 "prompt": start + at // samples,
                 "sample": at % samples,
-                "text": decode_response(tokenizer, found.response.tolist(), ended=not found.truncated),
+                "text": decode_response(tokenizer, found.response.tolist(), ended=found.closed),
                 "tokens": found.generated,
                 "truncated": found.truncated,
                 "logprob": float(found.logprobs.sum(dtype="float64")),

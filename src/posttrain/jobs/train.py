@@ -28,7 +28,7 @@ from posttrain.engine.config import (
     named,
     stage_config,
 )
-from posttrain.jobs.entry import Job, failed, main
+from posttrain.jobs.entry import Job, failed, loading, main
 from posttrain.jobs.rewards import open_rewards
 from posttrain.jobs.sizing import settled
 from posttrain.pacing.balancing import TOKENS, CostModel
@@ -65,19 +65,14 @@ class Trained:
 
 def body(job: Job) -> JobResult:
     """Train, save outputs/model, answer."""
-    from posttrain.engine.groups.recording import Recorder
-    from posttrain.jobs.pools import open_pools
-
     config = stage_config(job.order.kind, dict(job.order.params))
     if not isinstance(config, TrainingConfig):
         raise InputError(f"posttrain.jobs.train trains models, got a stage of kind {job.order.kind}")
-    config, sizes = settled(job, config)
-    recorder = Recorder(job.sink)
     with ExitStack() as stack:
-        pool_of = stack.enter_context(open_pools(config, recorder, _costs(job)))
-        trained = _open(job, config, pool_of, stack)
-        slower = job.tell_fallbacks(trained.recipe.roles.fallbacks())
-        controller = _controller(job, trained, config, recorder)
+        with loading():
+            config, sizes = settled(job, config)
+            trained, controller, slower = _load(job, config, stack)
+        job.tell_start()
         try:
             outcome = controller.run()
             if outcome.status == "succeeded":
@@ -92,6 +87,18 @@ def body(job: Job) -> JobResult:
         return JobResult(outcome.status, metrics=metrics, tokens=outcome.tokens)
     outputs = {"model": Output("outputs/model", "tree"), **best}
     return JobResult("succeeded", outputs, metrics, outcome.tokens, message=outcome.message)
+
+
+def _load(job: Job, config: TrainingConfig, stack: ExitStack) -> tuple[Trained, Controller, dict[str, float]]:
+    """Import the engine, open what the stage works with; also the slower ways that its models must go."""
+    from posttrain.engine.groups.recording import Recorder
+    from posttrain.jobs.pools import open_pools
+
+    recorder = Recorder(job.sink)
+    pool_of = stack.enter_context(open_pools(config, recorder, _costs(job)))
+    trained = _open(job, config, pool_of, stack)
+    slower = job.tell_fallbacks(trained.recipe.roles.fallbacks())
+    return trained, _controller(job, trained, config, recorder), slower
 
 
 def _leave_best(job: Job, controller: Controller) -> dict[str, Output]:
@@ -275,6 +282,7 @@ def _probe(job: Job, config: SamplingConfig, tokenizer: PreTrainedTokenizerBase,
         tokenizer,
         extract=config.probe.extract,
         max_new_tokens=config.max_new_tokens,
+        stop=config.stop,
         name=job.label("probe"),
     )
 

@@ -2,6 +2,7 @@
 
 padding          batches are padded instead of packed: compute on tokens that nobody reads
 module_decoder   responses come from the module's own forward, not from the native zero-copy decoder
+plain_attention  on CUDA responses attend by plain torch: only the job can try this torch's variable-length attention
 whole_logits     the output head is not a plain matrix, so all logits of a micro-batch are held at once
 """
 

@@ -18,7 +18,7 @@ whole by every rank, in the type that it computes in, and made float32 layer by 
 `start`, one role after the other. A frozen role holds b N on every
 rank. A rollout that shares a pool of one rank with the policy reads its weights where they are; elsewhere it holds a
 copy. Its key-value cache is 2 × layers × kv_heads × head_dim × b for each token of the rows decoded together, of which
-there are as many as `runtime.kv_cache` holds.
+there are as many as `runtime.kv_cache` holds; on a GPU a row's tokens count in whole pages of 128.
 
 Activations are estimated, not certain: what autograd keeps of one layer, per token, is about 7 hidden + 5 (heads +
 kv_heads) × head_dim + 4 intermediate values of b bytes (counted on Qwen3, a Llama layer keeps an eighth less; the
@@ -48,6 +48,9 @@ MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # 16384 on a CPU is 15 % slow
 CHUNKED_LOGITS = 2**25  # above, the engine computes logits in chunks and again in backward
 BUCKET_BYTES = 2**26  # of weights that are carried to a rollout at a time (`engine.weights.stream`)
 CHUNK_BYTES = (2**27, 2**31)  # of a chunk's temporaries, which take what the head's gradient takes within these bounds
+KV_AHEAD = 16  # tokens that a GPU decodes between two looks (`engine.rollout.backends.native`)
+KV_RESERVE = 16  # a 16th of the cache is left to rows that grow (there)
+KV_PAGE = 128  # positions that a rollout takes at a time on a GPU (`engine.rollout.kv_pages.PAGE`)
 _WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a stored value
 _TRAINED = ("policy", "critic", "reward_model")  # in the phase named `update`
 _ANY: Mapping[str, tuple[str, ...]] = {"rollout": ("rollout",), "reward": ("reward",), "update": _TRAINED}
@@ -208,6 +211,15 @@ def width_of(load: Load, device: str) -> int:
     return 4 if load.dtype == "float32" or (load.dtype == "auto" and device == "cpu") else 2
 
 
+def row_positions(tokens: int, device: str) -> int:
+    """Positions of keys and values that a row of so many tokens takes.
+
+    On a GPU whole pages: of what is decoded before somebody looks whether it has ended too, and of its prompt's last
+    page, of which a row has a copy.
+    """
+    return (math.ceil((tokens + KV_AHEAD) / KV_PAGE) + 1) * KV_PAGE if device == "cuda" else tokens
+
+
 def _phases(load: Load) -> dict[str, tuple[str, ...]]:
     """Phases with the roles that work in them; without those in which no role of the stage has anything to do."""
     known = kind_of(load.kind).phases or _ANY
@@ -266,7 +278,7 @@ class _Pool:
     def _transient(self, phase: str, role: str, shape: Shape) -> Iterator[tuple[str, int, bool]]:
         width = self._width
         if role == "rollout" and phase == "rollout":
-            row = self._context * shape.kv_values * width
+            row = row_positions(self._context, self.device) * shape.kv_values * width
             rows = self._load.decoded(self._ranks)
             if self._load.kv_cache is not None and row:
                 rows = max(1, min(rows, self._load.kv_cache // row))

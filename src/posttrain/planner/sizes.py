@@ -27,7 +27,17 @@ from dataclasses import dataclass, replace
 from posttrain.domain.contracts import Load
 from posttrain.domain.placement import Pool
 from posttrain.planner.feasibility import gib
-from posttrain.planner.residency import MICRO_BATCH_TOKENS, Shape, device_of, resident, shared_weights, width_of
+from posttrain.planner.residency import (
+    KV_PAGE,
+    KV_RESERVE,
+    MICRO_BATCH_TOKENS,
+    Shape,
+    device_of,
+    resident,
+    row_positions,
+    shared_weights,
+    width_of,
+)
 
 LEAST_TOKENS = 1024  # of a micro-batch that is chosen
 _GIB = 2**30
@@ -200,19 +210,25 @@ class _Stage:
         usable = self._usable(pool)
         if shape is None or (usable is None and written is None):
             return Settled(self._load, ())
-        row = shape.kv_values * width_of(self._load, self._device(pool))
+        device = self._device(pool)
+        row = shape.kv_values * width_of(self._load, device)
         longest = max(1, prompt_tokens + self._load.response_tokens)
+        whole = row * row_positions(longest, device)
         value, why = (written, "") if written is not None else self._left(pool, usable or 0)
-        rows = value // (row * longest)
+        nobodys = row * KV_PAGE if device == "cuda" else 0
+        rows = max(0, value - nobodys) // whole
+        if rows > 1 and device == "cuda":  # a part is left to rows that grow
+            rows = max(1, (value - value // KV_RESERVE - nobodys) // whole)
         asked = self._load.decoded(pool.ranks)
         many = f"all {asked}" if rows >= asked > 0 else f"{rows} of {asked}"
         what = "tokens" if prompt_tokens else "tokens besides the prompt's"
-        counted = f"{many} rows of {longest} {what} at {_binary(row)}"
+        pages = f" in pages of {KV_PAGE}" if device == "cuda" else ""
+        counted = f"{many} rows of {longest} {what} at {_binary(row)}{pages}"
         load = replace(self._load, kv_cache=value)
-        short = "" if rows or written is not None else self._no_row(pool, row * longest, longest, value)
+        short = "" if rows or written is not None else self._no_row(pool, whole, longest, value)
         if not rows and written is not None:
             short = (
-                f"runtime.kv_cache must hold one row of {longest} tokens ({gib(row * longest)}), got {gib(written)}; "
+                f"runtime.kv_cache must hold one row of {longest} tokens ({gib(whole + nobodys)}), got {gib(written)}; "
                 "raise it, or leave it out"
             )
         size = Size("kv_cache", float(value), "bytes", written is None, ": ".join(filter(None, (why, counted))))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from posttrain.control.deciding import ADDED
 from posttrain.control.responses import Answered, Response, Responses, spread
@@ -79,9 +80,24 @@ def suite_answers(
             found = Responses(workspace.blobs.get(made["digest"]), stage.name)
             for suite in found.suites:
                 greedy = found.greedy(suite)
-                yield _suite(found, greedy, stage.name, suite, model_words(manifest, stage.inputs["model"]))
+                shown = _suite(found, greedy, stage.name, suite, model_words(manifest, stage.inputs["model"]))
+                suites = stage.params.get("suites")  # of another kind it may be anything
+                asked = suites.get(suite) if isinstance(suites, Mapping) else None
+                yield replace(shown, sampled=sampling_words(asked if isinstance(asked, Mapping) else {}))
         except (IntegrityError, NotFoundError) as error:
             troubles.append(f"{stage.name}: {error}")
+
+
+def sampling_words(suite: Mapping[str, Any]) -> str:
+    """How the responses of a suite were sampled, from its parameters; what a manifest leaves out is as by default."""
+    words = ["1 greedy response to each item"] if suite else []
+    if suite.get("samples"):
+        drawn = [f"temperature {suite.get('temperature', 1.0):g}"]
+        drawn += [f"{name} {suite[name]:g}" for name in ("top_k", "top_p", "min_p") if name in suite]
+        words.append(f"and {suite['samples']} sampled at {', '.join(drawn)}")
+    if suite.get("stop"):
+        words.append("each ends where it says " + " or ".join(repr(one) for one in suite["stop"]))
+    return ", ".join(words)
 
 
 def _suite(found: Responses, greedy: Sequence[Answered], stage: str, suite: str, of: str) -> SuiteAnswers:

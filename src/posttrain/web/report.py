@@ -97,6 +97,7 @@ class SuiteAnswers:
     scored: int = 0  # items without an answer, which only a reward scored
     low_shown: tuple[Response, ...] = ()  # of these the least first
     high_shown: tuple[Response, ...] = ()  # the greatest first
+    sampled: str = ""  # how responses were sampled, in words
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,12 +131,14 @@ class Models:
         timeout: float | None,
         chat: bool | None,
         system: str | None,
+        stop: Sequence[str] = (),
     ) -> Asked:
         """See `Models.ask`."""
         from posttrain.app.naming import named_model
         from posttrain.app.sampling import LONGEST_WAIT, Ask, ask_model, inference_runtime, prompt_row, usual_form
 
-        how = Ask(samples, max_new_tokens, temperature, seed, inference_runtime(**runtime), timeout or LONGEST_WAIT)
+        where, wait = inference_runtime(**runtime), timeout or LONGEST_WAIT
+        how = Ask(samples, max_new_tokens, temperature, seed, where, wait, stop)
         named = named_model(self.workspace, model)
         form, why = usual_form(self.workspace, named)
         if chat is not None:

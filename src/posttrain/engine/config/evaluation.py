@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from posttrain.domain.measures import RATE, SHARE, ItemRange
 from posttrain.domain.rewards import JUDGES, reward_slots
@@ -12,16 +12,20 @@ from posttrain.domain.validation import Frozen
 from posttrain.domain.weights import Reward
 from posttrain.engine.settings import (
     MOST_ROWS,
+    MOST_TOKENS,
     Extract,
     InferenceRuntimeConfig,
     Positive,
     Seconds,
+    Stop,
     SuiteName,
     Temperature,
     Tokens,
     Word,
     Worth,
 )
+
+DRAWN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # how sampled responses are, where nobody says
 
 
 class SuiteConfig(Frozen):
@@ -30,9 +34,13 @@ class SuiteConfig(Frozen):
     data: Word
     extract: Extract = r"(?s)(.*)"
     samples: Annotated[int, Field(ge=0, le=MOST_ROWS)] = 0  # sampled responses per item beside the greedy one
-    temperature: Temperature = 1.0  # of the sampled responses
+    temperature: Temperature = 1.0  # of the sampled responses, as the next three
+    top_k: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 0  # drawn among the k most likely tokens; 0: all
+    top_p: float = Field(default=1.0, gt=0, le=1)  # among the most likely ones that together have this probability
+    min_p: float = Field(default=0.0, ge=0, lt=1)  # among those at least this times as likely as the most likely one
     pass_at: tuple[Positive, ...] = ()  # k values, each <= samples
     max_new_tokens: Tokens = 64
+    stop: Stop = ()  # a response, greedy or sampled, ends with the token that completes one of these in its text
     reward: Reward | None = None  # scores every response; then rows may be without an answer
     reward_range: tuple[Worth, Worth] = (0.0, 1.0)  # the least and the most that a response may be worth
     # seconds for one batch of responses; auto: 10, or 20 µs for each token that they may have
@@ -50,12 +58,22 @@ class SuiteConfig(Frozen):
 
     @model_validator(mode="after")
     def _sampling_is_consumed(self) -> SuiteConfig:
-        if not self.samples and self.temperature != 1.0:
-            raise ValueError(f"temperature needs samples >= 1, got {self.temperature} with samples: 0; set samples")
+        for name, unsaid in DRAWN.items():
+            given = getattr(self, name)
+            if not self.samples and given != unsaid:
+                raise ValueError(f"{name} needs samples >= 1, got {given} with samples: 0; set samples")
         for k in self.pass_at:
             if k > self.samples:
                 raise ValueError(f"pass_at must be <= samples ({self.samples}), got {k}")
         return self
+
+    @model_serializer(mode="wrap")
+    def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without what is not asked for: equal requests have equal digests, also beside releases that knew less."""
+        said: dict[str, Any] = handler(self)
+        unsaid = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) == DRAWN[name]]
+        unsaid += [] if self.stop else ["stop"]
+        return {name: value for name, value in said.items() if name not in unsaid}
 
     @property
     def worth(self) -> ItemRange:

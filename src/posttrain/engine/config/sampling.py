@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from posttrain.domain.rewards import reward_slots
 from posttrain.domain.validation import Frozen
@@ -19,6 +19,7 @@ from posttrain.engine.settings import (
     ProbeConfig,
     Rows,
     Seconds,
+    Stop,
     Temperature,
     Tokens,
     Word,
@@ -95,12 +96,19 @@ class SamplingConfig(TrainingConfig):
     group_size: Rows = 8  # samples per prompt
     max_new_tokens: Tokens = 64
     temperature: Temperature = 1.0
+    stop: Stop = ()  # a response ends with the token that completes one of these in its text; also a probe's
     reward: Reward | None = None
     # seconds for one batch of completions; auto: 10, or 20 µs for each token that they may have
     reward_timeout: Seconds | Literal["auto"] = "auto"
     reward_errors_max: float = Field(default=0.01, ge=0, le=1)  # share of a step's completions that may fail
     probe: ProbeConfig | None = None
     optimizer: PolicyGradientOptimizerConfig = PolicyGradientOptimizerConfig()
+
+    @model_serializer(mode="wrap")
+    def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without what is not asked for: equal requests have equal digests, also beside releases that knew less."""
+        said: dict[str, Any] = handler(self)
+        return said if self.stop else {name: value for name, value in said.items() if name != "stop"}
 
     @property
     def samples(self) -> int:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -93,9 +94,8 @@ def decode_response(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *
         ended: the last token ends the sequence. The rollout knows it, the tokenizer does not: it names one such token
             where a model may have several.
     """
-    text: str = tokenizer.decode(
-        list(tokens[:-1] if ended else tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
+    said = np.asarray(tokens[:-1] if ended else tokens, dtype=np.int64)  # of a list transformers looks at every item
+    text: str = tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text
 
 

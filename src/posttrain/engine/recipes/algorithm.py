@@ -38,6 +38,7 @@ class PromptSource:
     refills: int = 0  # rounds in which dropped groups are replaced, at the most
     turns: int = 1  # responses of one sample, at the most; between two of them an environment is observed
     observed: int = 0  # tokens of one observation, at the most
+    stop: tuple[str, ...] = ()  # strings that a response ends at
 
     def sampling(self, prompt: int) -> int:
         """Tokens that the samples of a prompt of so many may cost, by the rule of `facts.Progress`."""

@@ -13,6 +13,7 @@ function of the seed and the policies, and never of how long a call takes.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -85,7 +86,8 @@ class Collector:
     buffer: Buffer[ScoredGroup]
     environment: Environment | None = None
     version: int = 0  # that samples, in steps trained
-    spent: int = 0  # tokens, since somebody last set it to 0
+    spent: int = 0  # tokens, since the last `mark`
+    counts: Counter[str] = field(default_factory=Counter)  # of the rollout's engine since then, see `RolloutEngine`
     dropped: dict[int, list[tuple[ScoredGroup, str]]] = field(default_factory=dict)  # by batch, each with the reason
     _rounds: dict[int, int] = field(default_factory=dict)  # times that a batch was asked for
     _running: Sampling | None = None
@@ -132,7 +134,7 @@ class Collector:
 
     def mark(self) -> None:
         """A step begins."""
-        self.spent = 0
+        self.spent, self.counts = 0, Counter()
         dropped = {batch: list(found) for batch, found in self.dropped.items()}
         self._marked = _Standing(self.buffer.copied(), dropped, dict(self._rounds))
 
@@ -212,7 +214,8 @@ class Collector:
 
     def _drawn(self, seed: int) -> SamplingParams:
         source = self.algorithm.source
-        return SamplingParams(max_new_tokens=source.max_tokens, temperature=source.temperature, seed=seed)
+        most, warmth = source.max_tokens, source.temperature
+        return SamplingParams(max_new_tokens=most, temperature=warmth, seed=seed, stop=source.stop)
 
     def _went_on(self, groups: Sequence[Group], prompts: Sequence[Prompt], turn: int, trace: Trace) -> list[Group]:
         """Samples that the environment lets go on have one response more; the others stay as they are."""
@@ -233,6 +236,7 @@ class Collector:
             drawn = self._drawn(derive_seed(self.seed, "rollout", turn))
             found = self.roles.sampler.map(RolloutWorker.generate, asked, drawn, 1)
             span |= {"trajectories": len(found.trajectories), "tokens": found.tokens, "turn": turn}
+        self.counts.update(found.counts)
         longer = {
             (at, s.index): replace(s, sequences=(*s.sequences[:-1], s.last.went_on(o, answer)))
             for (at, s, o), answer in zip(going, found.trajectories, strict=True)
@@ -246,6 +250,7 @@ class Collector:
         """Wait for what runs, score it, keep or drop it."""
         self._running = None
         found = running.answer.result()
+        self.counts.update(found.counts)
         about = {"trajectories": len(found.trajectories), "tokens": found.tokens, "batch": running.batch}
         started, begin = running.begun
         trace.sink(Span("rollout", trace.step, started, time.perf_counter() - begin, about))

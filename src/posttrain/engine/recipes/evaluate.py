@@ -24,6 +24,7 @@ from posttrain.domain.measures import compares
 from posttrain.domain.seeds import derive_seed
 from posttrain.engine.algorithms.passk import pass_at_k
 from posttrain.engine.config import SuiteConfig
+from posttrain.engine.config.evaluation import DRAWN
 from posttrain.engine.models.chat import decode_response, encode_prompts
 from posttrain.engine.recipes.answers import Extractor, is_correct, reference_answer
 from posttrain.engine.rewards.port import Score
@@ -209,9 +210,10 @@ def evaluate_suite(
         BudgetExceededError: before a batch that could go past a limit.
     """
     limit = config.max_new_tokens
-    greedy = SamplingParams(max_new_tokens=limit, greedy=True)
+    greedy = SamplingParams(max_new_tokens=limit, greedy=True, stop=config.stop)
     seed = derive_seed(seed, "evaluate", suite)
-    sampled = SamplingParams(max_new_tokens=limit, temperature=config.temperature, seed=seed)
+    drawn: dict[str, Any] = {name: getattr(config, name) for name in DRAWN}
+    sampled = SamplingParams(max_new_tokens=limit, seed=seed, stop=config.stop, **drawn)
     read_back = _Reader(tokenizer, Extractor(config.extract))
     responses: list[Response] = []
     for kind, samples, sampling in (("greedy", 1, greedy), ("sample", config.samples, sampled)):
@@ -251,7 +253,7 @@ class _Reader:
     extract: Extractor
 
     def __call__(self, item: Item, kind: str, sample: int, trajectory: Trajectory) -> Response:
-        text = decode_response(self.tokenizer, trajectory.response.tolist(), ended=not trajectory.truncated)
+        text = decode_response(self.tokenizer, trajectory.response.tolist(), ended=trajectory.closed)
         extracted = self.extract(text)
         return Response(
             item=item,

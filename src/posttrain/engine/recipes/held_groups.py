@@ -50,7 +50,7 @@ def write_held(
         given_up: the batch of every place that stays empty.
         rounds: batch → times that it was asked for.
     """
-    segments = [segment for one in held for segment in _segments(one.group)]
+    segments = [segment for one in held for segment, again in _segments(one.group) if not again]
     none = np.zeros(0, dtype=np.float32)
     tokens = np.concatenate([np.zeros(0, dtype=np.int32), *(segment.tokens for segment in segments)])
     logprobs = np.concatenate([none, *(none if s.logprobs is None else s.logprobs for s in segments)])
@@ -98,29 +98,54 @@ class _Cursor:
         return Segment(tokens, source, logprobs, version)
 
 
-def _segments(group: ScoredGroup) -> Iterator[Segment]:
+def _segments(group: ScoredGroup) -> Iterator[tuple[Segment, bool]]:
+    """Each with whether it is the prompt that the group began with, once more."""
+    first: Segment | None = None
     for sample in group.group.samples:
         for sequence in sample.sequences:
-            yield from sequence.segments
+            for at, segment in enumerate(sequence.segments):
+                yield segment, first is not None and not at and np.array_equal(segment.tokens, first.tokens)
+                first = first or segment
 
 
 def _written(one: Held) -> dict[str, Any]:
+    places = iter(_segments(one.group))
+
+    def place() -> list[Any] | None:
+        segment, again = next(places)
+        return None if again else [segment.source, len(segment.tokens), segment.version]
+
     samples = [
         [
-            {"status": q.status, "segments": [[s.source, len(s.tokens), s.version] for s in q.segments]}
+            {
+                "status": q.status,
+                "segments": [place() for _ in q.segments],
+                **({"stopped": True} if q.stopped else {}),
+            }
             for q in sample.sequences
         ]
         for sample in one.group.group.samples
     ]
-    place = {"key": one.key, "batch": one.batch, "version": one.version, "dropped": one.dropped}
-    return {**place, "samples": samples, "scores": [_score_written(score) for score in one.group.scores]}
+    stands = {"key": one.key, "batch": one.batch, "version": one.version, "dropped": one.dropped}
+    return {**stands, "samples": samples, "scores": [_score_written(score) for score in one.group.scores]}
 
 
 def _read(one: Mapping[str, Any], prompt: Callable[[int], Prompt], cursor: _Cursor) -> Held:
-    samples = tuple(
-        Sample(index, tuple(Trajectory(tuple(cursor.segment(*s) for s in q["segments"]), q["status"]) for q in found))
-        for index, found in enumerate(one["samples"])
-    )
+    first: Segment | None = None
+
+    def segment(said: list[Any] | None) -> Segment:
+        nonlocal first
+        if said is None:
+            assert first is not None
+            return first
+        found = cursor.segment(*said)
+        first = first or found
+        return found
+
+    def sequence(said: Mapping[str, Any]) -> Trajectory:
+        return Trajectory(tuple(segment(s) for s in said["segments"]), said["status"], said.get("stopped", False))
+
+    samples = tuple(Sample(index, tuple(sequence(q) for q in found)) for index, found in enumerate(one["samples"]))
     scores = tuple(_score_read(score) for score in one["scores"])
     group = ScoredGroup(prompt(one["key"]), Group(one["key"], samples), scores, one["batch"])
     return Held(one["key"], one["batch"], one["version"], group, one["dropped"])

@@ -25,7 +25,7 @@ from posttrain.engine.recipes.environment import Environment
 from posttrain.engine.recipes.learning import Learning
 from posttrain.engine.recipes.recipe import Reserve, StepReport, Trace, free
 from posttrain.engine.recipes.roles import Roles
-from posttrain.engine.recipes.rollout_metrics import rollout_metrics, turns_mean
+from posttrain.engine.recipes.rollout_metrics import engine_metrics, rollout_metrics, turns_mean
 from posttrain.engine.recipes.sample_tracer import SampleTracer
 from posttrain.engine.recipes.sampling import Probe, ProbeSchedule, Prompt, Scorer
 from posttrain.engine.rollout.worker import RolloutWorker
@@ -128,7 +128,7 @@ class OnPolicy:
         drops |= {"turns/mean": turns_mean(every)} if source.turns > 1 else {}
         told = {**rollout_metrics(every), **self._algorithm.report(every), **drops, "updates": float(learned.updates)}
         metrics = {**told, **learned.metrics}
-        return StepReport(tokens, metrics)
+        return StepReport(tokens, metrics, engine_metrics(ahead.counts))
 
     def serve(self, version: PolicyVersion) -> None:
         """The rollout samples with the weights of the last update; nothing runs then."""

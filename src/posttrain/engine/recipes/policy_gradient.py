@@ -44,7 +44,7 @@ class Sampling(RolloutDefaults, Generic[S]):
     def source(self) -> PromptSource:
         """Prompts and samples of a step."""
         c = self.config
-        return PromptSource(c.prompts_per_step, c.group_size, c.max_new_tokens, c.temperature)
+        return PromptSource(c.prompts_per_step, c.group_size, c.max_new_tokens, c.temperature, stop=c.stop)
 
 
 class PolicyGradient(Sampling[C]):

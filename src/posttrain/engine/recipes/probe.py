@@ -45,6 +45,7 @@ class AccuracyProbe:
         items: prompts whose rows have an `answer`.
         extract: a regular expression with a group; what to compare with it.
         max_new_tokens: per answer.
+        stop: strings that an answer ends at.
         name: how errors call the data set.
 
     Raises:
@@ -58,17 +59,18 @@ class AccuracyProbe:
         *,
         extract: str,
         max_new_tokens: int,
+        stop: tuple[str, ...] = (),
         name: str = "probe",
     ) -> None:
         self._items, self._tokenizer = items, tokenizer
-        self._extract, self._limit = Extractor(extract), max_new_tokens
+        self._extract, self._limit, self._stop = Extractor(extract), max_new_tokens, stop
         self._answers = [reference_answer(item.row, name, number) for number, item in enumerate(items, start=1)]
         self.price = sum(len(item.tokens) + max_new_tokens for item in items)
 
     def __call__(self, rollout: WorkerGroup[RolloutWorker], /) -> StepReport:
         """Greedy accuracy of the weights as they are."""
         prompts = PromptBatch(tuple(tuple(item.tokens) for item in self._items), tuple(range(len(self._items))))
-        sampling = SamplingParams(max_new_tokens=self._limit, greedy=True)
+        sampling = SamplingParams(max_new_tokens=self._limit, greedy=True, stop=self._stop)
         found = rollout.map(RolloutWorker.generate, prompts, sampling, 1).trajectories
         answered = zip(found, self._answers, strict=True)
         correct = sum(is_correct(self._extract(self._text(t)), answer) for t, answer in answered)
@@ -76,4 +78,4 @@ class AccuracyProbe:
         return StepReport(tokens, {"probe/accuracy": correct / len(self._items)})
 
     def _text(self, trajectory: Trajectory) -> str:
-        return decode_response(self._tokenizer, trajectory.response.tolist(), ended=not trajectory.truncated)
+        return decode_response(self._tokenizer, trajectory.response.tolist(), ended=trajectory.closed)

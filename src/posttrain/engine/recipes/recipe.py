@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ class StepReport:
 
     tokens: int  # spent, by the rule of `facts.Progress`
     metrics: Mapping[str, float]
+    took: Mapping[str, float] = field(default_factory=dict)  # of the machine's doing: told, and part of no result
 
 
 @dataclass(frozen=True, slots=True)

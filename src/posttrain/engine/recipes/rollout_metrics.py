@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -35,6 +35,16 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "truncated": sum(answer.truncated for answer in answers) / len(answers),
         "entropy": -sum(float(answer.logprobs.sum(dtype="float64")) for answer in answers) / max(tokens, 1),
     }
+
+
+def engine_metrics(counts: Mapping[str, int]) -> dict[str, float]:
+    """What the rollout's engine took, as far as it counts: rows that it decoded side by side in the mean, preemptions,
+    tokens that it computed again for them, tokens of prompts.
+    """
+    named = ("preemptions", "recomputed_tokens", "prefilled_tokens")
+    steps, decoded = counts.get("steps", 0), counts.get("decoded_tokens")
+    rows = {"rollout/rows": decoded / steps} if steps and decoded is not None else {}
+    return {**rows, **{f"rollout/{name}": float(counts[name]) for name in named if name in counts}}
 
 
 def turns_mean(groups: Sequence[ScoredGroup]) -> float:

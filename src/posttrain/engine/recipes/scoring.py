@@ -63,7 +63,7 @@ class RewardScorer:
 
     def text(self, trajectory: Trajectory) -> str:
         """A response as the reward reads it."""
-        return decode_response(self._tokenizer, trajectory.response.tolist(), ended=not trajectory.truncated)
+        return decode_response(self._tokenizer, trajectory.response.tolist(), ended=trajectory.closed)
 
     def rehearse(self, prompts: Sequence[Prompt]) -> None:
         """One call on the first rows, their answers as completions: a reward that fails on all of them is broken, and
@@ -100,4 +100,4 @@ class ModelScorer:
 
     def text(self, trajectory: Trajectory) -> str:
         """A response as text."""
-        return decode_response(self._tokenizer, trajectory.response.tolist(), ended=not trajectory.truncated)
+        return decode_response(self._tokenizer, trajectory.response.tolist(), ended=trajectory.closed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ class BatchedEngine:
     Args:
         kv_cache: bytes that keys and values of a batch may take; None: not bounded.
         token_bytes: of one token's keys and values in all layers; None: not known, so `kv_cache` is not looked at.
+        reads_text: whether `decode` ends responses at `sampling.stop`; otherwise such generations are refused.
     """
 
     def __init__(
@@ -33,10 +34,11 @@ class BatchedEngine:
         *,
         kv_cache: int | None = None,
         token_bytes: int | None = None,
+        reads_text: bool = False,
     ) -> None:
         self._cached = None if kv_cache is None or token_bytes is None else (kv_cache, token_bytes)
         self._name, self._context_length, self._decode = name, context_length, decode
-        self._intake = Intake(name, context_length)
+        self._intake = Intake(name, context_length, reads_text=reads_text)
         self._waiting: list[Generation] = []
         self._done: list[Completion] = []
 
@@ -49,6 +51,10 @@ class BatchedEngine:
     def context_length(self) -> int:
         """Tokens of prompt and response together that it takes."""
         return self._context_length
+
+    def counts(self) -> Mapping[str, int]:
+        """See `RolloutEngine.counts`; nobody counts in a function."""
+        return {}
 
     def views(self) -> Iterable[tuple[str, Tensor]] | None:
         """See `RolloutEngine.views`; a function has no weights that anybody could look at."""

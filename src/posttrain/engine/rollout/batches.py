@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -46,6 +47,7 @@ class Rollouts:
 
     groups: tuple[Group, ...]
     provenance: Provenance = field(default_factory=Provenance)
+    counts: Mapping[str, int] = field(default_factory=dict)  # see `RolloutEngine.counts`, of these groups
 
     @classmethod
     def gather(cls, parts: Sequence[Rollouts], shards: Sequence[Sequence[int]], /) -> Rollouts:
@@ -65,7 +67,10 @@ class Rollouts:
             for group, prompt in zip(part.groups, shard, strict=True)
         }
         filled = next((part for part in parts if part.groups), parts[0])
-        return cls(tuple(placed[prompt] for prompt in sorted(placed)), replace(filled.provenance, rank=0))
+        counts = Counter[str]()
+        for part in parts:
+            counts.update(part.counts)  # keeps what is 0
+        return cls(tuple(placed[prompt] for prompt in sorted(placed)), replace(filled.provenance, rank=0), counts)
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:

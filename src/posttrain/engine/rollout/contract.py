@@ -40,9 +40,15 @@ class RolloutEngineContract:
         """
         raise NotImplementedError
 
-    def work(self, samples: int = 3, mark: str = "") -> list[Generation]:
+    def says(self, tokens: Sequence[int]) -> str | None:
+        """What the engine's tokenizer decodes, special tokens included; None: it knows no text, and refuses stop
+        strings. Two characters somewhere in a response should be text.
+        """
+        return None
+
+    def work(self, samples: int = 3, mark: str = "", stop: tuple[str, ...] = ()) -> list[Generation]:
         """Every prompt `samples` times."""
-        params = SamplingParams(self.limit, seed=7)
+        params = SamplingParams(self.limit, seed=7, stop=stop)
         return [
             Generation(f"{mark}{key}.{sample}", prompt, 100 + key, params, self.limit, sample)
             for key, prompt in enumerate(self.prompts)
@@ -62,11 +68,15 @@ class RolloutEngineContract:
         return found
 
     def test_every_generation_is_answered_once_and_as_promised(self) -> None:
-        """Prompt, length, log-probabilities, status."""
+        """Prompt, length, log-probabilities, status; what is counted grows."""
         engine = self.open_engine()
+        before = dict(engine.counts())
         work = self.work()
         engine.submit(work)
         found = self.drain(engine, len(work))
+        grown = engine.counts()
+        _require(before.keys() == grown.keys(), f"it counted {sorted(before)} and then {sorted(grown)}")
+        _require(all(grown[name] >= count for name, count in before.items()), "what it counted became less")
         for asked in work:
             answer = found[asked.id]
             _require(tuple(answer.prompt.tolist()) == asked.tokens, f"{asked.id} continues another prompt")
@@ -101,6 +111,45 @@ class RolloutEngineContract:
         for name, answer in self.drain(engine, len(work)).items():
             kept = min(2, whole[name].generated)
             _require(answer.response.tolist() == whole[name].response.tolist()[:kept], f"{name} is another response")
+
+    def test_a_stop_string_ends_a_response_or_is_refused(self) -> None:
+        """With the token that completes it, in company that has none; what was sampled is what it would have been."""
+        engine = self.open_engine()
+        work = self.work()
+        if self.says([]) is None:
+            asked = self.work(samples=1, mark="stop ", stop=("a",))
+            _require(_refuses(partial(engine.submit, [*work, *asked])), "stop strings were not refused")
+            return
+        engine.submit(work)
+        whole = self.drain(engine, len(work))
+        stop = self._occurring(list(whole.values()))
+        asked = self.work(mark="stop ", stop=stop)
+        engine.submit([generation for both in zip(work, asked, strict=True) for generation in both])
+        found = self.drain(engine, len(work) + len(asked))
+        for name, answer in whole.items():
+            _same(name, answer, found[name], self.tolerance)
+            self._ends_at_string(name, answer, found[f"stop {name}"], stop)
+        _require(any(found[one.id].stopped for one in asked), f"no response ended at {stop!r}")
+
+    def _occurring(self, answers: Sequence[Trajectory]) -> tuple[str, ...]:
+        """Two strings out of what was said, one of them short."""
+        texts = [self.says(answer.response.tolist()[:-1]) or "" for answer in answers]
+        longest = sorted((text.strip("\ufffd") for text in texts), key=len)[-1]
+        parts = [longest[len(longest) // 3 :][:2], longest[len(longest) // 2 :][:4]]
+        found = tuple(part for part in parts if part and "\ufffd" not in part)
+        _require(bool(found), f"no text in {longest!r}; give a policy that says some")
+        return found
+
+    def _ends_at_string(self, name: str, whole: Trajectory, found: Trajectory, stop: tuple[str, ...]) -> None:
+        tokens: list[int] = whole.response.tolist()
+        texts = [self.says(tokens[:end]) or "" for end in range(1, len(tokens) + 1 - whole.closed)]
+        end = next((at for at, text in enumerate(texts, start=1) if any(one in text for one in stop)), None)
+        _require(found.stopped == (end is not None), f"{name} must say whether a string ended it")
+        _require(found.response.tolist() == tokens[:end], f"{name} did not end at the first of {stop!r}")
+        apart = float(np.abs(found.logprobs - whole.logprobs[:end]).max(initial=0.0))
+        _require(apart <= self.tolerance, f"the log-probabilities of {name} differ by {apart:g}")
+        wanted = whole.status if end is None else "ok"
+        _require(found.status == wanted, f"{name} must have ended as {wanted}, got {found.status}")
 
     def test_what_is_aborted_completes_with_what_it_has(self) -> None:
         """An aborted response is the beginning of what it would have been; the others go on."""

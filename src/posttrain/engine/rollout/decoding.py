@@ -16,6 +16,7 @@ from torch import Tensor
 from posttrain.domain.errors import JobFailedError
 from posttrain.engine.rollout.port import Generation, SamplingParams
 from posttrain.engine.rollout.sampling import choose, row_keys, uniforms
+from posttrain.engine.rollout.stopping import StopStrings, Tail
 from posttrain.engine.samples import Floats, Ints, Trajectory
 
 _RANDOM_BLOCK = 64  # tokens whose random numbers are made at a time
@@ -53,8 +54,12 @@ def decode_batch(
     open_session: Callable[[Rows], DecodingSession],
     eos_token_ids: Sequence[int],
     device: torch.device,
+    texts: StopStrings | None = None,
 ) -> list[Trajectory]:
     """Decode generations of one sampling to their ends; trajectories in their order.
+
+    Args:
+        texts: what tokens say; needed where the sampling has stop strings.
 
     Raises:
         JobFailedError: logits that are not finite.
@@ -68,11 +73,40 @@ def decode_batch(
     )
     keys = row_keys(sampling.seed, [g.key for g in work], [g.sample for g in work], device)
     outcome = _Outcome.empty(len(work), max(rows.limits), device)
-    _decode(open_session(rows), rows, keys, sampling, eos_token_ids, outcome)
+    ends = _Ends.of(sampling, eos_token_ids, len(work), device, texts)
+    _decode(open_session(rows), rows, keys, sampling, ends, outcome)
     return [
-        Trajectory.answer(generation.tokens, tokens, logprobs, truncated=not ended)
-        for generation, (tokens, logprobs, ended) in zip(work, outcome.read(), strict=True)
+        Trajectory.answer(generation.tokens, tokens, logprobs, truncated=not ended, stopped=stopped)
+        for generation, (tokens, logprobs, ended), stopped in zip(work, outcome.read(), ends.stopped, strict=True)
     ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ends:
+    """What ends rows before their limits."""
+
+    tokens: Tensor  # [n] int64
+    tails: Sequence[Tail]  # of every row; empty: no string ends them
+    stopped: list[bool]  # by row: at a string
+
+    @classmethod
+    def of(
+        cls, sampling: SamplingParams, ids: Sequence[int], rows: int, device: torch.device, texts: StopStrings | None
+    ) -> _Ends:
+        tokens = torch.tensor([] if sampling.ignore_eos else list(ids), dtype=torch.int64, device=device)
+        tails = [texts.tail(sampling.stop) for _ in range(rows)] if texts and sampling.stop else []
+        return cls(tokens, tails, [False] * rows)
+
+    def reached(self, chosen: Tensor, slots: Tensor, finished: Tensor) -> Tensor:
+        """[slots] bool: which rows these tokens end; those that have finished are not looked at."""
+        found = (chosen[:, None] == self.tokens).any(1)
+        if self.tails:
+            looked = zip(slots.tolist(), chosen.tolist(), (found | finished).tolist(), strict=True)
+            by_string = [not over and self.tails[row].ends(token) for row, token, over in looked]
+            for row, stopped in zip(slots.tolist(), by_string, strict=True):
+                self.stopped[row] |= stopped
+            found = found | torch.tensor(by_string, device=found.device)
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +116,7 @@ class _Outcome:
     tokens: Tensor  # [rows, limit] int64
     logprobs: Tensor  # [rows, limit] float32
     lengths: Tensor  # [rows] int64
-    ended: Tensor  # [rows] bool: by an end-of-sequence token
+    ended: Tensor  # [rows] bool: before its limit, or at it by a token or string that ends it
 
     @classmethod
     def empty(cls, rows: int, limit: int, device: torch.device) -> _Outcome:
@@ -114,11 +148,10 @@ def _decode(
     rows: Rows,
     keys: Tensor,
     sampling: SamplingParams,
-    eos_token_ids: Sequence[int],
+    ends: _Ends,
     outcome: _Outcome,
 ) -> None:
     limits = torch.tensor(rows.limits, device=keys.device)
-    stops = torch.tensor([] if sampling.ignore_eos else list(eos_token_ids), dtype=torch.int64, device=keys.device)
     slots = torch.arange(len(keys), device=keys.device)  # the row in each slot
     finished = torch.zeros(len(keys), dtype=torch.bool, device=keys.device)
     finished_count = 0
@@ -131,7 +164,7 @@ def _decode(
         chosen, logprobs = choose(logits, uniform, sampling)
         outcome.tokens[slots, step] = chosen
         outcome.logprobs[slots, step] = logprobs
-        stopped = (chosen[:, None] == stops).any(1)
+        stopped = ends.reached(chosen, slots, finished)
         done = stopped | (limits[slots] == step + 1) | finished
         count = int(done.sum())
         if count > finished_count:

@@ -1,4 +1,4 @@
-"""Keys and values of the rows that are decoded: the port, and contiguous slots in one piece of memory per length.
+"""Keys and values in contiguous slots, one piece of memory per length: what the CPU decodes with.
 
 Rows of similar length lie side by side, in classes of 128, 256, 512 … positions. So attention of a class is one
 batched product over memory as it lies (a gather per step would cost more than it saves on a CPU), nobody attends over
@@ -10,75 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor
 
+from posttrain.engine.rollout.kv_store import KVShape, Prompt
 from posttrain.engine.rollout.row_products import padded_width, weigh
 
 _FIRST_CLASS = 128  # positions
-
-
-@dataclass(frozen=True, slots=True)
-class KVShape:
-    """What one position of one row takes."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def position_bytes(self) -> int:
-        """Of all layers, keys and values."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
-
-
-class KVStore(Protocol):
-    """Where keys and values live while rows are decoded; within a budget of bytes that it never exceeds by itself.
-
-    Rows are known by numbers. `order` is how the rows of one step lie.
-    """
-
-    @property
-    def order(self) -> list[int]:
-        """The rows, in the order in which a step takes them."""
-
-    @property
-    def used(self) -> int:
-        """Bytes that rows occupy."""
-
-    def reach(self, longest: int) -> None:
-        """Rows of so many positions may come."""
-
-    def row_bytes(self, length: int) -> int:
-        """Bytes that a row of so many positions occupies."""
-
-    def add(self, lengths: Mapping[int, int]) -> None:
-        """New rows, with room for so many positions each."""
-
-    def fill(self, spans: Mapping[int, tuple[int, int]], pairs: Sequence[Tensor]) -> None:
-        """Begin rows with tokens [begin, end) of packed keys and values: by layer [tokens, 2, kv_heads, head_dim]."""
-
-    def capacity(self, row: int) -> int:
-        """Positions that the row has room for."""
-
-    def extend(self, lengths: Mapping[int, int]) -> None:
-        """Make room for more positions of these rows; their order changes."""
-
-    def remove(self, rows: Collection[int]) -> None:
-        """Forget rows; the order of others changes."""
-
-    def clear(self) -> None:
-        """Forget all rows and give the memory back."""
-
-    def begin_step(self, positions: Sequence[int]) -> None:
-        """Every row, in order, will write its next key at this position and attend up to it."""
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Write [rows, kv_heads, head_dim] and attend with [rows, heads, head_dim] → [rows, heads * head_dim]."""
 
 
 @dataclass(slots=True, eq=False)
@@ -130,10 +70,11 @@ class SlotStore:
         self._shape, self._budget = shape, budget
         self._classes: list[_Class] = []
         self.reach(longest)
+        self._kept: dict[Prompt, tuple[Sequence[Tensor], int, int]] = {}  # packed pairs, begin, end
         self._place: dict[int, int] = {}  # row → class
         self._parts: list[_Part] = []
 
-    def reach(self, longest: int) -> None:
+    def reach(self, longest: int, rows: int = 1) -> None:
         """See `KVStore.reach`."""
         last = self._classes[-1].positions if self._classes else 0
         positions = _FIRST_CLASS
@@ -151,32 +92,64 @@ class SlotStore:
     @property
     def used(self) -> int:
         """See `KVStore.used`."""
-        return self._shape.position_bytes * sum(len(kind.rows) * kind.positions for kind in self._classes)
+        rows = sum(len(kind.rows) * kind.positions for kind in self._classes)
+        packed = {id(pairs): len(pairs[0]) for pairs, _, _ in self._kept.values()}
+        return self._shape.position_bytes * (rows + sum(packed.values()))
 
     def allow(self, budget: int) -> None:
-        """The budget is this from now on."""
+        """See `KVStore.allow`."""
         self._budget = budget
 
-    def row_bytes(self, length: int) -> int:
+    def keep(self, prompts: Mapping[Prompt, tuple[int, int]], pairs: Sequence[Tensor]) -> None:
+        """See `KVStore.keep`; they stay packed."""
+        self._kept |= {prompt: (pairs, begin, end) for prompt, (begin, end) in prompts.items()}
+
+    def forget(self, prompts: Collection[Prompt]) -> None:
+        """See `KVStore.forget`; what stays is copied out of what was packed with it."""
+        for prompt in prompts:
+            del self._kept[prompt]
+        for prompt, (pairs, begin, end) in self._kept.items():
+            if end - begin < len(pairs[0]):
+                self._kept[prompt] = ([pair[begin:end].clone() for pair in pairs], 0, end - begin)
+
+    def prompt_bytes(self, length: int) -> int:
+        """See `KVStore.prompt_bytes`."""
+        return self._shape.position_bytes * length
+
+    def row_bytes(self, length: int, prompt: int) -> int:
         """See `KVStore.row_bytes`."""
         return self._shape.position_bytes * self._classes[self._class_of(length)].positions
+
+    def growth_bytes(self, lengths: Mapping[int, int]) -> int:
+        """See `KVStore.growth_bytes`; a row has two slots while it moves."""
+        return sum(self.row_bytes(length, 0) for length in lengths.values())
+
+    def bytes_alone(self, length: int, prompt: int) -> int:
+        """See `KVStore.bytes_alone`."""
+        whole = self.row_bytes(length, prompt)
+        return whole + whole // 2 + self.prompt_bytes(prompt)
 
     def capacity(self, row: int) -> int:
         """See `KVStore.capacity`."""
         return self._classes[self._place[row]].positions
 
-    def add(self, lengths: Mapping[int, int]) -> None:
+    def add(self, rows: Mapping[int, tuple[Prompt, int]]) -> None:
         """See `KVStore.add`."""
         wanted: dict[int, list[int]] = {}
-        for row, length in lengths.items():
+        packs: dict[int, tuple[Sequence[Tensor], dict[int, tuple[int, int]]]] = {}
+        for row, (prompt, length) in rows.items():
             wanted.setdefault(self._class_of(length), []).append(row)
-        for at, rows in wanted.items():
-            self._allocate(self._classes[at], len(self._classes[at].rows) + len(rows))
-            self._classes[at].rows += rows
-            self._place |= dict.fromkeys(rows, at)
+            pairs, begin, end = self._kept[prompt]
+            packs.setdefault(id(pairs), (pairs, {}))[1][row] = begin, end
+        for at, new in wanted.items():
+            self._allocate(self._classes[at], len(self._classes[at].rows) + len(new))
+            self._classes[at].rows += new
+            self._place |= dict.fromkeys(new, at)
+        for pairs, spans in packs.values():
+            self._fill(spans, pairs)
 
-    def fill(self, spans: Mapping[int, tuple[int, int]], pairs: Sequence[Tensor]) -> None:
-        """See `KVStore.fill`."""
+    def _fill(self, spans: Mapping[int, tuple[int, int]], pairs: Sequence[Tensor]) -> None:
+        """Begin rows with tokens [begin, end) of packed keys and values."""
         for at, kind in enumerate(self._classes):
             rows = [(slot, *spans[row]) for slot, row in enumerate(kind.rows) if row in spans]
             if not rows:
@@ -217,7 +190,7 @@ class SlotStore:
 
     def clear(self) -> None:
         """See `KVStore.clear`."""
-        self._classes, self._place, self._parts = [], {}, []
+        self._classes, self._kept, self._place, self._parts = [], {}, {}, []
 
     def begin_step(self, positions: Sequence[int]) -> None:
         """See `KVStore.begin_step`."""

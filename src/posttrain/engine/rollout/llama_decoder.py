@@ -14,14 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from posttrain.engine.models import LanguageModel
 from posttrain.engine.models.attention import Block, plan_packing
 from posttrain.engine.rollout.fused_weights import FusedLinear, FusedWeights, LayerWeights
-from posttrain.engine.rollout.kv_slots import KVShape, KVStore
+from posttrain.engine.rollout.head_logits import float32_logits
+from posttrain.engine.rollout.kv_store import KVShape, KVStore
+from posttrain.engine.rollout.page_attention import attend_packed_prompts, fits_varlen, why_not_varlen
 from posttrain.engine.rollout.row_products import padded_width, weigh
 
 _FEWEST_QUERIES = 16
@@ -40,12 +44,6 @@ class Prefix:
     hidden: Tensor  # [prompts, hidden]
     spans: tuple[tuple[int, int], ...]  # of each prompt, [begin, end) among the tokens
 
-    def only(self, prompt: int) -> Prefix:
-        """One of the prompts, without the memory of the others."""
-        begin, end = self.spans[prompt]
-        kept = [pair[begin:end].clone() for pair in self.pairs]
-        return Prefix(kept, self.hidden[prompt : prompt + 1].clone(), ((0, end - begin),))
-
 
 class LlamaDecoder:
     """The forward pass over fused weights."""
@@ -55,12 +53,13 @@ class LlamaDecoder:
         self._weights = weights
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
-        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // self._heads
+        self._head_dim = _head_dim(config)
         self._eps = config.rms_norm_eps
         self._eps_tensor = torch.tensor(self._eps, device=weights.embedding.device)
         widths = (config.hidden_size, config.intermediate_size, self._head_dim * self._kv_heads)
         self._multiple = _VECTOR // math.gcd(_VECTOR, *widths)
         self._fewest = _fewest_rows(weights)
+        self._varlen = fits_varlen(weights.embedding.device, weights.embedding.dtype, self._head_dim)
         self._cosine = self._sine = weights.embedding.new_empty(0, 1, self._head_dim)
         self._factors: list[Tensor] = []
 
@@ -73,23 +72,29 @@ class LlamaDecoder:
 
     def refresh(self) -> None:
         """Weights have changed: what was computed from them is computed again."""
-        self._factors = [self._head_factors(layer) for layer in self._weights.layers]
+        found = [self._head_factors(layer) for layer in self._weights.layers]
+        for held, fresh in zip(self._factors, found, strict=False):
+            held.copy_(fresh)  # into the tensors that a recorded step reads
+        self._factors = self._factors or found
 
     def prefill(self, prompts: Sequence[Sequence[int]], past: Prefix | None = None) -> Prefix:
         """Compute prompts; with `past`, the next tokens of its one prompt, which is part of what comes back."""
         begin = past.spans[0][1] if past is not None else 0
         lengths = [len(prompt) for prompt in prompts]
         positions = [position for n in lengths for position in range(begin, begin + n)]
-        x, cosine, sine = self._enter([t for prompt in prompts for t in prompt], positions)
-        blocks, inverse = self._blocks(lengths)
+        x, cosine, sine = self._enter(*self.inputs([t for prompt in prompts for t in prompt], positions))
+        blocks, inverse = ([], None) if self._varlen else self._blocks(lengths)
         pairs: list[Tensor] = []
         total = sum(lengths)
         for index, layer in enumerate(self._weights.layers):
             query_key, value = self._project(x, index, cosine, sine)
             pair = torch.stack([query_key[:total, self._heads :], value[:total]], 1)
             seen = pair if past is None else torch.cat([past.pairs[index], pair])
-            attended = self._attend_prompts(query_key[:, : self._heads], seen, begin, blocks)
-            attended = attended if inverse is None else attended.index_select(0, inverse)
+            if self._varlen:
+                attended = attend_packed_prompts(query_key[:total, : self._heads], seen, lengths, begin)
+            else:
+                attended = self._attend_prompts(query_key[:, : self._heads], seen, begin, blocks)
+                attended = attended if inverse is None else attended.index_select(0, inverse)
             x = self._finish(x, self._padded(attended, len(x)), layer)
             pairs.append(seen)
         ends = torch.tensor(lengths, device=x.device).cumsum(0).tolist()
@@ -97,14 +102,19 @@ class LlamaDecoder:
         return Prefix(pairs, x[[end - 1 for end in ends]], spans)
 
     def chunk(self, begin: int) -> int:
-        """How many tokens of a prompt to compute after `begin` of them, so that their scores fit."""
+        """How many tokens of a prompt to compute after `begin` of them, so that their scores fit where any are held."""
+        if self._varlen:
+            return _CHUNK
         return max(_FEWEST_QUERIES, min(_CHUNK, _SCORES // (self._heads * (begin + _CHUNK))))
 
     def step(self, store: KVStore, tokens: Sequence[int] | Tensor, positions: Sequence[int]) -> Tensor:
         """[rows, vocabulary]: the logits after one more token in every row of the store."""
         store.begin_step(positions)
-        x, cosine, sine = self._enter(tokens, positions)
-        count = len(positions)
+        return self.decode(store, *self.inputs(tokens, positions), len(positions))
+
+    def decode(self, store: KVStore, tokens: Tensor, places: Tensor, count: int) -> Tensor:
+        """[count, vocabulary]: the step of `inputs`, of which so many are rows of the store's step."""
+        x, cosine, sine = self._enter(tokens, places)
         spare = len(x) - count
         for index, layer in enumerate(self._weights.layers):
             query_key, value = self._project(x, index, cosine, sine)
@@ -114,28 +124,37 @@ class LlamaDecoder:
             x = self._finish(x, self._padded(attended, len(x)), layer)
         return self._logits(x)[:count]
 
+    @property
+    def rotations(self) -> int:
+        """Positions that the tables of rotations reach; they are allocated anew when it changes."""
+        return len(self._cosine)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[prompts, hidden] → [prompts, vocabulary]."""
-        return self._logits(self._padded(hidden, self._rows(len(hidden))))[: len(hidden)]
+        return self._logits(self._padded(hidden, self.rows(len(hidden))))[: len(hidden)]
 
-    def _rows(self, count: int) -> int:
+    def rows(self, count: int) -> int:
+        """To how many rows so many are padded."""
         return -(-max(count, self._fewest) // self._multiple) * self._multiple
 
     def _padded(self, x: Tensor, rows: int) -> Tensor:
         return x if len(x) == rows else F.pad(x, (0, 0, 0, rows - len(x)))
 
-    def _enter(self, tokens: Sequence[int] | Tensor, positions: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Embeddings and rotations, padded."""
+    def inputs(self, tokens: Sequence[int] | Tensor, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Tokens and positions on the device, padded; the tables of rotations reach them from now on."""
         device, longest = self._weights.embedding.device, max(positions)
         while longest >= len(self._cosine):
             self._extend_rotations()
-        spare = [0] * (self._rows(len(positions)) - len(positions))
+        spare = [0] * (self.rows(len(positions)) - len(positions))
         places = torch.tensor([*positions, *spare], device=device)
         if isinstance(tokens, Tensor):
-            given = F.pad(tokens, (0, len(spare))) if spare else tokens
-        else:
-            given = torch.tensor([*tokens, *spare], device=device)
-        embedded = F.embedding(given, self._weights.embedding)
+            lacking = len(places) - len(tokens)
+            return (F.pad(tokens, (0, lacking)) if lacking else tokens), places
+        return torch.tensor([*tokens, *[0] * (len(places) - len(tokens))], device=device), places
+
+    def _enter(self, tokens: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Embeddings and rotations."""
+        embedded = F.embedding(tokens, self._weights.embedding)
         return embedded, self._cosine.index_select(0, places), self._sine.index_select(0, places)
 
     def _extend_rotations(self) -> None:
@@ -222,7 +241,18 @@ class LlamaDecoder:
         return (x * inverse).mul_(weight)
 
     def _logits(self, x: Tensor) -> Tensor:
-        return F.linear(self._rms_norm(x, self._weights.final_norm), self._weights.head)
+        """In float32, also from weights in bfloat16."""
+        return float32_logits(self._rms_norm(x, self._weights.final_norm), self._weights.head)
+
+
+def why_attention_is_plain(model: LanguageModel) -> str | None:
+    """Why a model on CUDA attends with plain torch while it generates; None: it does not."""
+    return why_not_varlen(model.device, next(model.module.parameters()).dtype, _head_dim(model.module.config))
+
+
+def _head_dim(config: Any) -> int:
+    found: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return found
 
 
 def _fewest_rows(weights: FusedWeights) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
+from posttrain.domain.stop_strings import stop_fault
 from posttrain.engine.samples import Trajectory
 
 InFlight = Literal["finish", "recompute", "keep_kv"]
@@ -31,6 +32,7 @@ class SamplingParams:
     top_k: int = 0  # draw among the k most likely tokens; 0: all. This and the next two: for evaluation, never training
     top_p: float = 1.0  # draw among the most likely tokens that together have this probability
     min_p: float = 0.0  # draw among tokens at least this times as likely as the most likely one
+    stop: tuple[str, ...] = ()  # the response ends with the token that completes one of these in its text
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "batch_size"):
@@ -45,6 +47,10 @@ class SamplingParams:
                 "sampling top_k must be >= 0, top_p in (0, 1] and min_p in [0, 1), "
                 f"got {self.top_k}, {self.top_p} and {self.min_p}; mend them"
             )
+        if not isinstance(self.stop, tuple) or not all(isinstance(one, str) for one in self.stop):
+            raise InputError(f"sampling stop must be a tuple of strings, got {self.stop!r}; write (…,)")
+        if fault := stop_fault(self.stop):
+            raise InputError(f"sampling stop {fault}")
 
     @property
     def truncates(self) -> bool:
@@ -95,6 +101,10 @@ class RolloutEngine(Protocol):
       logits; the native engine on the CPU: not by a bit);
     - reports log-probabilities of the whole distribution at the sampling temperature;
     - ends a response after the first end-of-sequence token, which it keeps, or at its limit (status `truncated`);
+    - ends it before that with the first token at whose end the text of the response, as its tokenizer decodes it with
+      special tokens, contains one of `sampling.stop`: the token is kept as it was sampled, also where its text goes on
+      behind the string, the status is `ok` and the sequence `stopped`. What was decoded behind it is dropped. An
+      engine that knows no text refuses such generations;
     - answers every generation once, each sampled segment with the version that sampled it.
 
     `contract.RolloutEngineContract` is this list as tests, for an engine of your own.
@@ -113,12 +123,18 @@ class RolloutEngine(Protocol):
         one, its first name, once for each place that it is read from); None: it cannot say.
         """
 
+    def counts(self) -> Mapping[str, int]:
+        """What it has computed since it was opened, as far as it counts: `prefilled_tokens` of prompts, `steps` of
+        decoding, `decoded_tokens` (rows times steps), `preemptions`, `recomputed_tokens` (read again after one, or
+        after an update), `discarded_tokens` behind the end of a response.
+        """
+
     def submit(self, work: Sequence[Generation]) -> None:
         """Take generations on, in the order of the stream; returns at once.
 
         Raises:
             InputError: an id that is in work already, a policy that it does not serve, a prompt that does not fit
-                the context with its limit. None of `work` is taken then.
+                the context with its limit, stop strings of an engine that knows no text. None of `work` is taken then.
         """
 
     def completed(self, timeout: float) -> list[Completion]:

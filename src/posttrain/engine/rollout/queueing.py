@@ -11,10 +11,14 @@ from posttrain.engine.rollout.port import Generation, InFlight
 
 @final
 class Intake:
-    """Holds what is submitted against what the port promises. Weights are read in place: one policy, updated paused."""
+    """Holds what is submitted against what the port promises. Weights are read in place: one policy, updated paused.
 
-    def __init__(self, name: str, context_length: int) -> None:
-        self._name, self._context_length = name, context_length
+    Args:
+        reads_text: whether the engine knows what its tokens say, without which no response ends at a string.
+    """
+
+    def __init__(self, name: str, context_length: int, *, reads_text: bool = False) -> None:
+        self._name, self._context_length, self._reads_text = name, context_length, reads_text
         self._ids: set[str] = set()
         self.paused = False
         self.version = ""
@@ -30,6 +34,11 @@ class Intake:
             self._served(generation.policy)
             if generation.id in self._ids or generation.id in ids:
                 raise InputError(f"generation {generation.id} must have an id of its own, got one in work already")
+            if generation.sampling.stop and not self._reads_text:
+                raise InputError(
+                    f"generation {generation.id} must have no stop strings, got {generation.sampling.stop[0]!r}: "
+                    f"rollout engine {self._name} was opened without a tokenizer; open it with one"
+                )
             total = len(generation.tokens) + generation.limit
             if total > self._context_length:
                 raise InputError(

@@ -15,9 +15,22 @@ import numpy as np
 
 from posttrain.domain.errors import JobFailedError
 from posttrain.engine.rollout.port import Completion, Generation
+from posttrain.engine.rollout.stopping import StopStrings, Tail
 from posttrain.engine.samples import Segment, Status, Trajectory
 
 _REFILL_SHARE = 16  # slots are refilled once a 16th of them is free: a pass over one short prompt costs a whole step
+
+
+@dataclass(slots=True)
+class RolloutCounters:
+    """What an engine has computed since it was opened."""
+
+    prefilled_tokens: int = 0  # of prompts
+    decoded_tokens: int = 0  # rows times steps
+    discarded_tokens: int = 0  # decoded behind the end of a row
+    recomputed_tokens: int = 0  # read again after a preemption or an update
+    preemptions: int = 0
+    steps: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +41,8 @@ class Row:
     asked: Generation
     stops: frozenset[int]  # tokens that end it
     key: int  # of its random numbers
+    tail: Tail | None = None  # of its text; None: no string ends it
+    stopped: bool = False  # at a string
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     marks: list[tuple[str, int]] = field(default_factory=list)  # version, first of its tokens
@@ -49,7 +64,11 @@ class Row:
             self.marks.append((version, len(self.tokens)))
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        return token in self.stops or len(self.tokens) >= self.asked.limit
+        if token in self.stops:
+            return True
+        if self.tail is not None and self.tail.ends(token):
+            self.stopped = True
+        return self.stopped or len(self.tokens) >= self.asked.limit
 
     def completion(self, version: str, *, aborted: bool = False) -> Completion:
         """What it has said.
@@ -69,17 +88,22 @@ class Row:
             Segment(tokens[begin:end], "sampled", logprobs[begin:end], by)
             for (by, begin), end in zip(marks, ends, strict=True)
         ]
-        ended = bool(self.tokens) and self.tokens[-1] in self.stops
+        ended = self.stopped or (bool(self.tokens) and self.tokens[-1] in self.stops)
         status: Status = "aborted" if aborted else "ok" if ended else "truncated"
         prompt = Segment(np.asarray(self.asked.tokens, dtype=np.int32), "prompt")
-        return Completion(self.asked.id, Trajectory((prompt, *said), status))
+        return Completion(self.asked.id, Trajectory((prompt, *said), status, self.stopped))
 
 
 @final
 class Schedule:
-    """The rows that wait and those that are decoded."""
+    """The rows that wait and those that are decoded.
 
-    def __init__(self) -> None:
+    Args:
+        texts: what tokens say; None: no row ends at a string.
+    """
+
+    def __init__(self, texts: StopStrings | None = None) -> None:
+        self._texts = texts
         self.waiting: deque[Row] = deque()
         self.running: dict[int, Row] = {}  # by number, in the order of admission
         self._wanted: Counter[tuple[int, ...]] = Counter()  # prompts of waiting rows
@@ -89,7 +113,8 @@ class Schedule:
         """Put generations at the end of the queue, each with the key of its random numbers."""
         ends, none = frozenset(eos_token_ids), frozenset[int]()
         for asked, key in zip(work, keys, strict=True):
-            self.waiting.append(Row(self._next, asked, none if asked.sampling.ignore_eos else ends, key))
+            tail = self._texts.tail(asked.sampling.stop) if self._texts and asked.sampling.stop else None
+            self.waiting.append(Row(self._next, asked, none if asked.sampling.ignore_eos else ends, key, tail))
             self._wanted[asked.tokens] += 1
             self._next += 1
 

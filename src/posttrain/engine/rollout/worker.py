@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import final
 
 from posttrain.domain.errors import InputError, IntegrityError
@@ -11,11 +12,13 @@ from posttrain.engine.groups.place import Place
 from posttrain.engine.groups.port import Stored
 from posttrain.engine.models.exported import Layout, layout_of, put
 from posttrain.engine.models.language_model import LanguageModel
+from posttrain.engine.models.loading import load_tokenizer
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.rollout.batches import PromptBatch, Rollouts
 from posttrain.engine.rollout.generating import generate
 from posttrain.engine.rollout.opening import decoding_fallbacks, open_rollout
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
+from posttrain.engine.rollout.stopping import StopStrings
 from posttrain.engine.samples import groups_of
 from posttrain.engine.weights.attestation import Attestation, attest_views, differing_aliases
 from posttrain.engine.weights.stream import Bucket, WeightSource, exchange
@@ -29,7 +32,7 @@ class RolloutWorker:
     Args:
         place: where it stands; a `LanguageModel` lent there is decoded from in place, a `WeightSource` alone is a
             neighbour whose shards are gathered.
-        source: where it loads a copy of its own from, where no model is lent.
+        source: where it loads a copy of its own from, where no model is lent; its tokenizer, for stop strings.
         engine: instead of the one that fits the model, in the controller's process.
         kv_cache: bytes that keys and values may take; None: not bounded.
     """
@@ -52,7 +55,10 @@ class RolloutWorker:
         beside: View = "copy" if self._neighbour is None else "neighbour"
         self._view: View = beside if lent is None else "alias"
         self._module = model.module
-        self._engine = engine or open_rollout(model, kv_cache)
+        texts = StopStrings(partial(load_tokenizer, source.folder)) if source else None
+        if engine is not None and not hasattr(engine, "counts"):
+            raise InputError(f"rollout engine {engine.name} must have counts(), got none; see RolloutEngine.counts")
+        self._engine = engine or open_rollout(model, kv_cache, texts=texts)
         self._fallbacks = {} if engine else decoding_fallbacks(model)
         self._rank, self._version = place.rank, PolicyVersion()
         self._served: tuple[str, Attestation] | None = None
@@ -136,6 +142,7 @@ class RolloutWorker:
         provenance = Provenance(role="rollout", rank=self._rank)
         if not len(prompts):
             return Rollouts((), provenance)
+        before = self._engine.counts()
         answers = generate(
             self._engine,
             prompts.tokens,
@@ -144,7 +151,8 @@ class RolloutWorker:
             prompt_keys=prompts.keys,
             version=str(self._version),
         )
-        return Rollouts(groups_of(answers, prompts.keys, samples), provenance)
+        counts = {name: count - before.get(name, 0) for name, count in self._engine.counts().items()}
+        return Rollouts(groups_of(answers, prompts.keys, samples), provenance, counts)
 
     def _say(self, version: PolicyVersion) -> None:
         """From now on this version samples; nothing is in work between two calls."""

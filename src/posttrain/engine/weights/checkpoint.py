@@ -51,6 +51,7 @@ class TrainState:
     metrics: Mapping[str, float]  # of the last step
     incarnation: int = 0  # how often the lineage was resumed before it
     probes: Mapping[str, Any] | None = None  # how they stand (`engine.selection`); None: they decide nothing
+    updated: bool = True  # a step changed weights; of a release before it is not known
 
 
 def begin_checkpoint(folder: Path, step: int) -> Path | None:

@@ -15,6 +15,7 @@ from posttrain.engine.models.exported import module_views
 from posttrain.engine.rollout.batched import BatchedEngine
 from posttrain.engine.rollout.decoding import Rows, decode_batch
 from posttrain.engine.rollout.port import Generation
+from posttrain.engine.rollout.stopping import StopStrings
 from posttrain.engine.samples import Trajectory
 
 _DROP_SHARE = 0.15  # the cache is copied when rows are dropped, so it pays for several at a time
@@ -25,12 +26,19 @@ class ModuleRollout(BatchedEngine):
 
     Args:
         kv_cache: bytes that keys and values may take; None: as many as a batch needs.
+        texts: what tokens say, for responses that end at strings; None: such generations are refused.
     """
 
-    def __init__(self, model: LanguageModel, kv_cache: int | None = None) -> None:
-        token_bytes = key_value_bytes(model.module)
-        super().__init__("module", model.context_length, self._decode_all, kv_cache=kv_cache, token_bytes=token_bytes)
-        self._model = model
+    def __init__(self, model: LanguageModel, kv_cache: int | None = None, *, texts: StopStrings | None = None) -> None:
+        super().__init__(
+            "module",
+            model.context_length,
+            self._decode_all,
+            kv_cache=kv_cache,
+            token_bytes=key_value_bytes(model.module),
+            reads_text=texts is not None,
+        )
+        self._model, self._texts = model, texts
 
     def views(self) -> Iterator[tuple[str, Tensor]]:
         """See `RolloutEngine.views`."""
@@ -42,7 +50,8 @@ class ModuleRollout(BatchedEngine):
         training = model.module.training
         model.module.eval()
         try:
-            return decode_batch(work, lambda rows: _ModuleSession(model, rows), model.eos_token_ids, model.device)
+            ends, device = model.eos_token_ids, model.device
+            return decode_batch(work, lambda rows: _ModuleSession(model, rows), ends, device, self._texts)
         finally:
             model.module.train(training)
 

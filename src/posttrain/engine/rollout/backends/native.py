@@ -14,38 +14,31 @@ what the row had said token by token in the same steps as the others: so it goes
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
+from posttrain.engine.memory import free_bytes
 from posttrain.engine.models import LanguageModel
+from posttrain.engine.rollout.decode_graphs import GraphedSteps, Run, cuda_recorder
 from posttrain.engine.rollout.fused_weights import fuse_weights, why_not_fusable
+from posttrain.engine.rollout.kv_pages import PageStore
 from posttrain.engine.rollout.kv_slots import SlotStore
+from posttrain.engine.rollout.kv_store import KVShape, KVStore, Prompt
 from posttrain.engine.rollout.llama_decoder import LlamaDecoder, Prefix
 from posttrain.engine.rollout.port import Completion, Generation, InFlight
 from posttrain.engine.rollout.queueing import Intake
 from posttrain.engine.rollout.sampling import RowDraws, generation_keys
-from posttrain.engine.rollout.scheduling import Row, Schedule
+from posttrain.engine.rollout.scheduling import RolloutCounters, Row, Schedule
+from posttrain.engine.rollout.stopping import StopStrings
 
 _PREFILL_TOKENS = 8192  # of prompts between two decoding steps
 _RESERVE_SHARE = 16  # a 16th of the budget is left to rows that grow
-
-
-@dataclass(slots=True)
-class RolloutCounters:
-    """What an engine has computed since it was opened."""
-
-    prefilled_tokens: int = 0  # of prompts
-    decoded_tokens: int = 0  # rows times steps
-    discarded_tokens: int = 0  # decoded behind the end of a row
-    recomputed_tokens: int = 0  # read again after a preemption or an update
-    preemptions: int = 0
-    steps: int = 0
 
 
 class NativeRollout:
@@ -58,12 +51,24 @@ class NativeRollout:
         kv_cache: bytes that keys and values may take; by default half of the memory that is free when work comes. One
             row is always decoded, also where its slots, which come in sizes, take somewhat more.
         read_every: steps between two looks at which rows have ended, at most 16; by default 1 on the CPU, else 16.
+        store: makes the key-value store of a shape and a budget; by default pages on CUDA, contiguous slots elsewhere.
+        record: repeats what a step over pages does on the same tensors; by default CUDA graphs on CUDA, else none.
+        texts: what tokens say, for responses that end at strings; None: such generations are refused.
 
     Raises:
         InputError: a model for which `why_not_fusable` has a reason; `read_every` outside 1..16.
     """
 
-    def __init__(self, model: LanguageModel, kv_cache: int | None = None, *, read_every: int | None = None) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        kv_cache: int | None = None,
+        *,
+        read_every: int | None = None,
+        store: Callable[[KVShape, int], KVStore] | None = None,
+        record: Callable[[Run], Run] | None = None,
+        texts: StopStrings | None = None,
+    ) -> None:
         reason = why_not_fusable(model.module)
         if reason is not None:
             raise InputError(
@@ -76,11 +81,13 @@ class NativeRollout:
         self._decoder = LlamaDecoder(self._weights)
         self._read_every = read_every or (1 if model.device.type == "cpu" else 16)
         self._given_bytes, self._budget = kv_cache, kv_cache or 0
-        self._intake = Intake("native", model.context_length)
-        self._schedule = Schedule()
-        self._store = SlotStore(self._decoder.shape, self._budget)
-        self._prefixes: dict[tuple[int, ...], tuple[Prefix, int]] = {}
-        self._partial: tuple[tuple[int, ...], Prefix] | None = None
+        self._intake = Intake("native", model.context_length, reads_text=texts is not None)
+        self._schedule = Schedule(texts)
+        self._open_store = store or (PageStore if model.device.type == "cuda" else SlotStore)
+        self._record = record or (cuda_recorder() if model.device.type == "cuda" else None)
+        self._begin_store()
+        self._hidden: dict[Prompt, Tensor] = {}  # [1, hidden] after each prompt that the store keeps
+        self._partial: tuple[Prompt, Prefix] | None = None
         self._done: list[Completion] = []
         self._fresh = False  # the weights are those that were looked at
         self._draws: RowDraws | None = None
@@ -95,6 +102,10 @@ class NativeRollout:
     def context_length(self) -> int:
         """Tokens of prompt and response together that it takes."""
         return self._model.context_length
+
+    def counts(self) -> Mapping[str, int]:
+        """See `RolloutEngine.counts`."""
+        return asdict(self.counters)
 
     def views(self) -> Iterator[tuple[str, Tensor]]:
         """See `RolloutEngine.views`."""
@@ -111,15 +122,22 @@ class NativeRollout:
         self._intake.take(work)
         idle = not (self._schedule.running or self._schedule.waiting)
         if idle:
-            self._budget = self._given_bytes or _free_bytes(self._model.device) // 2
-            self._store = SlotStore(self._decoder.shape, self._budget)
+            self._budget = self._given_bytes or free_bytes(self._model.device) // 2
+            self._begin_store()
             self._fresh = False
-        longest = max((len(asked.tokens) + asked.limit + self._read_every for asked in work), default=1)
-        self._store.reach(longest)
         if work:
+            longest = max(len(asked.tokens) + asked.limit + self._read_every for asked in work)
+            self._store.reach(longest, min(len(work), max(asked.sampling.batch_size for asked in work)))
             self._budget = max(self._budget, *(self._bytes_alone(asked) for asked in work))
             self._store.allow(self._budget)
             self._schedule.submit(work, generation_keys(work), self._model.eos_token_ids)
+
+    def _begin_store(self) -> None:
+        """Empty, with the budget."""
+        self._store = store = self._open_store(self._decoder.shape, self._budget)
+        self._step: Callable[[Sequence[int] | Tensor, Sequence[int]], Tensor] = partial(self._decoder.step, store)
+        if isinstance(store, PageStore) and self._record is not None:
+            self._step = GraphedSteps(self._decoder, store, self._record).step
 
     @torch.inference_mode()
     def completed(self, timeout: float) -> list[Completion]:
@@ -152,7 +170,7 @@ class NativeRollout:
         self._store.remove([row.number for row in taken if row.number in running])
         self._draws = None
         self._done += [row.completion(self._intake.version, aborted=True) for row in taken]
-        self._drop_prefixes()
+        self._forget_unwanted()
 
     def pause(self) -> None:
         """See `RolloutEngine.pause`."""
@@ -167,7 +185,8 @@ class NativeRollout:
         """See `RolloutEngine.update`."""
         begun = [row for row in (*self._schedule.running.values(), *self._schedule.waiting) if row.tokens]
         self._intake.update(policy, version, in_flight, len(begun))
-        self._prefixes, self._partial = {}, None
+        self._forget(list(self._hidden))
+        self._partial = None
         if in_flight == "recompute":
             self._preempt(list(self._schedule.running.values()))
 
@@ -192,9 +211,8 @@ class NativeRollout:
             )
 
     def _bytes_alone(self, asked: Generation) -> int:
-        """What one row takes at the most: its prompt, and two slots while it moves into the last."""
-        whole = self._store.row_bytes(len(asked.tokens) + asked.limit + self._read_every)
-        return whole + whole // 2 + self._decoder.shape.position_bytes * len(asked.tokens)
+        prompt = len(asked.tokens)
+        return self._store.bytes_alone(prompt + asked.limit + self._read_every, prompt)
 
     def _admit(self) -> None:
         """Begin rows from the head of the queue."""
@@ -202,7 +220,7 @@ class NativeRollout:
         if not count:
             return
         rows = self._schedule.admit(count)
-        hidden = torch.cat([self._prefix_hidden(row) for row in rows])
+        hidden = torch.cat([self._hidden[row.asked.tokens] for row in rows])
         fresh = [(i, row) for i, row in enumerate(rows) if not row.tokens]
         ended: set[int] = set()
         if fresh:
@@ -213,24 +231,10 @@ class NativeRollout:
                 if row.say(token, logprob, self._intake.version):
                     ended.add(row.number)
         going = [row for row in rows if row.number not in ended]
-        self._store.add({row.number: self._first_length(row) for row in going})
-        self._fill(going)
+        self._store.add({row.number: (row.asked.tokens, self._first_length(row)) for row in going})
         self._complete(ended)
-        self._drop_prefixes()
+        self._forget_unwanted()
         self._draws = None
-
-    def _prefix_hidden(self, row: Row) -> Tensor:
-        prefix, at = self._prefixes[row.asked.tokens]
-        return prefix.hidden[at : at + 1]
-
-    def _fill(self, rows: Sequence[Row]) -> None:
-        """Copy computed prompts into the slots of their rows."""
-        spans: dict[int, tuple[Prefix, dict[int, tuple[int, int]]]] = {}
-        for row in rows:
-            prefix, at = self._prefixes[row.asked.tokens]
-            spans.setdefault(id(prefix), (prefix, {}))[1][row.number] = prefix.spans[at]
-        for prefix, places in spans.values():
-            self._store.fill(places, prefix.pairs)
 
     def _first_length(self, row: Row) -> int:
         return len(row.asked.tokens) + max(1, len(row.tokens)) + self._read_every
@@ -238,16 +242,16 @@ class NativeRollout:
     def _admissible(self) -> int:
         """How many rows of the queue's head begin now: their prompts are computed, and there is room for them."""
         schedule, store = self._schedule, self._store
-        planned, tokens, count = store.used + self._prefix_bytes(), 0, 0
-        missing: dict[tuple[int, ...], None] = {}
+        planned, tokens, count = store.used + self._partial_bytes(), 0, 0
+        missing: dict[Prompt, None] = {}
         for row in list(schedule.waiting)[: schedule.refill()]:
             prompt = row.asked.tokens
-            new = prompt not in self._prefixes and prompt not in missing
-            planned += store.row_bytes(self._first_length(row))
-            planned += self._decoder.shape.position_bytes * len(prompt) if new else 0
+            new = prompt not in self._hidden and prompt not in missing
+            planned += store.row_bytes(self._first_length(row), len(prompt))
+            planned += store.prompt_bytes(len(prompt)) if new else 0
             alone = not schedule.running and not count
             if alone and planned > self._budget:
-                self._prefixes = {kept: held for kept, held in self._prefixes.items() if kept == prompt}
+                self._forget([kept for kept in self._hidden if kept != prompt])
             if not alone and planned > self._budget - self._budget // _RESERVE_SHARE:
                 break
             if new and len(prompt) > self._decoder.chunk(0):
@@ -262,13 +266,16 @@ class NativeRollout:
         self._compute(list(missing))
         return count
 
-    def _compute(self, prompts: Sequence[tuple[int, ...]]) -> None:
+    def _compute(self, prompts: Sequence[Prompt]) -> None:
         if prompts:
-            prefix = self._decoder.prefill(prompts)
             self.counters.prefilled_tokens += sum(len(prompt) for prompt in prompts)
-            self._prefixes |= {prompt: (prefix, at) for at, prompt in enumerate(prompts)}
+            self._keep(prompts, self._decoder.prefill(prompts))
 
-    def _advance(self, prompt: tuple[int, ...]) -> bool:
+    def _keep(self, prompts: Sequence[Prompt], computed: Prefix) -> None:
+        self._store.keep(dict(zip(prompts, computed.spans, strict=True)), computed.pairs)
+        self._hidden |= {prompt: computed.hidden[at : at + 1] for at, prompt in enumerate(prompts)}
+
+    def _advance(self, prompt: Prompt) -> bool:
         """Compute the next chunk of a long prompt; whether it was the last."""
         past = self._partial[1] if self._partial is not None and self._partial[0] == prompt else None
         begin = past.spans[0][1] if past is not None else 0
@@ -279,22 +286,21 @@ class NativeRollout:
             self._partial = (prompt, prefix)
             return False
         self._partial = None
-        self._prefixes[prompt] = (prefix, 0)
+        self._keep([prompt], prefix)
         return True
 
-    def _prefix_bytes(self) -> int:
-        held = {id(prefix): prefix for prefix, _ in self._prefixes.values()}
-        if self._partial is not None:
-            held[0] = self._partial[1]
-        return sum(self._decoder.shape.position_bytes * len(prefix.pairs[0]) for prefix in held.values())
+    def _partial_bytes(self) -> int:
+        """Of the beginning of a long prompt, which the store does not hold yet."""
+        return 0 if self._partial is None else self._decoder.shape.position_bytes * len(self._partial[1].pairs[0])
 
-    def _drop_prefixes(self) -> None:
-        """Keep prompts that waiting rows share, without those computed beside them."""
-        kept = {prompt: held for prompt, held in self._prefixes.items() if self._schedule.wanted(prompt)}
-        self._prefixes = {
-            prompt: (prefix.only(at), 0) if len(prefix.spans) > 1 else (prefix, at)
-            for prompt, (prefix, at) in kept.items()
-        }
+    def _forget_unwanted(self) -> None:
+        """Keep prompts that waiting rows share."""
+        self._forget([prompt for prompt in self._hidden if not self._schedule.wanted(prompt)])
+
+    def _forget(self, prompts: Collection[Prompt]) -> None:
+        self._store.forget(prompts)
+        for prompt in prompts:
+            del self._hidden[prompt]
 
     def _decode(self) -> None:
         """A few tokens for every row, and what follows from them."""
@@ -310,7 +316,7 @@ class NativeRollout:
             self._draws = self._draw(order, [row.fed + 1 for row in order])
         said: list[tuple[Tensor, Tensor]] = []
         for step in range(count):
-            logits = self._decoder.step(self._store, tokens, [position + step for position in positions])
+            logits = self._step(tokens, [position + step for position in positions])
             chosen, logprobs = self._draws.next(logits)
             said.append((chosen, logprobs))
             tokens = chosen if forced is None else torch.where(forced[step] < 0, chosen, forced[step])
@@ -364,8 +370,9 @@ class NativeRollout:
         if not needs:
             return
         while self._lacks_room(needs):
-            if self._prefixes or self._partial:  # can be computed again, at less than rows
-                self._prefixes, self._partial = {}, None
+            if self._hidden or self._partial:  # can be computed again, at less than rows
+                self._forget(list(self._hidden))
+                self._partial = None
                 continue
             if len(running) == 1:
                 break
@@ -376,8 +383,7 @@ class NativeRollout:
         self._draws = None
 
     def _lacks_room(self, needs: Mapping[int, int]) -> bool:
-        wanted = sum(self._store.row_bytes(length) for length in needs.values())
-        return self._store.used + self._prefix_bytes() + wanted > self._budget
+        return self._store.used + self._partial_bytes() + self._store.growth_bytes(needs) > self._budget
 
     def _preempt(self, rows: Sequence[Row]) -> None:
         self._store.remove([row.number for row in rows])
@@ -390,11 +396,5 @@ class NativeRollout:
         lost = self._schedule.take(lambda row: True)
         self._intake.give(row.asked.id for row in lost)
         self._store.clear()
-        self._prefixes, self._partial, self._draws = {}, None, None
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Memory that nobody uses."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self._begin_store()
+        self._hidden, self._partial, self._draws = {}, None, None

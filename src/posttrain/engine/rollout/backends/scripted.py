@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from posttrain.engine.rollout.batched import BatchedEngine
 from posttrain.engine.rollout.port import Generation
+from posttrain.engine.rollout.stopping import StopStrings
 from posttrain.engine.samples import Trajectory
 
 Script = Callable[[tuple[int, ...], int], Sequence[int]]
@@ -17,13 +18,23 @@ class ScriptedRollout(BatchedEngine):
     Args:
         logprob: reported for every token.
         context_length: tokens of prompt and response together that it accepts.
+        texts: what tokens say, for responses that end at strings; None: such generations are refused.
     """
 
     def __init__(
-        self, script: Script, *, eos_token_id: int | None = None, logprob: float = -1.0, context_length: int = 4096
+        self,
+        script: Script,
+        *,
+        eos_token_id: int | None = None,
+        logprob: float = -1.0,
+        context_length: int = 4096,
+        texts: StopStrings | None = None,
     ) -> None:
-        super().__init__("scripted", context_length, lambda work: [self._answer(asked) for asked in work])
-        self._script = script
+        reads = texts is not None
+        super().__init__(
+            "scripted", context_length, lambda work: [self._answer(asked) for asked in work], reads_text=reads
+        )
+        self._script, self._texts = script, texts
         self._eos = eos_token_id
         self._logprob = logprob
 
@@ -32,4 +43,10 @@ class ScriptedRollout(BatchedEngine):
         ended = self._eos in tokens and not asked.sampling.ignore_eos
         if ended:
             tokens = tokens[: tokens.index(self._eos or 0) + 1]
-        return Trajectory.answer(asked.tokens, tokens, [self._logprob] * len(tokens), truncated=not ended)
+        said, stop = tokens[: len(tokens) - ended], asked.sampling.stop
+        tail = self._texts.tail(stop) if self._texts and stop else None
+        at = next((at for at, token in enumerate(said) if tail and tail.ends(token)), None)
+        stopped = at is not None
+        tokens = tokens if at is None else tokens[: at + 1]
+        cut, logprobs = not (ended or stopped), [self._logprob] * len(tokens)
+        return Trajectory.answer(asked.tokens, tokens, logprobs, truncated=cut, stopped=stopped)

@@ -1,0 +1,240 @@
+"""What the controller costs per million tokens, by the mean length of the responses.
+
+    python -m benchmarks.per_token [--json FILE] [--steps N] [--tiny]
+
+GRPO steps, traces apart (`trace: {groups: 0}`), of responses whose lengths are log-normal with p99/median = 10 around
+means of 28, 500 and 5,000 tokens. An engine that answers at once with such responses stands in for the rollout; the
+policy has two dimensions. What is measured is the controller: a step less what its workers' methods ran, that is
+prompts, groups, packing, advantages, metrics and dispatch; `scoring` is what its scorer takes besides, which decodes
+the responses and asks a function that says 1 or 0. Both in processor seconds per million tokens of prompts and
+responses, medians over steps. The bound is 0, the aim at most 0.1 s at 500 tokens and more.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from posttrain.domain.facts import Fact
+from posttrain.engine.config import GRPOConfig, InitModelConfig, TraceConfig
+from posttrain.engine.groups.backends.inline import InlineBackend
+from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.groups.port import Call, Stored
+from posttrain.engine.models import adopt_module
+from posttrain.engine.models.initial import character_tokenizer, initial_model
+from posttrain.engine.recipes.grpo import GRPO
+from posttrain.engine.recipes.on_policy import OnPolicy
+from posttrain.engine.recipes.opening import open_roles
+from posttrain.engine.recipes.recipe import Trace
+from posttrain.engine.recipes.sampling import Prompt
+from posttrain.engine.recipes.scoring import RewardScorer
+from posttrain.engine.rewards.port import Score
+from posttrain.engine.rewards.scripted import ScriptedReward
+from posttrain.engine.rollout.port import Completion, Generation, InFlight
+from posttrain.engine.samples import Trajectory
+from posttrain.engine.settings import PolicyGradientOptimizerConfig
+from posttrain.engine.weights.view import PolicyVersion
+
+TARGET = 0.1
+LENGTHS = {28: (32, 8), 500: (32, 8), 5000: (8, 8)}  # mean → prompts and samples of a step
+TINY = {28: (2, 2)}
+PROMPT = 64  # tokens
+SPREAD = 0.99  # sigma of the log-normal lengths: p99/median = 10
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians over steps."""
+
+    mean: int
+    documents: int
+    tokens: int  # of a step, prompts and responses
+    controller_seconds: float  # per million tokens
+    scoring_seconds: float  # per million tokens
+
+
+class Timed:
+    """A pool in this process that counts the processor seconds of its workers' methods."""
+
+    def __init__(self) -> None:
+        self.busy = 0.0
+        self._inner = InlineBackend()
+        self.name, self.pool, self.ranks = self._inner.name, self._inner.pool, self._inner.ranks
+        self.places, self.processes = self._inner.places, self._inner.processes
+        self.start, self.wait, self.close = self._inner.start, self._inner.wait, self._inner.close
+
+    def submit(
+        self,
+        role: str,
+        ranks: Sequence[int],
+        method: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> list[Call[Any]]:
+        """As a pool in this process."""
+        begin = time.process_time()
+        try:
+            return self._inner.submit(role, ranks, method, args, kwargs)
+        finally:
+            self.busy += time.process_time() - begin
+
+    def submit_stored(
+        self,
+        role: str,
+        ranks: Sequence[int],
+        method: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> list[Call[Stored[Any]]]:
+        """As a pool in this process."""
+        begin = time.process_time()
+        try:
+            return self._inner.submit_stored(role, ranks, method, args, kwargs)
+        finally:
+            self.busy += time.process_time() - begin
+
+
+class Scored(RewardScorer):
+    """Counts its processor seconds."""
+
+    seconds = 0.0
+
+    def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Score]:
+        """As it does."""
+        begin = time.process_time()
+        try:
+            return super().__call__(prompts, trajectories)
+        finally:
+            self.seconds += time.process_time() - begin
+
+
+class Scripted:
+    """Answers every generation at once, with tokens of a length that its key and sample decide."""
+
+    name = "scripted"
+
+    def __init__(self, mean: int, longest: int, tokens: Sequence[int]) -> None:
+        self.context_length = PROMPT + longest
+        self._mean, self._longest, self._tokens = mean, longest, np.asarray(tokens, dtype=np.int32)
+        self._done: list[Completion] = []
+        self._version = ""
+
+    def views(self) -> Iterable[tuple[str, Tensor]] | None:
+        """It has no weights."""
+        return None
+
+    def counts(self) -> Mapping[str, int]:
+        """Nothing."""
+        return {}
+
+    def submit(self, work: Sequence[Generation]) -> None:
+        """Answer."""
+        for asked in work:
+            dice = np.random.default_rng((asked.key, asked.sample))
+            median = self._mean / np.exp(SPREAD**2 / 2)
+            length = int(min(max(1, dice.lognormal(np.log(median), SPREAD)), asked.limit))
+            tokens, logprobs = dice.choice(self._tokens, length), -dice.random(length, dtype=np.float32)
+            answer = Trajectory.answer(asked.tokens, tokens, logprobs, truncated=True, version=self._version)
+            self._done.append(Completion(asked.id, answer))
+
+    def completed(self, timeout: float) -> list[Completion]:
+        """Everything."""
+        done, self._done = self._done, []
+        return done
+
+    def abort(self, ids: Collection[str]) -> None:
+        """Nothing is in work."""
+
+    def pause(self) -> None:
+        """Nothing is in work."""
+
+    def resume(self) -> None:
+        """Nothing is in work."""
+
+    def update(self, policy: str, version: str, *, in_flight: InFlight = "finish") -> None:
+        """Answer as this version."""
+        self._version = version
+
+
+def recipe(mean: int, prompts: int, samples: int, backend: Timed) -> tuple[OnPolicy, Scored]:
+    """GRPO of a policy with next to nothing to compute, and its scorer."""
+    longest = 10 * mean
+    size = InitModelConfig(
+        hidden_size=2, intermediate_size=2, layers=1, heads=1, kv_heads=1, context_length=PROMPT + longest
+    )
+    tokenizer = character_tokenizer(size.characters)
+    letters = tokenizer.encode("0123456789abcdef", add_special_tokens=False)
+    rng = random.Random(3)
+    rows = [Prompt(tuple(rng.choices(letters, k=PROMPT)), "", {"row": n}) for n in range(8 * prompts)]
+    config = GRPOConfig(
+        data="d",
+        reward="r",
+        steps=1000,
+        prompts_per_step=prompts,
+        group_size=samples,
+        max_new_tokens=longest,
+        optimizer=PolicyGradientOptimizerConfig(learning_rate=1e-5, warmup_steps=0),
+        trace=TraceConfig(groups=0),
+    )
+    pool = ResourcePool(backend)
+    engine = Scripted(mean, longest, letters)
+    model = adopt_module(initial_model(size, tokenizer, 0))
+    roles = open_roles(config, model, 0, lambda role: pool, engine=engine)
+    reward = ScriptedReward(lambda call: [float(text[:1] in "01234567") for text in call.completions])
+    scorer = Scored(reward, tokenizer)
+    return OnPolicy(config, GRPO(config), roles, rows, scorer, 0), scorer
+
+
+def measure(mean: int, prompts: int, samples: int, steps: int) -> Row:
+    """`steps` steps after one that is not measured."""
+    backend, facts = Timed(), list[Fact]()
+    loop, scorer = recipe(mean, prompts, samples, backend)
+    found: list[tuple[int, float, float]] = []
+    for step in range(steps + 1):
+        facts.clear()
+        backend.busy = scorer.seconds = 0.0
+        begin = time.process_time()
+        report = loop.step(step, Trace(facts.append, step))
+        loop.serve(PolicyVersion(0, step + 1))
+        seconds = time.process_time() - begin - backend.busy - scorer.seconds
+        tokens = round(prompts * samples * (PROMPT + report.metrics["response_tokens/mean"]))
+        found.append((tokens, seconds * 1e6 / tokens, scorer.seconds * 1e6 / tokens))
+    tokens, controller, scored = (statistics.median(column) for column in zip(*found[1:], strict=True))
+    return Row(mean, prompts * samples, int(tokens), controller, scored)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="one step of four short responses: that it runs")
+    options = parser.parse_args()
+    print("mean length  documents  tokens a step  controller s/M tokens  scoring s/M tokens")
+    rows = []
+    for mean, (prompts, samples) in (TINY if options.tiny else LENGTHS).items():
+        row = measure(mean, prompts, samples, 1 if options.tiny else options.steps)
+        costs = f"{row.controller_seconds:21.3f}  {row.scoring_seconds:18.3f}"
+        print(f"{row.mean:11}  {row.documents:9}  {row.tokens:13}  {costs}", flush=True)
+        rows.append(row)
+    print(f"the aim is at most {TARGET} s at 500 tokens and more; the bound is 0")
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

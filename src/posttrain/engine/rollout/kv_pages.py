@@ -1,0 +1,250 @@
+"""Keys and values in pages of a fixed number of positions: what CUDA decodes with.
+
+A row's pages are listed in its block table and may lie anywhere, so a row that grows takes a page more: nothing is
+copied, and no more is held than up to the end of its last page. A kept prompt is pages too. Rows that begin with it
+share those that it fills, each with a copy of the last one if that is not full; a page is free when nobody holds it.
+Block tables and sharing: Kwon et al., "Efficient memory management for large language model serving with
+PagedAttention", SOSP 2023, sections 4.1 and 4.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.domain.errors import JobFailedError
+from posttrain.engine.rollout.kv_store import KVShape, Prompt
+from posttrain.engine.rollout.page_attention import Looks, attend_pages, fits_varlen
+
+PAGE = 128  # positions
+_NOBODYS = 0  # a page that is never given away: what padding looks at
+_STEP = 32  # looks are padded to multiples of this, so that element-wise kernels have whole vectors
+_SIZES = 4  # to so many sizes between a power of two and the next
+
+
+def padded_size(count: int, step: int = _STEP) -> int:
+    """The next of few sizes, all multiples of `step`, a power of two."""
+    step = max(step, 2 ** ((count - 1).bit_length() - 1) // _SIZES)
+    return -(-count // step) * step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """Where the rows of one step look and write."""
+
+    looks: Looks
+    writes: Tensor  # [rows] int64: places in the flat pages
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that depends on the step."""
+        return self.looks.row, self.looks.page, self.looks.used, self.writes
+
+
+@final
+class PageStore:
+    """`KVStore` in pages.
+
+    Pages are allocated as `reach` and the budget say, at first for the rows that may come; where that is too few, twice
+    as many, and one layer of them exists twice meanwhile. More than the budget holds is refused.
+
+    Args:
+        page: positions of a page.
+    """
+
+    def __init__(self, shape: KVShape, budget: int, page: int = PAGE) -> None:
+        self._shape, self._budget, self._page = shape, budget, page
+        self._page_bytes = shape.position_bytes * page
+        self._varlen = fits_varlen(shape.device, shape.dtype, shape.head_dim)
+        self._expected = 0
+        self._pools: list[Tensor] = []  # of each layer, [2, pages, page, kv_heads, head_dim]
+        self._free: list[int] = []
+        self._holders: list[int] = []  # of each page, how many rows and prompts hold it
+        self._rows: dict[int, list[int]] = {}  # the block table of each row
+        self._kept: dict[Prompt, list[int]] = {}
+        self._table: np.ndarray[tuple[int, int], np.dtype[np.int64]] | None = None
+        self.step: Step | None = None  # what `attend` reads; whoever repeats a step puts their own tensors here
+
+    @property
+    def order(self) -> list[int]:
+        """See `KVStore.order`."""
+        return list(self._rows)
+
+    @property
+    def used(self) -> int:
+        """See `KVStore.used`; with the page that is nobody's."""
+        held = len(self._holders) - len(self._free)
+        return self._page_bytes * held if held > 1 else 0
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of all pages."""
+        return self._page_bytes * len(self._holders)
+
+    def reach(self, longest: int, rows: int) -> None:
+        """See `KVStore.reach`."""
+        self._expected = max(self._expected, rows * self._pages(longest) + 1)
+
+    def allow(self, budget: int) -> None:
+        """See `KVStore.allow`."""
+        self._budget = budget
+
+    def keep(self, prompts: Mapping[Prompt, tuple[int, int]], pairs: Sequence[Tensor]) -> None:
+        """See `KVStore.keep`."""
+        sources: list[Tensor] = []
+        places: list[Tensor] = []
+        for prompt, (begin, end) in prompts.items():
+            pages = self._kept[prompt] = self._take(self._pages(end - begin))
+            sources.append(torch.arange(begin, end))
+            whole = torch.tensor(pages)[:, None] * self._page + torch.arange(self._page)
+            places.append(whole.flatten()[: end - begin])
+        source, place = (torch.cat(parts).to(self._shape.device) for parts in (sources, places))
+        for pool, packed in zip(self._pools, pairs, strict=True):
+            self._flat(pool).index_copy_(1, place, packed[source].transpose(0, 1))
+
+    def forget(self, prompts: Collection[Prompt]) -> None:
+        """See `KVStore.forget`."""
+        for prompt in prompts:
+            self._give(self._kept.pop(prompt))
+
+    def prompt_bytes(self, length: int) -> int:
+        """See `KVStore.prompt_bytes`."""
+        return self._page_bytes * (self._pages(length) + self._spare)
+
+    def row_bytes(self, length: int, prompt: int) -> int:
+        """See `KVStore.row_bytes`; full pages of the prompt are shared."""
+        return self._page_bytes * (self._pages(length) - prompt // self._page)
+
+    def growth_bytes(self, lengths: Mapping[int, int]) -> int:
+        """See `KVStore.growth_bytes`."""
+        return self._page_bytes * sum(self._lacks(row, length) for row, length in lengths.items())
+
+    def bytes_alone(self, length: int, prompt: int) -> int:
+        """See `KVStore.bytes_alone`."""
+        return self._page_bytes * (self._pages(prompt) + 1) + self.row_bytes(length, prompt)
+
+    def add(self, rows: Mapping[int, tuple[Prompt, int]]) -> None:
+        """See `KVStore.add`."""
+        copied: list[tuple[int, int]] = []
+        for row, (prompt, length) in rows.items():
+            known, full = self._kept[prompt], len(prompt) // self._page
+            for page in known[:full]:
+                self._holders[page] += 1
+            own = self._take(self._pages(length) - full)
+            copied += zip(own, known[full:], strict=False)
+            self._rows[row] = known[:full] + own
+        if copied:
+            to, source = torch.tensor(copied, device=self._shape.device).unbind(1)
+            for pool in self._pools:
+                pool[:, to] = pool[:, source]
+        self._table = None
+
+    def capacity(self, row: int) -> int:
+        """See `KVStore.capacity`."""
+        return self._page * len(self._rows[row])
+
+    def extend(self, lengths: Mapping[int, int]) -> None:
+        """See `KVStore.extend`."""
+        for row, length in lengths.items():
+            self._rows[row] += self._take(self._lacks(row, length))
+        self._table = None
+
+    def remove(self, rows: Collection[int]) -> None:
+        """See `KVStore.remove`."""
+        for row in rows:
+            self._give(self._rows.pop(row))
+        self._table = None
+
+    def clear(self) -> None:
+        """See `KVStore.clear`."""
+        self._pools, self._free, self._holders = [], [], []
+        self._rows, self._kept, self._table = {}, {}, None
+        self.step = None
+
+    def begin_step(self, positions: Sequence[int]) -> None:
+        """See `KVStore.begin_step`; positions beyond the rows are padding, which writes to nobody's page."""
+        if self._table is None or len(self._table) != len(positions):
+            most = max(map(len, self._rows.values()))
+            padding = [[_NOBODYS] * most] * (len(positions) - len(self._rows))
+            tables = [pages + [_NOBODYS] * (most - len(pages)) for pages in self._rows.values()]
+            self._table = np.array([*tables, *padding])
+        table, places, device = self._table, np.asarray(positions), self._shape.device
+        last, offset = np.divmod(places, self._page)
+        row, column = np.nonzero(np.arange(table.shape[1]) <= last[:, None])
+        used = np.minimum(self._page, places[row] + 1 - column * self._page)
+        spare = padded_size(len(row)) - len(row)
+        row, page = np.pad(row, (0, spare), constant_values=len(table)), np.pad(table[row, column], (0, spare))
+        used = np.pad(used, (0, spare), constant_values=1).astype(np.int32)
+        writes = table[np.arange(len(table)), last] * self._page + offset
+        looks = (torch.from_numpy(of).to(device) for of in (row, page, used))
+        self.step = Step(Looks(len(table), *looks), torch.from_numpy(writes).to(device))
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `KVStore.attend`."""
+        assert self.step is not None, "begin_step comes first"
+        pool = self._pools[layer]
+        flat = self._flat(pool)
+        flat[0].index_copy_(0, self.step.writes, key)
+        flat[1].index_copy_(0, self.step.writes, value)
+        return attend_pages(query, pool[0], pool[1], self.step.looks, varlen=self._varlen)
+
+    @property
+    def _spare(self) -> int:
+        """1 while the page that is nobody's is not counted in `used`."""
+        return 0 if self.used else 1
+
+    def _pages(self, length: int) -> int:
+        return -(-length // self._page)
+
+    def _lacks(self, row: int, length: int) -> int:
+        return max(0, self._pages(length) - len(self._rows[row]))
+
+    def _flat(self, pool: Tensor) -> Tensor:
+        """[2, positions, kv_heads, head_dim]."""
+        return pool.view(2, -1, *pool.shape[3:])
+
+    def _take(self, count: int) -> list[int]:
+        """Pages that nobody holds.
+
+        Raises:
+            JobFailedError: the budget holds no more.
+        """
+        if count > len(self._free):
+            self._grow(len(self._holders) - len(self._free) + count + (not self._holders))
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._holders[page] = 1
+        return taken
+
+    def _give(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+
+    def _grow(self, needed: int) -> None:
+        shape, have, most = self._shape, len(self._holders), self._budget // self._page_bytes
+        if needed > most:
+            raise JobFailedError(
+                f"keys and values must fit {self._budget} bytes, {most} pages of {self._page} positions, "
+                f"got {needed} pages; raise runtime.kv_cache"
+            )
+        count = max(needed, min(most, max(2 * have, self._expected)))
+        size = (2, count, self._page, shape.kv_heads, shape.head_dim)
+        # Unseen positions are multiplied by 0, and a NaN that was left in memory would pass through that.
+        for layer in range(shape.layers):
+            pool = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+            if have:
+                pool[:, :have] = self._pools[layer]
+                self._pools[layer] = pool
+            else:
+                self._pools.append(pool)
+        if not have:
+            self._holders.append(1)  # nobody's
+        self._free += range(count - 1, len(self._holders) - 1, -1)
+        self._holders += [0] * (count - len(self._holders))

@@ -1,0 +1,118 @@
+"""The way of a job to its first step: what it imports, that nothing is collected meanwhile, what its log says of it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from test_train_job import Shop
+
+from posttrain.jobs import entry, train
+from posttrain.jobs.entry import loading
+
+SLOW_TO_IMPORT = ("torch", "transformers", "numpy", "scipy", "tokenizers", "safetensors", "jinja2", "posttrain.engine")
+NEEDLESS = (
+    *("ray", "pyarrow", "pandas", "matplotlib", "sqlalchemy", "alembic", "typer", "rich"),
+    *("posttrain.control", "posttrain.app", "posttrain.cli", "posttrain.server", "posttrain.decision"),
+)
+STARTED = re.compile(r"^start: (\d+\.\d\d) s of processor time, (\d+\.\d\d) s of it before the order was read$", re.M)
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
+    return Shop(tmp_path_factory.mktemp("shop"))
+
+
+def said_by(*words: str) -> str:
+    """What a Python says on both streams, in order."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run(
+        [sys.executable, "-u", *words],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:]
+    return done.stdout
+
+
+def imported(said: str) -> set[str]:
+    return set(re.findall(r"^import time: +\d+ \| +\d+ \| +([\w.]+)$", said, re.MULTILINE))
+
+
+def within(names: set[str], rooms: tuple[str, ...]) -> list[str]:
+    return sorted(name for name in names if any(name == room or name.startswith(f"{room}.") for room in rooms))
+
+
+@pytest.fixture(scope="module")
+def preloaded() -> set[str]:
+    """What it has, and what it looked for in vain: nobody looks again at no cost."""
+    said = said_by("-X", "importtime", "-c", "import sys, posttrain.jobs.preload; print('has', *sys.modules)")
+    return imported(said) | set(said.rpartition("\nhas ")[2].split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_a_job_imports_nothing_needless_and_its_fork_has_the_rest(kind: str, shop: Shop, preloaded: set[str]) -> None:
+    attempt = getattr(shop, kind)(f"imports-{kind}")
+    said = said_by("-X", "importtime", "-m", "posttrain.jobs.train", str(attempt.path))
+    result = attempt.read_result()
+    assert result is not None
+    assert result.status == "succeeded"
+    before, told, _ = said.partition("\nstart: ")
+    names = imported(before)
+    assert told
+    assert {"torch", "posttrain.engine.controller"} <= names & preloaded
+    assert within(names - preloaded, SLOW_TO_IMPORT) == []
+    assert within(names, NEEDLESS) == []
+
+
+class TestCollector:
+    def test_it_rests_while_a_job_loads_and_works_while_it_trains(
+        self, shop: Shop, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen: list[tuple[str, bool]] = []
+
+        def watched(module: Any, name: str) -> None:
+            given = getattr(module, name)
+
+            def watching(*args: Any, **kwargs: Any) -> Any:
+                seen.append((name, gc.isenabled()))
+                return given(*args, **kwargs)
+
+            monkeypatch.setattr(module, name, watching)
+
+        watched(train, "_open")
+        watched(train, "_leave_best")
+        assert gc.isenabled()
+        assert entry.run(str(shop.sft("collected").path), train.body) == 0
+        assert seen == [("_open", False), ("_leave_best", True)]
+        assert gc.isenabled()
+
+    def test_it_is_left_as_it_was_also_by_an_error(self) -> None:
+        with pytest.raises(ZeroDivisionError), loading():
+            raise ZeroDivisionError
+        assert gc.isenabled()
+        gc.disable()
+        try:
+            with loading():
+                pass
+            assert not gc.isenabled()
+        finally:
+            gc.enable()
+
+
+def test_a_log_says_what_the_start_cost(shop: Shop, capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.run(str(shop.grpo("told").path), train.body) == 0
+    told = STARTED.search(capsys.readouterr().out)
+    assert told is not None
+    assert 0 <= float(told[2]) <= float(told[1])
+
+
+def test_what_this_file_counts_as_imported() -> None:
+    said = "import time:       110 |        221 |     torch.nn\nnot import time: 1 | 2 | x\n"
+    assert imported(said) == {"torch.nn"}
+    assert within({"torch.nn", "torchgen", "numpy"}, ("torch",)) == ["torch.nn"]
