@@ -78,33 +78,18 @@ class Timed:
         self.places, self.processes = self._inner.places, self._inner.processes
         self.start, self.wait, self.close = self._inner.start, self._inner.wait, self._inner.close
 
-    def submit(
-        self,
-        role: str,
-        ranks: Sequence[int],
-        method: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> list[Call[Any]]:
+    def submit(self, *words: Any, **named: Any) -> list[Call[Any]]:
         """As a pool in this process."""
-        begin = time.process_time()
-        try:
-            return self._inner.submit(role, ranks, method, args, kwargs)
-        finally:
-            self.busy += time.process_time() - begin
+        return self._counted(self._inner.submit, *words, **named)
 
-    def submit_stored(
-        self,
-        role: str,
-        ranks: Sequence[int],
-        method: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> list[Call[Stored[Any]]]:
+    def submit_stored(self, *words: Any, **named: Any) -> list[Call[Stored[Any]]]:
         """As a pool in this process."""
+        return self._counted(self._inner.submit_stored, *words, **named)
+
+    def _counted(self, submit: Callable[..., Any], *words: Any, **named: Any) -> Any:
         begin = time.process_time()
         try:
-            return self._inner.submit_stored(role, ranks, method, args, kwargs)
+            return submit(*words, **named)
         finally:
             self.busy += time.process_time() - begin
 

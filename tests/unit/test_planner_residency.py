@@ -18,10 +18,20 @@ from posttrain.engine.loads import DECODED_TOGETHER
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.models.logprobs import token_logprobs
+from posttrain.engine.rollout.backends import native
 from posttrain.engine.rollout.kv_pages import PAGE, PageStore
 from posttrain.engine.rollout.kv_store import KVShape
 from posttrain.engine.rollout.port import SamplingParams
-from posttrain.planner.residency import KV_AHEAD, KV_PAGE, Residency, Shape, resident, row_positions, shared_weights
+from posttrain.planner.residency import (
+    KV_AHEAD,
+    KV_PAGE,
+    KV_RESERVE,
+    Residency,
+    Shape,
+    resident,
+    row_positions,
+    shared_weights,
+)
 
 N = 1000
 SHAPE = Shape(N, layers=2, hidden=4, intermediate=8, heads=2, kv_heads=1, head_dim=2, vocabulary=10, tied=True)
@@ -244,7 +254,7 @@ def test_the_pages_are_the_engines() -> None:
     """What a plan counts for a row, beside its prompt, is what the store takes for it."""
     shape = KVShape(layers=2, kv_heads=2, head_dim=8, dtype=torch.bfloat16, device=torch.device("cpu"))
     store = PageStore(shape, 2**30)
-    assert KV_PAGE == PAGE
+    assert (KV_PAGE, KV_AHEAD, KV_RESERVE) == (PAGE, native._UNSEEN, native._RESERVE_SHARE)
     for tokens in (1, 127, 128, 129, 10_500):
         taken = store.row_bytes(tokens + KV_AHEAD, 0) + PAGE * shape.position_bytes  # and its prompt's last page
         assert row_positions(tokens, "cuda") * shape.position_bytes == taken

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from posttrain.data.contamination import contamination
 from posttrain.data.rows import Row
-from posttrain.domain.contracts import BEST
+from posttrain.domain.contracts import BEST, UNCHANGED
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 
 _SELECTED = "what was selected on rows is no evidence on them; probe other rows"
@@ -45,9 +45,6 @@ def selected_on(manifest: Manifest, rows: Mapping[str, Sequence[Row] | None]) ->
                 report = contamination(known, asked)
                 if report.found:
                     yield f"{place} against {other.name}: {report}: {little}"
-
-
-UNCHANGED = "unchanged"  # metric of a stage of which no step updated weights
 
 
 def choice_warnings(manifest: Manifest, metrics: Mapping[str, Mapping[str, float]]) -> Iterator[str]:

@@ -16,6 +16,7 @@ MODEL: Final = "model"  # an output: the last model
 BEST: Final = "best"  # the best one by the stage's probe
 METRICS: Final = "metrics"  # what an evaluation measured, item by item
 REPORT: Final = "report"  # what a gate judged
+UNCHANGED: Final = "unchanged"  # a metric of a stage: no step updated weights
 FORMS = ("file", "tree")
 _FORM_OF = {MODEL: "tree", BEST: "tree", METRICS: "file"}
 _TAKEN = ("model", "dataset", "reward", "recipe")

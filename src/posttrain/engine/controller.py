@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from posttrain.domain.contracts import UNCHANGED
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import BudgetExceededError, IntegrityError
 from posttrain.domain.facts import FactSink, Metric, Note, Progress
@@ -36,7 +37,6 @@ from posttrain.engine.weights.best import BestModel
 from posttrain.engine.weights.checkpoint import TrainState, begin_checkpoint, commit_checkpoint, read_state
 from posttrain.engine.weights.view import PolicyVersion
 
-UNCHANGED = "unchanged"  # of a stage's result: no step updated weights
 CONTROLLER_METRICS = ("tokens_per_second", "memory/peak_resident_mib", "memory/peak_allocated_mib")
 
 

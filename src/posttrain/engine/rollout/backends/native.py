@@ -39,6 +39,7 @@ from posttrain.engine.rollout.stopping import StopStrings
 
 _PREFILL_TOKENS = 8192  # of prompts between two decoding steps
 _RESERVE_SHARE = 16  # a 16th of the budget is left to rows that grow
+_UNSEEN = 16  # steps between two looks, at most
 
 
 class NativeRollout:
@@ -74,12 +75,12 @@ class NativeRollout:
             raise InputError(
                 f"native rollout must have a plain Llama, Qwen2 or Qwen3 model, got {reason}; use the module rollout"
             )
-        if read_every is not None and not 1 <= read_every <= 16:
-            raise InputError(f"native rollout must look at rows every 1..16 steps, got {read_every}; set read_every")
+        if read_every is not None and not 1 <= read_every <= _UNSEEN:
+            raise InputError(f"native read_every must be in 1..{_UNSEEN} steps, got {read_every}; set it")
         self._model = model
         self._weights = fuse_weights(model.module)
         self._decoder = LlamaDecoder(self._weights)
-        self._read_every = read_every or (1 if model.device.type == "cpu" else 16)
+        self._read_every = read_every or (1 if model.device.type == "cpu" else _UNSEEN)
         self._given_bytes, self._budget = kv_cache, kv_cache or 0
         self._intake = Intake("native", model.context_length, reads_text=texts is not None)
         self._schedule = Schedule(texts)
@@ -211,8 +212,7 @@ class NativeRollout:
             )
 
     def _bytes_alone(self, asked: Generation) -> int:
-        prompt = len(asked.tokens)
-        return self._store.bytes_alone(prompt + asked.limit + self._read_every, prompt)
+        return self._store.bytes_alone(len(asked.tokens) + asked.limit + self._read_every, len(asked.tokens))
 
     def _admit(self) -> None:
         """Begin rows from the head of the queue."""
