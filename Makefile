@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= passive
 # Where it is set, each of the thousand processes that tests start would compile all of this again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demos day dist test fast slow fuzz chaos ray ecosystem postgres containers site browser mutants bench levels lint types contracts format setup clean gpu
+.PHONY: lanes demo demos day dist test fast slow fuzz chaos ray ecosystem postgres containers site browser mutants bench levels lint types contracts format setup clean gpu
 
 setup: $(VENV)/.dev
 
@@ -52,6 +52,12 @@ $(VENV)/.ecosystem: $(VENV)/.dev
 	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/verifiers-0.1 verifiers==0.1.14 aiolimiter==1.3.0 setproctitle==1.3.8
 	@touch $@
 
+# Every lane's packages in one go: pip builds and resolves once, not six times.
+lanes: $(VENV)/.dev
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,ray,ecosystem,docs,postgres,browser]'
+	@touch $(VENV)/.ray $(VENV)/.docs $(VENV)/.postgres && sleep 0.01 && touch $(VENV)/.browser
+	@$(MAKE) --no-print-directory $(VENV)/.ecosystem
+
 demo: $(VENV)/.engine ## declare, train, judge, ship, roll back: the whole product on this machine
 	@$(BIN)/posttrain demo $(DEMO)
 
@@ -72,10 +78,10 @@ demos: $(VENV)/.engine ## the other examples, one after the other
 test: lint types contracts fast slow ## everything CI runs
 
 fast: $(VENV)/.dev ## unit and contract tests
-	$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not ecosystem and not browser and not postgres and not containers" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not ecosystem and not browser and not postgres and not containers" -n 3 --dist worksteal
 
-slow: $(VENV)/.bench ## real processes end to end, killed on purpose; one tiny round of every benchmark
-	$(BIN)/python -m pytest -m "slow and not gpu and not ray and not ecosystem and not browser and not postgres and not containers" -n 3 --dist worksteal --timeout 3000
+slow: $(VENV)/.bench ## real processes end to end, killed on purpose; one tiny round of every benchmark; CASES=all tries more
+	$(BIN)/python -m pytest -m "slow $(if $(CASES),,and not deep) and not gpu and not ray and not ecosystem and not browser and not postgres and not containers" -n 4 --dist worksteal --timeout 3000
 
 fuzz: $(VENV)/.dev ## random signals to every process of whole runs: make fuzz SEED=1 RUNS=30
 	SEED=$(or $(SEED),1) RUNS=$(or $(RUNS),30) $(BIN)/python -m pytest -m slow tests/e2e/test_fuzz.py -s -v

@@ -28,6 +28,11 @@ settings.load_profile("posttrain")
 typer.testing._get_command = functools.cache(get_command)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first: at the end all other workers would wait for them."""
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: the collector need not look through a million objects again and again."""
     gc.collect()

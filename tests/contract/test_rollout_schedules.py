@@ -147,7 +147,7 @@ def test_a_schedule_changes_no_bit(case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", families.NATIVE)
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())
 def test_many_schedules_change_no_bit(family: str, case: Case) -> None:
     play(case, family)

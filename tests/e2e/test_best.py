@@ -34,6 +34,9 @@ def stopping(**sft: Any) -> dict[str, Any]:
     return raw | {"release": {"channel": "prod", "model": "sft/best"}}
 
 
+MORE = (("train.step", 7), ("checkpoint.before_commit", 1))  # where jobs of other tests die too
+
+
 def prepared(bench: Workbench) -> Workbench:
     held = (bench.folder / "heldout.jsonl").read_text().splitlines()
     bench.write("tune.jsonl", "\n".join(held[:16]) + "\n")
@@ -74,7 +77,9 @@ def undisturbed(template: Workbench, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.parametrize(
-    "point", [*BEST, ("train.step", 7), ("checkpoint.before_commit", 1)], ids=lambda point: point[0]
+    "point",
+    [*BEST, *(pytest.param(point, marks=pytest.mark.deep) for point in MORE)],
+    ids=lambda point: point[0],
 )
 def test_a_job_that_dies_leaves_the_same_two_models(
     point: tuple[str, int], template: Workbench, undisturbed: dict[str, Any], tmp_path: Path

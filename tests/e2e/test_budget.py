@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -61,6 +62,7 @@ def test_what_killed_attempts_spent_is_billed_and_bounded(empty: Workbench, refe
     process = empty.start("run", "run.yaml")
     kills = 0
     while process.poll() is None and kills < 6:
+        time.sleep(0.01)
         job = next((j for j in empty.live("job") if j.attempt.parent.name == "grpo"), None)
         if job is None:
             continue

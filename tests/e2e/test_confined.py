@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sysconfig
+import time
 import venv
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +147,7 @@ def test_a_reward_that_is_killed_heals_by_itself(empty: Workbench, reference: Re
     run = empty.start("run", "run.yaml")
     strikes = 0
     while run.poll() is None and strikes < 3:  # a fourth in a row is the machine's trouble
+        time.sleep(0.01)
         workers = reward_processes(empty)
         if workers:
             with contextlib.suppress(ProcessLookupError):

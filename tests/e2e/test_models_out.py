@@ -63,7 +63,7 @@ def test_an_export_has_the_type_that_was_asked_for(bench: Workbench, dtype: str)
     assert (bench.folder / "out" / "README.md").read_text().count(f"Weights in {dtype}") == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.deep), signal.SIGKILL])
 def test_an_export_that_is_ended_leaves_a_whole_folder_or_none(bench: Workbench, number: int) -> None:
     process = bench.start("export", "prod", "out", "--dtype", "bfloat16")
     bench.wait("its beginning", lambda: process.poll() is not None or any(bench.folder.glob(".posttrain-export-*")))

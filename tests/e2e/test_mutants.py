@@ -1,4 +1,4 @@
-"""The list of mutants is in order, its tool tells what it should, and a dozen drawn by a seed are noticed."""
+"""The list of mutants is in order, its tool tells what it should, and some drawn by a seed are noticed."""
 
 from __future__ import annotations
 
@@ -71,12 +71,10 @@ def test_tests_that_fail_anyway_notice_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_dozen_drawn_by_a_seed_are_noticed() -> None:
-    """The share that is asked of the whole list (`make mutants`), rounded down: of a dozen, eleven."""
-    from mutants.__main__ import REQUIRED
-
-    code, said = mutants("--sample", "12", "--seed", "7")
+@pytest.mark.first
+def test_four_drawn_by_a_seed_are_noticed() -> None:
+    """`make mutants` tries them all; a mutant costs its tests, so that a dozen took as long as a demo."""
+    code, said = mutants("--sample", "4", "--seed", "7")
     total = next(line.split() for line in said.splitlines() if line.startswith("all "))
-    assert total[1] == "12", said
-    assert int(total[2]) >= int(12 * REQUIRED), said
-    assert code in (0, 1), said
+    assert total[1:3] == ["4", "4"], said
+    assert code == 0, said

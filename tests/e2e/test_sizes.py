@@ -28,6 +28,7 @@ def planned(bench: Workbench, file: str) -> dict[str, dict[str, Any]]:
     return {stage["name"]: stage for stage in bench.run("plan", file, "-o", "json").json["stages"]}
 
 
+@pytest.mark.slow
 def test_the_job_takes_what_the_plan_said(empty: Workbench) -> None:
     raw = copy.deepcopy(RUN)
     raw["stages"]["grpo"].pop("reward_timeout")
@@ -55,6 +56,7 @@ def test_the_job_takes_what_the_plan_said(empty: Workbench) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.first
 def test_resident_memory_is_what_the_plan_says_within_a_factor(empty: Workbench) -> None:
     """Against a job of a model that is next to nothing, which has all that Python and torch take themselves."""
     few = {"kind": "sft", "data": "train", "steps": 2, "batch_size": 16}  # one micro-batch of some 4,000 tokens

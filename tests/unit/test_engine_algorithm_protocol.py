@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 STUBS = Path(__file__).with_name("algorithm_stubs.py")
+ROOT = STUBS.parents[2]
 WRONG = [  # what it is, right, wrong
     ("a need that nobody has", '"teacher", "topk", wide=64)', '"teacher", "logits", wide=64)'),
     ("an update without an objective", 'Update("policy", RightAnswers, mini_batches=4)', 'Update("policy")'),
@@ -24,8 +25,9 @@ WRONG = [  # what it is, right, wrong
 
 def checked(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     (folder / "stubs.py").write_text(text, encoding="utf-8")
-    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(folder / "cache"), str(folder / "stubs.py")]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=STUBS.parents[2])
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]  # which says strict
+    command += ["--cache-dir", str(ROOT / ".mypy_cache"), str(folder / "stubs.py")]  # that of `make types`
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
 
 
 @pytest.mark.slow

@@ -207,7 +207,7 @@ def test_no_budget_is_passed_and_what_it_ended_goes_on(model: ModelSource, tmp_p
     whole = Desk(tmp_path / "whole", recipe(model, "dapo", **options))
     needed, ended = whole.run().tokens, set[str]()
     first = recipe(model, "dapo", **options).price(0)  # which leaves nothing for replacements
-    for limit in (first, *range(needed // 8, needed + 400, needed // 16)):
+    for limit in (first, *range(needed // 5 + 7, needed + 400, needed // 5)):
         desk = Desk(tmp_path / f"{limit}", recipe(model, "dapo", **options), limits=Limits(tokens=limit))
         try:
             desk.run()

@@ -281,7 +281,9 @@ DEATHS = ["train.step@2", "train.step@7", "train.step@12", "best.before_rename@1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("death", DEATHS)
+@pytest.mark.parametrize(
+    "death", [pytest.param(death, marks=pytest.mark.deep if at % 2 else ()) for at, death in enumerate(DEATHS)]
+)
 def test_a_death_changes_neither_model_nor_what_is_said(
     death: str, shop: Shop, whole: tuple[JobResult, AttemptFolder]
 ) -> None:
