@@ -78,31 +78,31 @@ demos: $(VENV)/.engine ## the other examples, one after the other
 test: lint types contracts fast slow ## everything CI runs
 
 fast: $(VENV)/.dev ## unit and contract tests
-	$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not ecosystem and not browser and not postgres and not containers" -n 3 --dist worksteal
+	$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not ecosystem and not browser and not postgres and not containers" -n 3 --dist worksteal --durations 12
 
 slow: $(VENV)/.bench ## real processes end to end, killed on purpose; one tiny round of every benchmark; CASES=all tries more
-	$(BIN)/python -m pytest -m "slow $(if $(CASES),,and not deep) and not gpu and not ray and not ecosystem and not browser and not postgres and not containers" -n 4 --dist worksteal --timeout 3000
+	$(BIN)/python -m pytest -m "slow $(if $(CASES),,and not deep) and not gpu and not ray and not ecosystem and not browser and not postgres and not containers" -n 4 --dist worksteal --timeout 3000 --durations 12 $$(grep -rl mark.slow tests --include='test_*.py')
 
 fuzz: $(VENV)/.dev ## random signals to every process of whole runs: make fuzz SEED=1 RUNS=30
 	SEED=$(or $(SEED),1) RUNS=$(or $(RUNS),30) $(BIN)/python -m pytest -m slow tests/e2e/test_fuzz.py -s -v
 
 chaos: $(VENV)/.dev ## 200 simulated days of the control plane, 200 histories against its model: make chaos SEEDS=1000, or SEED=7 for one day
-	SEED=$(SEED) SEEDS=$(or $(SEEDS),200) $(BIN)/python -m pytest tests/unit/test_simulation.py tests/unit/test_control_model.py -k "$(if $(SEED),day,day or people)" -n 2 --timeout 3000
+	SEED=$(SEED) SEEDS=$(or $(SEEDS),200) $(BIN)/python -m pytest tests/unit/test_simulation.py tests/unit/test_control_model.py -k "$(if $(SEED),day,day or people)" -n 2 --timeout 3000 --durations 12
 
 ray: $(VENV)/.ray ## worker groups in real Ray processes on this machine
-	$(BIN)/python -m pytest -m "ray and not gpu" --timeout 3000
+	$(BIN)/python -m pytest -m "ray and not gpu" --timeout 3000 --durations 12 $$(grep -rl mark.ray tests --include='test_*.py')
 
 ecosystem: $(VENV)/.ecosystem ## rows and rewards of the real verifiers, TRL, math-verify, reasoning-gym and datasets; trackers
-	$(BIN)/python -m pytest -m ecosystem --timeout 3000
+	$(BIN)/python -m pytest -m ecosystem --timeout 3000 --durations 12 $$(grep -rlE 'ecosystem|tracker_targets' tests --include='test_*.py')
 
 postgres: $(VENV)/.postgres ## ledger and control suite on a PostgreSQL that is started for them and stopped; MINUTES=10 for the long ordeal
 	@$(BIN)/python tests/postgres_server.py
-	MINUTES=$(MINUTES) $(BIN)/python -m pytest -m postgres --timeout 3000 $(if $(MINUTES),-s) $$(grep -rlE 'postgres|ledger_at' tests --include='test_*.py')
+	MINUTES=$(MINUTES) $(BIN)/python -m pytest -m postgres --timeout 3000 --durations 12 $(if $(MINUTES),-s) $$(grep -rlE 'postgres|ledger_at' tests --include='test_*.py')
 	$(BIN)/python -m pytest --ledger postgresql -m "not slow" -n 2 $$(grep -lE 'control_bench' tests/unit/test_*.py)
 
 containers: $(VENV)/.dev ## jobs in containers of a real podman: what they compute, what they cannot reach, what they leave
 	@command -v podman >/dev/null || { echo "make containers needs podman: apt-get install -y podman runc" >&2; exit 1; }
-	$(BIN)/python -m pytest -m containers --timeout 3000 $$(grep -rl 'mark.containers' tests --include='test_*.py')
+	$(BIN)/python -m pytest -m containers --timeout 3000 --durations 12 $$(grep -rl 'mark.containers' tests --include='test_*.py')
 
 site: $(VENV)/.docs ## the documentation as a site in .site/, made anew; a broken link ends it
 	rm -rf .site && $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c handbook -d .site/.doctrees docs .site

@@ -28,6 +28,8 @@ SAID = "a number that is said or stored; nobody waits so long"
 PAST = "a moment long ago"
 ALLOWED = {
     ("e2e/test_fuzz.py", "time.sleep(0.02)"): "a reward's own work",
+    ("e2e/test_budget.py", "time.sleep(0.01)"): POLL,
+    ("e2e/test_confined.py", "time.sleep(0.01)"): POLL,
     ("sink_servers.py", "while not known.over.wait(0.05):"): "a slow receiver's own work",
     ("contract/device_job.py", "_SPELL_SECONDS = 0.2"): "the job's own work",
     ("contract/device_job.py", "time.sleep(_SPELL_SECONDS)"): "the job's own work",
