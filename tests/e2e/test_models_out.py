@@ -99,6 +99,9 @@ def test_the_same_question_gets_the_same_samples_and_another_seed_others(bench: 
     assert len({answer["text"] for answer in first["answers"]}) > 1
     other = bench.run(*ask, "--seed", "1").json
     assert [answer["text"] for answer in other["answers"]] != [answer["text"] for answer in first["answers"]]
+    likeliest = bench.run(*ask, "--top-k", "1").json["answers"]
+    greedy = bench.run("sample", "tiny/sft", "Q: sort 4213", "-o", "json").json["answers"]
+    assert {answer["text"] for answer in likeliest} == {greedy[0]["text"]}
 
 
 def test_a_prompt_that_does_not_fit_is_one_line(bench: Workbench) -> None:

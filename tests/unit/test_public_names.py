@@ -43,8 +43,9 @@ COMMANDS = {
     "retry": ["--detach", "--timeout", "run"],
     "dead": ["--assume-dead", "--output", "--retry", "-o", "[RUN[/STAGE]]"],
     "sample": [
-        *("--chat", "--device", "--dtype", "--max-new-tokens", "--output", "--samples", "--seed", "--system"),
-        *("--stop", "--temperature", "--text", "--threads", "--timeout", "-n", "-o", "MODEL", "PROMPT..."),
+        *("--chat", "--device", "--dtype", "--max-new-tokens", "--min-p", "--output", "--samples", "--seed", "--stop"),
+        *("--system", "--temperature", "--text", "--threads", "--timeout", "--top-k", "--top-p", "-n", "-o"),
+        *("MODEL", "PROMPT..."),
     ],
     "eval": [
         *("--again", "--device", "--dialect", "--dtype", "--entry", "--extract", "--max-new-tokens", "--output"),

@@ -87,12 +87,18 @@ class Models(Protocol):
         chat: bool | None,
         system: str | None,
         stop: Sequence[str] = (),
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
     ) -> Asked:
         """Ask a model by the words that a person has for it. Nothing is recorded.
 
         Args:
             chat: as a user's message or as plain text; None: as it was trained.
             stop: a response ends with the token that completes one of these in its text.
+            top_k: draw among the k most likely tokens; 0: all.
+            top_p: draw among the most likely ones that together have this probability.
+            min_p: draw among those at least this times as likely as the likeliest.
         """
 
     def export(self, model: str, folder: Path, *, dtype: str | None, progress: Callable[[str], None]) -> Exported:

@@ -36,6 +36,9 @@ class Ask:
     runtime: InferenceRuntimeConfig = field(default_factory=InferenceRuntimeConfig)
     timeout: float = LONGEST_WAIT  # seconds, for all of it
     stop: Sequence[str] = ()  # a response ends with the token that completes one of these in its text
+    top_k: int = 0  # draw among the k most likely tokens; 0: all
+    top_p: float = 1.0  # among the most likely ones that together have this probability
+    min_p: float = 0.0  # among those at least this times as likely as the likeliest
 
     def __post_init__(self) -> None:
         for name, most in (("samples", MOST_ROWS), ("max_new_tokens", MOST_TOKENS)):
@@ -48,6 +51,13 @@ class Ask:
             raise InputError(f"temperature must be above 0 for {self.samples} different responses, got 0; say 1")
         if fault := stop_fault(self.stop):
             raise InputError(f"stop {fault}")
+        if self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1:
+            raise InputError(
+                "top-k must be 0 (all) or more, top-p above 0 to 1 and min-p from 0 to below 1, "
+                f"got {self.top_k}, {self.top_p:g} and {self.min_p:g}"
+            )
+        if self.temperature == 0 and (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0):
+            raise InputError("top-k, top-p and min-p need a temperature above 0, got 0 (the most likely tokens); say 1")
 
 
 def ask_model(
@@ -73,6 +83,7 @@ def ask_model(
         "temperature": ask.temperature,
         "seed": ask.seed,
         "stop": list(ask.stop),
+        "among": {"top_k": ask.top_k, "top_p": ask.top_p, "min_p": ask.min_p},
         "runtime": ask.runtime.model_dump(),
         "threads": ask.runtime.threads,
     }

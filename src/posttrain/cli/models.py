@@ -46,6 +46,9 @@ SuitesArgument = Annotated[
 ]
 PassAt = Annotated[list[int] | None, typer.Option("--pass-at", help="k, at most --samples; repeat it.")]
 Extract = Annotated[str | None, typer.Option(help="Regular expression; group 1 of its last match is the answer.")]
+TopKOption = Annotated[int | None, typer.Option(help="Of the sampled: drawn among the k most likely tokens.")]
+TopPOption = Annotated[float | None, typer.Option(help="Among the most likely that have this probability.")]
+MinPOption = Annotated[float | None, typer.Option(help="Among those so many times as likely as the likeliest.")]
 StopOption = Annotated[
     list[str] | None, typer.Option("--stop", help="A response ends where it says this; repeat it for several.")
 ]
@@ -79,6 +82,9 @@ def sample(
     ] = None,
     max_new_tokens: MaxNewTokens = None,
     stop: StopOption = None,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    min_p: MinPOption = None,
     chat: Annotated[
         bool | None, typer.Option("--chat/--text", help="As a user's message, or as plain text; as trained by default.")
     ] = None,
@@ -110,6 +116,7 @@ def sample(
         chat=chat,
         system=system,
         stop=stop or (),
+        **_given(top_k=top_k, top_p=top_p, min_p=min_p),
     )
     aside(f"{asked.name} {digest(asked.digest)}, asked as {asked.form} ({asked.why}); it is loading")
     answers: list[Answer] = []
@@ -166,9 +173,9 @@ def evaluate(
     max_new_tokens: MaxNewTokens = None,
     samples: Annotated[int, typer.Option("--samples", "-n", min=0, help="Sampled responses beside the greedy.")] = 0,
     temperature: Annotated[float, typer.Option(help="Of the sampled responses.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Of the sampled: drawn among the k most likely tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Among the most likely that have this probability.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Among those so many times as likely as the likeliest.")] = None,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    min_p: MinPOption = None,
     stop: StopOption = None,
     pass_at: PassAt = None,
     extract: Extract = None,

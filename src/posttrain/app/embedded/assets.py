@@ -132,13 +132,16 @@ class Models:
         chat: bool | None,
         system: str | None,
         stop: Sequence[str] = (),
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
     ) -> Asked:
         """See `Models.ask`."""
         from posttrain.app.naming import named_model
         from posttrain.app.sampling import LONGEST_WAIT, Ask, ask_model, inference_runtime, prompt_row, usual_form
 
         where, wait = inference_runtime(**runtime), timeout or LONGEST_WAIT
-        how = Ask(samples, max_new_tokens, temperature, seed, where, wait, stop)
+        how = Ask(samples, max_new_tokens, temperature, seed, where, wait, stop, top_k, top_p, min_p)
         named = named_model(self.workspace, model)
         form, why = usual_form(self.workspace, named)
         if chat is not None:
