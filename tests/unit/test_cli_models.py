@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -321,6 +322,9 @@ class TestExport:
         assert head["model-index"][0]["results"][0]["metrics"][0]["value"] == 0.98
         for word in (f"`{shipped}/grpo`", "prod, release 1", "| accuracy | PASS |", done["digest"], "dataset:train@1"):
             assert word in card
+        billed = {stage["name"]: stage["seconds"] for stage in world.json("get", shipped)["stages"]}
+        said = [float(found) for found in re.findall(r"tokens in ([\d.e-]+) s", card)]
+        assert said == pytest.approx([billed["sft"], billed["grpo"]], abs=6e-4)
         lineage = json.loads(Path("out/lineage.json").read_text())
         assert lineage["scores"] == {"evaluate/heldout/accuracy": 0.98}
         assert lineage["lineage"]["children"][0]["digest"] == done["digest"]

@@ -15,6 +15,7 @@ from posttrain._version import __version__
 from posttrain.api.values import Exported
 from posttrain.app.naming import NamedModel
 from posttrain.app.workspace import Workspace
+from posttrain.control.budgets import spending
 from posttrain.control.explain import explain_run
 from posttrain.control.lineage import Node, asset_lineage, model_lineage
 from posttrain.control.models import MadeModel
@@ -180,7 +181,7 @@ def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *
         state=run.state,
         judge=_is_classifier(folder),
         seed=manifest.seed,
-        stages=tuple(_stage_line(stage, rows[stage.name]) for stage in chain),
+        stages=tuple(_stage_line(workspace, stage, rows[stage.name]) for stage in chain),
         scores=tuple(_scores(manifest, made.digest, rows)),
         gates=report.verdicts if report and report.candidate == made.digest else (),
         lineage=tuple(tree_lines(tree)),
@@ -226,12 +227,12 @@ def _base(chain: Sequence[StageManifest]) -> str:
     return first.name if first else ""
 
 
-def _stage_line(stage: StageManifest, row: StageRecord) -> StageLine:
+def _stage_line(workspace: Workspace, stage: StageManifest, row: StageRecord) -> StageLine:
     inputs = tuple((slot, str(blob["name"]), str(blob["digest"])) for slot, blob in row.inputs.items())
     settings = {key: value for key, value in deciding(stage.params).items() if key not in stage.inputs}
     params = tuple((key, json.dumps(value, ensure_ascii=False)) for key, value in settings.items())
-    started, finished = row.started_at, row.finished_at
-    seconds = finished - started if started and finished and not row.cached_from else None
+    own = [attempt for attempt in workspace.ledger.attempts(row.run_id, row.name) if attempt.run_id == row.run_id]
+    seconds = spending((), own).seconds if own else None  # what was billed, as `get` shows it
     return StageLine(stage.name, stage.kind, inputs, params, row.tokens, seconds)
 
 
