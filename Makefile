@@ -95,9 +95,9 @@ ray: $(VENV)/.ray ## worker groups in real Ray processes on this machine
 ecosystem: $(VENV)/.ecosystem ## rows and rewards of the real verifiers, TRL, math-verify, reasoning-gym and datasets; trackers
 	$(BIN)/python -m pytest -m ecosystem --timeout 3000 --durations 12 $$(grep -rlE 'ecosystem|tracker_targets' tests --include='test_*.py')
 
-postgres: $(VENV)/.postgres ## ledger and control suite on a PostgreSQL that is started for them and stopped; MINUTES=10 for the long ordeal
+postgres: $(VENV)/.postgres ## ledger and control suite on a PostgreSQL that is started for them and stopped; MINUTES=10 for the long ordeal, CASES=all for the demo over two servers
 	@$(BIN)/python tests/postgres_server.py
-	MINUTES=$(MINUTES) $(BIN)/python -m pytest -m postgres --timeout 3000 --durations 12 $(if $(MINUTES),-s) $$(grep -rlE 'postgres|ledger_at' tests --include='test_*.py')
+	MINUTES=$(MINUTES) $(BIN)/python -m pytest -m "postgres $(if $(CASES),,and not deep)" --timeout 3000 --durations 12 $(if $(MINUTES),-s) $$(grep -rlE 'postgres|ledger_at' tests --include='test_*.py')
 	$(BIN)/python -m pytest --ledger postgresql -m "not slow" -n 2 $$(grep -lE 'control_bench' tests/unit/test_*.py)
 
 containers: $(VENV)/.dev ## jobs in containers of a real podman: what they compute, what they cannot reach, what they leave

@@ -44,6 +44,7 @@ def playing(team: Team, name: str, of: int, project: str) -> tuple[Workbench, su
 
 
 @pytest.mark.timeout(3000)
+@pytest.mark.deep
 def test_the_demo_over_two_servers_releases_what_it_releases_here(team: Team) -> None:
     for project in ("blue", "green"):
         team.benches[0].run("project", "add", project)
