@@ -55,7 +55,7 @@ $(VENV)/.ecosystem: $(VENV)/.dev
 # Every lane's packages in one go: pip builds and resolves once, not six times.
 lanes: $(VENV)/.dev
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,ray,ecosystem,docs,postgres,browser]'
-	@touch $(VENV)/.ray $(VENV)/.docs $(VENV)/.postgres && sleep 0.01 && touch $(VENV)/.browser
+	@touch $(VENV)/.ray $(VENV)/.docs $(VENV)/.postgres $(VENV)/.browser
 	@$(MAKE) --no-print-directory $(VENV)/.ecosystem
 
 demo: $(VENV)/.engine ## declare, train, judge, ship, roll back: the whole product on this machine
@@ -87,7 +87,7 @@ fuzz: $(VENV)/.dev ## random signals to every process of whole runs: make fuzz S
 	SEED=$(or $(SEED),1) RUNS=$(or $(RUNS),30) $(BIN)/python -m pytest -m slow tests/e2e/test_fuzz.py -s -v
 
 chaos: $(VENV)/.dev ## 200 simulated days of the control plane, 200 histories against its model: make chaos SEEDS=1000, or SEED=7 for one day
-	SEED=$(SEED) SEEDS=$(or $(SEEDS),200) $(BIN)/python -m pytest tests/unit/test_simulation.py tests/unit/test_control_model.py -k "$(if $(SEED),day,day or people)" -n 2 --timeout 3000 --durations 12
+	SEED=$(SEED) SEEDS=$(or $(SEEDS),200) $(BIN)/python -m pytest tests/unit/test_simulation.py tests/unit/test_control_model.py -k "$(if $(SEED),day,day or people)" -n 2 --timeout 3000
 
 ray: $(VENV)/.ray ## worker groups in real Ray processes on this machine
 	$(BIN)/python -m pytest -m "ray and not gpu" --timeout 3000 --durations 12 $$(grep -rl mark.ray tests --include='test_*.py')

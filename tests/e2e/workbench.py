@@ -271,17 +271,24 @@ def _command_lines(said: str) -> Iterator[tuple[int, list[str]]]:
     """Those in which that stands; they are looked at thirty times a second, so the others are not taken apart."""
     sought = os.fsencode(said)
     for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError), open(f"/proc/{name}/cmdline", "rb", buffering=0) as file:  # gone while we looked
-            if sought in file.read():
-                yield int(name), _words(int(name))
+        line = _command_line(int(name))
+        if sought in line:
+            yield int(name), _split(line)
 
 
 def _words(pid: int) -> list[str]:
     """A command line; empty for a process that is gone or a zombie."""
-    with suppress(OSError):  # gone while we looked
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        return [word for word in words if word]
-    return []
+    return _split(_command_line(pid))
+
+
+def _split(line: bytes) -> list[str]:
+    return [word for word in line.decode(errors="replace").split("\0") if word]
+
+
+def _command_line(pid: int) -> bytes:
+    with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb", buffering=0) as file:  # gone while we looked
+        return file.read()
+    return b""
 
 
 def _parent(pid: int) -> int:

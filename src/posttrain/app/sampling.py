@@ -83,7 +83,9 @@ def ask_model(
         "temperature": ask.temperature,
         "seed": ask.seed,
         "stop": list(ask.stop),
-        "among": {"top_k": ask.top_k, "top_p": ask.top_p, "min_p": ask.min_p},
+        "top_k": ask.top_k,
+        "top_p": ask.top_p,
+        "min_p": ask.min_p,
         "runtime": ask.runtime.model_dump(),
         "threads": ask.runtime.threads,
     }

@@ -1,9 +1,9 @@
 """`python -m posttrain.jobs.sample`: what a model says to some prompts, with the decoder that training samples with.
 
-Asked: `{"folder", "name", "rows", "samples", "max_new_tokens", "temperature", "seed", "stop", "among", "runtime"}`; a
-temperature of 0 takes the most likely tokens, and without `max_new_tokens` there are 256, or as many as the context
-leaves. Answered, first the device and fall-backs, then a line for each response: `{"prompt", "sample", "text",
-"tokens", "truncated", "logprob"}`.
+Asked: `{"folder", "name", "rows", "samples", "max_new_tokens", "temperature", "seed", "stop", "top_k", "top_p",
+"min_p", "runtime"}`; a temperature of 0 takes the most likely tokens, and without `max_new_tokens` there are 256, or as
+many as the context leaves. Answered, first the device and fall-backs, then a line for each response: `{"prompt",
+"sample", "text", "tokens", "truncated", "logprob"}`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ def sample(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     prompts = encode_prompts(tokenizer, rows, name=name, limit=model.context_length, reserve=limit or 1)
     most = limit or min(_USUAL_TOKENS, model.context_length - min(map(len, prompts)))
     seed = derive_seed(request["seed"], "sample")
-    sampling = SamplingParams(
-        most, temperature or 1.0, greedy=temperature == 0, seed=seed, stop=tuple(request["stop"]), **request["among"]
-    )
+    among, stop = {name: request[name] for name in ("top_k", "top_p", "min_p")}, tuple(request["stop"])
+    sampling = SamplingParams(most, temperature or 1.0, greedy=temperature == 0, seed=seed, stop=stop, **among)
     rollout = open_rollout(model, texts=StopStrings(lambda: tokenizer))
     yield {"device": device, "fallbacks": decoding_fallbacks(model)}
     step = max(1, _ROWS_PER_CALL // samples)

@@ -393,8 +393,7 @@ class NativeRollout:
 
     def _forget_all(self) -> None:
         """Give the memory back; rows that are left are lost, and their ids free."""
-        lost = self._schedule.take(lambda row: True)
-        self._intake.give(row.asked.id for row in lost)
+        self._intake.give(row.asked.id for row in self._schedule.take(lambda row: True))
         self._store.clear()
         self._begin_store()
         self._hidden, self._partial, self._draws = {}, None, None
