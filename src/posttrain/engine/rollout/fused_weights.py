@@ -29,6 +29,7 @@ class FusedLinear:
 
     weight: Tensor  # [outputs, inputs]
     bias: Tensor | None
+    transposed: Tensor  # the weight, seen as [inputs, outputs]
 
     def views(self, names: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
         """The layers that it is made of, by their names: `sizes` rows each."""
@@ -167,7 +168,8 @@ def fuse_weights(module: PreTrainedModel) -> FusedWeights:
 
 def _fuse(linears: Sequence[nn.Linear]) -> FusedLinear:
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-    return FusedLinear(_stack([linear.weight for linear in linears]), _stack(biases) if biases else None)
+    weight = _stack([linear.weight for linear in linears])
+    return FusedLinear(weight, _stack(biases) if biases else None, weight.t())
 
 
 def _stack(parameters: Sequence[Tensor]) -> Tensor:

@@ -184,11 +184,12 @@ class PageStore:
         looks = (torch.from_numpy(of).to(device) for of in (row, page, used))
         self.step = Step(Looks(len(table), *looks), torch.from_numpy(writes).to(device))
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, heads: Tensor) -> Tensor:
         """See `KVStore.attend`."""
         assert self.step is not None, "begin_step comes first"
         pool = self._pools[layer]
-        flat = self._flat(pool)
+        flat, kv_heads = self._flat(pool), self._shape.kv_heads
+        query, key, value = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
         flat[0].index_copy_(0, self.step.writes, key)
         flat[1].index_copy_(0, self.step.writes, value)
         return attend_pages(query, pool[0], pool[1], self.step.looks, varlen=self._varlen)

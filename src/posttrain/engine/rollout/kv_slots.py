@@ -8,6 +8,7 @@ A row that outgrows its class is copied into the next, which happens once per do
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
@@ -21,6 +22,19 @@ from posttrain.engine.rollout.row_products import padded_width, weigh
 _FIRST_CLASS = 128  # positions
 
 
+class _View:
+    """One layer of the rows of a class, as products take it; rows and heads are one axis."""
+
+    __slots__ = ("flat", "keys", "rows", "values")
+
+    def __init__(self, pairs: Tensor, count: int, width: int) -> None:
+        used = pairs[:, :count]
+        self.flat = pairs.view(-1, pairs.shape[-1])  # [places, head_dim]
+        self.rows = used.transpose(0, 1)  # [rows, 2, kv_heads, positions, head_dim]
+        self.keys = used[0].flatten(0, 1)[:, :width].transpose(1, 2)  # [rows * kv_heads, head_dim, width]
+        self.values = used[1].flatten(0, 1)[:, :width]
+
+
 @dataclass(slots=True, eq=False)
 class _Class:
     """Rows with the same number of positions."""
@@ -28,20 +42,19 @@ class _Class:
     positions: int  # what rows have room for
     pairs: list[Tensor] = field(default_factory=list)  # of each layer, [2, slots, kv_heads, positions, head_dim]
     rows: list[int] = field(default_factory=list)  # by slot
-    views: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)  # see `see`
-    viewed: int = 0  # rows of `views`
+    views: list[_View] = field(default_factory=list)  # see `see`
+    viewed: tuple[int, int] = (0, 0)  # rows and width of `views`
 
     @property
     def slots(self) -> int:
         return self.pairs[0].shape[1] if self.pairs else 0
 
-    def see(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Of each layer: keys and values of the rows, and both with rows and heads as one axis."""
+    def see(self, width: int) -> list[_View]:
+        """What a step over the first `width` positions reads and writes of each layer."""
         count = len(self.rows)
-        if not self.views or self.viewed != count:
-            used = [pairs[:, :count].unbind(0) for pairs in self.pairs]
-            self.views = [(k, v, k.flatten(0, 1), v.flatten(0, 1)) for k, v in used]
-            self.viewed = count
+        if not self.views or self.viewed != (count, width):
+            self.views = [_View(pairs, count, width) for pairs in self.pairs]
+            self.viewed = (count, width)
         return self.views
 
 
@@ -52,9 +65,9 @@ class _Part:
     begin: int  # in the order of the step
     end: int
     width: int  # positions attended over
-    views: list[tuple[Tensor, Tensor, Tensor, Tensor]]
-    together: int | None  # all rows write here
-    keys_at: Tensor | None  # otherwise: [rows * kv_heads] places in the flat keys
+    views: list[_View]
+    together: int  # all rows write here, where `places` is None
+    places: Tensor | None  # [rows * 2 * kv_heads] of keys and values in the flat view
     bias: Tensor | None  # [rows, 1, 1, width]; None where all write at one position
 
 
@@ -204,44 +217,39 @@ class SlotStore:
     def _part(self, kind: _Class, begin: int, end: int, positions: Sequence[int]) -> _Part:
         longest, shortest = max(positions), min(positions)
         width = padded_width(longest + 1)
+        views = kind.see(width)
         if longest == shortest:
-            return _Part(begin, end, width, kind.see(), longest, None, None)
+            return _Part(begin, end, width, views, longest, None, None)
         device, heads = self._shape.device, self._shape.kv_heads
         at = torch.tensor(positions, device=device)
         unseen = torch.arange(width, device=device) > at[:, None]
         bias = torch.zeros(unseen.shape, dtype=self._shape.dtype, device=device).masked_fill_(unseen, float("-inf"))
-        first = torch.arange(len(positions) * heads, device=device) * kind.positions
-        keys_at = (first.view(-1, heads) + at[:, None]).view(-1)
-        return _Part(begin, end, width, kind.see(), None, keys_at, bias[:, None, None])
+        slot = torch.arange(len(positions), device=device)[:, None] * heads + torch.arange(heads, device=device)
+        places = slot * kind.positions + at[:, None]
+        values = places + kind.slots * heads * kind.positions
+        return _Part(begin, end, width, views, 0, torch.cat([places, values], 1).view(-1), bias[:, None, None])
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, heads: Tensor) -> Tensor:
         """See `KVStore.attend`."""
         if len(self._parts) == 1:
-            return self._attend_part(self._parts[0], layer, query, key, value)
-        cuts = [slice(part.begin, part.end) for part in self._parts]
-        return torch.cat(
-            [
-                self._attend_part(part, layer, query[cut], key[cut], value[cut])
-                for part, cut in zip(self._parts, cuts, strict=True)
-            ]
-        )
+            return self._attend_part(self._parts[0], layer, heads)
+        return torch.cat([self._attend_part(part, layer, heads[part.begin : part.end]) for part in self._parts])
 
-    def _attend_part(self, part: _Part, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        count, heads, head_dim = key.shape
-        keys, values, merged_keys, merged_values = part.views[layer]
-        if part.keys_at is None:
-            keys[:, :, part.together] = key
-            values[:, :, part.together] = value
+    def _attend_part(self, part: _Part, layer: int, heads: Tensor) -> Tensor:
+        count, total, head_dim = heads.shape
+        kv_heads, view, width, together = self._shape.kv_heads, part.views[layer], part.width, part.together
+        queries = total - 2 * kv_heads
+        pairs = heads.narrow(1, queries, 2 * kv_heads)
+        if part.places is None:
+            view.rows.select(3, together).copy_(pairs.view(count, 2, kv_heads, head_dim))
         else:
-            merged_keys.view(-1, head_dim).index_copy_(0, part.keys_at, key.reshape(-1, head_dim))
-            merged_values.view(-1, head_dim).index_copy_(0, part.keys_at, value.reshape(-1, head_dim))
-        width = part.width
-        scores = torch.bmm(query.reshape(count * heads, -1, head_dim), merged_keys[:, :width].transpose(1, 2))
+            view.flat.index_copy_(0, part.places, pairs.reshape(-1, head_dim))
+        scores = torch.bmm(heads.narrow(1, 0, queries).reshape(count * kv_heads, -1, head_dim), view.keys)
         if part.bias is not None:
-            scores.view(count, heads, -1, width).add_(part.bias)
-        elif part.together is not None and width > part.together + 1:
-            scores[:, :, part.together + 1 :] = float("-inf")
-        return weigh(scores.softmax(-1), merged_values[:, :width]).view(count, -1)
+            scores.view(count, kv_heads, -1, width).add_(part.bias)
+        elif width > together + 1:
+            scores.narrow(2, together + 1, width - together - 1).fill_(-math.inf)
+        return weigh(scores.softmax(-1), view.values).view(count, -1)
 
     def _class_of(self, length: int) -> int:
         return next(i for i, kind in enumerate(self._classes) if kind.positions >= length)

@@ -85,8 +85,8 @@ class KVStore(Protocol):
     def begin_step(self, positions: Sequence[int]) -> None:
         """Every row, in order, will write its next key at this position and attend up to it."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Write [rows, kv_heads, head_dim] and attend with [rows, heads, head_dim] → [rows, heads * head_dim].
+    def attend(self, layer: int, heads: Tensor) -> Tensor:
+        """Write keys and values and attend: [rows, heads + 2 kv_heads, head_dim] → [rows, heads * head_dim].
 
-        The query is scaled already.
+        The heads are those of the query, scaled already, of the key and of the value, in this order.
         """

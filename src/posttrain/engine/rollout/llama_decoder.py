@@ -54,8 +54,10 @@ class LlamaDecoder:
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
         self._head_dim = _head_dim(config)
+        self._turning = self._heads + self._kv_heads  # heads that are rotated
         self._eps = config.rms_norm_eps
         self._eps_tensor = torch.tensor(self._eps, device=weights.embedding.device)
+        self._composes_norms = weights.embedding.device.type == "cpu" and weights.embedding.dtype == torch.float32
         widths = (config.hidden_size, config.intermediate_size, self._head_dim * self._kv_heads)
         self._multiple = _VECTOR // math.gcd(_VECTOR, *widths)
         self._fewest = _fewest_rows(weights)
@@ -87,13 +89,13 @@ class LlamaDecoder:
         pairs: list[Tensor] = []
         total = sum(lengths)
         for index, layer in enumerate(self._weights.layers):
-            query_key, value = self._project(x, index, cosine, sine)
-            pair = torch.stack([query_key[:total, self._heads :], value[:total]], 1)
+            heads = self._project(x, index, cosine, sine)
+            pair = heads[:total, self._heads :].reshape(total, 2, self._kv_heads, self._head_dim)
             seen = pair if past is None else torch.cat([past.pairs[index], pair])
             if self._varlen:
-                attended = attend_packed_prompts(query_key[:total, : self._heads], seen, lengths, begin)
+                attended = attend_packed_prompts(heads[:total, : self._heads], seen, lengths, begin)
             else:
-                attended = self._attend_prompts(query_key[:, : self._heads], seen, begin, blocks)
+                attended = self._attend_prompts(heads[:, : self._heads], seen, begin, blocks)
                 attended = attended if inverse is None else attended.index_select(0, inverse)
             x = self._finish(x, self._padded(attended, len(x)), layer)
             pairs.append(seen)
@@ -117,11 +119,9 @@ class LlamaDecoder:
         x, cosine, sine = self._enter(tokens, places)
         spare = len(x) - count
         for index, layer in enumerate(self._weights.layers):
-            query_key, value = self._project(x, index, cosine, sine)
-            if spare:
-                query_key, value = query_key[:count], value[:count]
-            attended = store.attend(index, query_key[:, : self._heads], query_key[:, self._heads :], value)
-            x = self._finish(x, self._padded(attended, len(x)), layer)
+            heads = self._project(x, index, cosine, sine)
+            attended = store.attend(index, heads[:count] if spare else heads)
+            x = self._finish(x, F.pad(attended, (0, 0, 0, spare)) if spare else attended, layer)
         return self._logits(x)[:count]
 
     @property
@@ -146,11 +146,13 @@ class LlamaDecoder:
         while longest >= len(self._cosine):
             self._extend_rotations()
         spare = [0] * (self.rows(len(positions)) - len(positions))
-        places = torch.tensor([*positions, *spare], device=device)
         if isinstance(tokens, Tensor):
+            places = torch.tensor([*positions, *spare], device=device)
             lacking = len(places) - len(tokens)
             return (F.pad(tokens, (0, lacking)) if lacking else tokens), places
-        return torch.tensor([*tokens, *[0] * (len(places) - len(tokens))], device=device), places
+        lacking = len(positions) + len(spare) - len(tokens)
+        both = torch.tensor([[*tokens, *[0] * lacking], [*positions, *spare]], device=device)
+        return both[0], both[1]
 
     def _enter(self, tokens: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Embeddings and rotations."""
@@ -208,19 +210,18 @@ class LlamaDecoder:
         out = out.permute(0, 3, 1, 2, 4)[:, : block.length]
         return out.reshape(rows * block.length, -1)
 
-    def _project(self, x: Tensor, index: int, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-        """Of layer `index`: [N, hidden] → rotated query and key heads, value heads [N, kv_heads, head_dim].
+    def _project(self, x: Tensor, index: int, cosine: Tensor, sine: Tensor) -> Tensor:
+        """Of layer `index`: [N, hidden] → query, key and value heads, [N, heads + 2 kv_heads, head_dim].
 
-        Query and key come together, [N, heads + kv_heads, head_dim]; the query is scaled by 1/sqrt(head_dim) already.
+        Query and key are rotated; the query is scaled by 1/sqrt(head_dim) already.
         """
         layer, factors = self._weights.layers[index], self._factors[index]
-        normed = self._rms_norm(x, layer.input_norm)
-        heads = _linear(normed, layer.qkv).view(len(x), -1, self._head_dim)
-        query_key, value = heads[:, : -self._kv_heads], heads[:, -self._kv_heads :]
-        query_key = query_key * factors if layer.query_norm is None else self._rms_norm(query_key, factors)
-        half = self._head_dim // 2
-        turned = torch.cat([query_key[..., half:], query_key[..., :half]], -1)
-        return (query_key * cosine).addcmul_(turned, sine), value
+        heads = _linear(self._rms_norm(x, layer.input_norm), layer.qkv).view(len(x), -1, self._head_dim)
+        turning = heads.narrow(1, 0, self._turning)
+        normed = turning * factors if layer.query_norm is None else self._rms_norm(turning, factors)
+        turned = normed.roll(self._head_dim // 2, -1)
+        torch.addcmul(normed.mul_(cosine), turned, sine, out=turning)
+        return heads
 
     def _finish(self, x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
         """The rest of a layer after attention: output projection, residual, MLP, residual."""
@@ -234,11 +235,11 @@ class LlamaDecoder:
 
         On the CPU torch composes its own from eight operations; on few rows their overhead is a quarter of a step.
         """
-        if x.device.type != "cpu" or x.dtype != torch.float32:
+        if not self._composes_norms:
             return F.rms_norm(x, x.shape[-1:], None, self._eps) * weight
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse = torch.addcmul(self._eps_tensor, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
-        return (x * inverse).mul_(weight)
+        return x.mul(inverse).mul_(weight)
 
     def _logits(self, x: Tensor) -> Tensor:
         """In float32, also from weights in bfloat16."""
@@ -291,5 +292,5 @@ def _linear(x: Tensor, layer: FusedLinear) -> Tensor:
 
 def _add_linear(x: Tensor, y: Tensor, layer: FusedLinear) -> Tensor:
     """x + W y + b."""
-    out = torch.addmm(x, y, layer.weight.t())
+    out = torch.addmm(x, y, layer.transposed)
     return out if layer.bias is None else out.add_(layer.bias)

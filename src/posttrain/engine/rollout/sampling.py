@@ -23,7 +23,8 @@ _SHIFTS = (30, 27, 31)
 # 32 bits, so that u * total stays below total in float64 and no token beyond the distribution can be drawn.
 _LARGEST = 1.0 - 2.0**-32
 _BLOCK = 32
-_AHEAD = 16  # tokens whose random numbers are made at a time
+_SMALL = 1024  # tokens of a vocabulary whose sums are taken in one step
+_AHEAD = 64  # tokens whose random numbers are made at a time
 
 
 def _signed(word: int) -> int:
@@ -69,7 +70,7 @@ def draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, T
     """One token per row from softmax(logits / temperature), by inverting its distribution function.
 
     The function is inverted in two steps, first over blocks of tokens, then inside the block: only one pass over the
-    vocabulary and sums in float64.
+    vocabulary and sums in float64. A small vocabulary takes one step, of fewer operations.
 
     Args:
         logits: [rows, vocabulary].
@@ -81,27 +82,26 @@ def draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, T
     scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
     probabilities = scaled.softmax(-1)
     size = logits.shape[1]
-    if size <= 4 * _BLOCK:
+    if size <= _SMALL:
         token = _invert(probabilities, uniform)[0]
     else:
         padded = probabilities if size % _BLOCK == 0 else torch.nn.functional.pad(probabilities, (0, -size % _BLOCK))
         blocks = padded.view(len(padded), -1, _BLOCK)
-        block, rest = _invert(blocks.sum(-1), uniform)
-        inside = blocks[torch.arange(len(block), device=block.device), block]
-        token = block * _BLOCK + _invert(inside, rest)[0]
-    return token, probabilities.gather(1, token[:, None])[:, 0].log()
+        sums = blocks.sum(-1)
+        block, steps, target = _invert(sums, uniform)
+        above = steps.gather(1, block) - target
+        rest = (1.0 - above / sums.gather(1, block)).clamp_(0.0, _LARGEST)  # how far into the block
+        inside = blocks[torch.arange(len(block), device=block.device), block[:, 0]]
+        token = block * _BLOCK + _invert(inside, rest[:, 0])[0]
+    return token[:, 0], probabilities.gather(1, token)[:, 0].log_()
 
 
-def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the distribution function of `weights` passes `uniform`, and how far into that step, in [0, 1)."""
+def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the distribution function of `weights` passes `uniform`, [rows, 1]; the function, and its value there."""
     steps = weights.cumsum(-1, dtype=torch.float64)
     target = (uniform * steps[:, -1])[:, None]
     # Right of equal values: a token of probability zero is never drawn. The bound matters for NaN only.
-    index = torch.searchsorted(steps, target, right=True).clamp_(max=weights.shape[1] - 1)
-    weight = weights.gather(1, index)
-    above = steps.gather(1, index) - target
-    rest = (1.0 - above / weight).clamp_(0.0, _LARGEST)
-    return index[:, 0], rest[:, 0]
+    return torch.searchsorted(steps, target, right=True).clamp_(max=weights.shape[1] - 1), steps, target
 
 
 def draw_likely(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,7 @@ def draw_likely(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> tu
     if sampling.top_k:
         kept[:, sampling.top_k :] = False
     kept[:, 0] = True
-    token = tokens.gather(1, _invert(ordered.where(kept, 0), uniform)[0][:, None])
+    token = tokens.gather(1, _invert(ordered.where(kept, 0), uniform)[0])
     return token[:, 0], probabilities.gather(1, token)[:, 0].log()
 
 
@@ -156,15 +156,26 @@ class RowDraws:
     def __init__(
         self, sampling: Sequence[SamplingParams], keys: Sequence[int], first: Sequence[int], device: torch.device
     ) -> None:
-        self._alike: list[tuple[SamplingParams, Tensor | None]] = [(sampling[0], None)]
-        if any(other is not sampling[0] for other in sampling):
-            alike: dict[SamplingParams, list[int]] = {}
-            for row, params in enumerate(sampling):
-                alike.setdefault(params, []).append(row)
-            self._alike = [(params, torch.tensor(rows, device=device)) for params, rows in alike.items()]
+        self._sampling, self._device = sampling, device
+        self._alike = self._found_alike()
         both = torch.tensor([keys, first], device=device)
         self._numbers = uniforms(both[0], both[1], _AHEAD)
         self._used = 0
+
+    def _found_alike(self) -> list[tuple[SamplingParams, Tensor | None]]:
+        """Rows of one sampling; None: all of them."""
+        if all(other is self._sampling[0] for other in self._sampling):
+            return [(self._sampling[0], None)]
+        alike: dict[SamplingParams, list[int]] = {}
+        for row, params in enumerate(self._sampling):
+            alike.setdefault(params, []).append(row)
+        return [(params, torch.tensor(rows, device=self._device)) for params, rows in alike.items()]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows, in this order; at least one."""
+        self._sampling = [self._sampling[row] for row in rows]
+        self._alike = self._found_alike()
+        self._numbers = self._numbers.index_select(0, torch.tensor(rows, device=self._device))
 
     @property
     def left(self) -> int:

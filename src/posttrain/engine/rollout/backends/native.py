@@ -351,7 +351,9 @@ class NativeRollout:
         if ended:
             self._store.remove(ended)
             self._complete(ended)
-            self._draws = None
+            if self._draws is not None and self._schedule.running:
+                places = {row.number: place for place, row in enumerate(order)}
+                self._draws.select([places[number] for number in self._store.order])
 
     def _complete(self, numbers: Collection[int]) -> None:
         rows = [self._schedule.running[number] for number in sorted(numbers)]
