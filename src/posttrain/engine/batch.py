@@ -157,8 +157,7 @@ class TokenBatch:
     @property
     def document_index(self) -> Tensor:
         """[T] int64: the document each token belongs to."""
-        lengths = torch.tensor(self.lengths, device=self.device)
-        return torch.arange(self.documents, device=self.device).repeat_interleave(lengths)
+        return torch.from_numpy(np.repeat(np.arange(self.documents), self.lengths)).to(self.device)
 
     @property
     def response_lengths(self) -> Tensor:
@@ -376,6 +375,5 @@ def _check_documents(documents: Sequence[Document]) -> bool:
 
 def _positions(lengths: Sequence[int]) -> Tensor:
     """[T] int64: 0, 1, … restarting at every document."""
-    sizes = torch.tensor(lengths)
-    starts = sizes.cumsum(0) - sizes
-    return torch.arange(int(sizes.sum())) - starts.repeat_interleave(sizes)
+    sizes = np.asarray(lengths)
+    return torch.from_numpy(np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes))

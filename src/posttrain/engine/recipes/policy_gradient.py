@@ -116,9 +116,10 @@ def with_signal(group: ScoredGroup) -> list[int]:
 
 def with_advantage(batch: TokenBatch) -> list[int]:
     """The items that have a policy gradient: some response token's advantage is not 0."""
-    item = torch.arange(len(batch.item_lengths)).repeat_interleave(torch.tensor(batch.item_lengths))
-    live = batch.response_mask & (batch.column("advantages") != 0)
-    return sorted(set(item[live].tolist()))
+    item = np.repeat(np.arange(len(batch.item_lengths)), batch.item_lengths)
+    live = (batch.response_mask & (batch.column("advantages") != 0)).numpy()
+    found: list[int] = np.flatnonzero(np.bincount(item[live])).tolist()
+    return found
 
 
 def penalised(batch: TokenBatch, kl: RewardKLConfig | None) -> Tensor:
