@@ -18,7 +18,8 @@ from posttrain.engine.config import InitModelConfig
 from posttrain.engine.models import adopt_module, load_scalar_model, save_model
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.rollout.opening import decoding_fallbacks
-from posttrain.jobs import entry, evaluate, train
+from posttrain.jobs import entry
+from posttrain.jobs.bodies import evaluation, training
 from posttrain.planner.fallbacks import PACKED_TYPES, expected
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.blobs import open_blobs
@@ -138,7 +139,7 @@ def _run(kind: str, folder: Path) -> tuple[JobResult, AttemptFolder]:
         text, meta = (FLOW, {"source": f"{kind}_flow.py", "entry": "flow"}) if slot == "recipe" else (ROWS, {})
         inputs[slot] = InputBlob(blobs.put(text.encode()), "file", f"asset:{slot}@1", meta)
     attempt.write_order(JobOrder("n", kind, 5, PARAMS[kind], inputs, blobs.url, str(folder / "cache")))
-    assert entry.run(str(attempt.path), evaluate.body if kind == "evaluate" else train.body) == 0
+    assert entry.run(str(attempt.path), evaluation.body if kind == "evaluate" else training.body) == 0
     result = attempt.read_result()
     assert result is not None
     return result, attempt

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from posttrain.domain.errors import DeadlineError, InfrastructureError, InputError, IntegrityError
 from posttrain.execution.foreground import answers
-from posttrain.jobs.cast import cast
+from posttrain.jobs.bodies.cast import cast
 
 ANSWERS = """
 import json, sys, time, os

@@ -15,7 +15,8 @@ from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.facts import Span
 from posttrain.domain.jobs import InputBlob, JobOrder
 from posttrain.engine.config import InitModelConfig
-from posttrain.jobs import entry, init_model
+from posttrain.jobs import entry
+from posttrain.jobs.bodies import init_model
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.blobs import open_blobs
 from posttrain.store.trees import put_tree

@@ -29,12 +29,13 @@ from posttrain.engine.controller import CONTROLLER_METRICS
 from posttrain.engine.rewards.port import RewardCall
 from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.execution.trainers.native import NativeTrainer
-from posttrain.jobs import entry, evaluate, init_model, train
+from posttrain.jobs import entry
+from posttrain.jobs.bodies import evaluation, init_model, training
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.blobs import open_blobs
 from posttrain.store.trees import put_tree
 
-BODIES = {"evaluate": evaluate.body, "init_model": init_model.body}
+BODIES = {"evaluate": evaluation.body, "init_model": init_model.body}
 OPTIMIZER = {"learning_rate": 2e-2, "warmup_steps": 1, "weight_decay": 0.1, "max_grad_norm": 0.1}
 LETTERS = "0123456789Q:sort A"
 PROBE = {"data": "probe", "every": 2, "items": 16, "extract": r"(?s)(.)"}
@@ -344,7 +345,7 @@ class Shop:
         named = NativeTrainer().check(kind, params).params
         order = JobOrder(f"{self.count}", kind, seed, named, shelf, self.blobs.url, str(self.root / "cache"))
         folder.write_order(order)
-        assert entry.run(str(folder.path), BODIES.get(kind, train.body)) == 0
+        assert entry.run(str(folder.path), BODIES.get(kind, training.body)) == 0
         return folder
 
     def result(self, kind: str, changes: Mapping[str, Any], swapped: str = "") -> str:
@@ -413,7 +414,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
         return ScriptedReward(score)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("posttrain.engine.rewards.process.open_reward", opened)
+        patch.setattr("posttrain.jobs.bodies.rewards.open_reward", opened)
         patch.setattr("os.fsync", lambda handle: None)  # most of the time of so small a stage
         yield Shop(tmp_path_factory.mktemp("reaches"))
 

@@ -39,7 +39,7 @@ from posttrain.engine.models.loading import save_model
 from posttrain.engine.recipes.answers import Extractor
 from posttrain.engine.recipes.evaluate import Item, Meter, SuiteResult, evaluate_suite, suite_items
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
-from posttrain.jobs import evaluate
+from posttrain.jobs.bodies import evaluation
 from posttrain.jobs.entry import run
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.blobs import open_blobs
@@ -263,7 +263,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def answered(bench: Bench, request: pytest.FixtureRequest) -> Callable[..., tuple[AttemptFolder, JobResult]]:
     def _run(order: JobOrder, name: str = "") -> tuple[AttemptFolder, JobResult]:
         attempt = bench.attempt(name or request.node.name, order)
-        assert run(str(attempt.path), evaluate.body) == 0
+        assert run(str(attempt.path), evaluation.body) == 0
         result = attempt.read_result()
         assert result is not None
         return attempt, result
@@ -467,7 +467,7 @@ def test_an_item_is_answered_the_same_in_any_suite_order(bench: Bench, answered:
 def test_stop_is_answered(bench: Bench) -> None:
     attempt = bench.attempt("stopped", bench.order())
     attempt.request_stop()
-    assert run(str(attempt.path), evaluate.body) == 0
+    assert run(str(attempt.path), evaluation.body) == 0
     result = attempt.read_result()
     assert result is not None
     assert result.status == "stopped"

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from test_train_job import Shop
 
-from posttrain.jobs import entry, train
+from posttrain.jobs import entry
+from posttrain.jobs.bodies import training
 from posttrain.jobs.entry import loading
 
 SLOW_TO_IMPORT = ("torch", "transformers", "numpy", "scipy", "tokenizers", "safetensors", "jinja2", "posttrain.engine")
@@ -85,10 +86,10 @@ class TestCollector:
 
             monkeypatch.setattr(module, name, watching)
 
-        watched(train, "_open")
-        watched(train, "_leave_best")
+        watched(training, "_open")
+        watched(training, "_leave_best")
         assert gc.isenabled()
-        assert entry.run(str(shop.sft("collected").path), train.body) == 0
+        assert entry.run(str(shop.sft("collected").path), training.body) == 0
         assert seen == [("_open", False), ("_leave_best", True)]
         assert gc.isenabled()
 
@@ -106,7 +107,7 @@ class TestCollector:
 
 
 def test_a_log_says_what_the_start_cost(shop: Shop, capsys: pytest.CaptureFixture[str]) -> None:
-    assert entry.run(str(shop.grpo("told").path), train.body) == 0
+    assert entry.run(str(shop.grpo("told").path), training.body) == 0
     told = STARTED.search(capsys.readouterr().out)
     assert told is not None
     assert 0 <= float(told[2]) <= float(told[1])

@@ -34,7 +34,7 @@ from posttrain.engine.recipes.judging import RewardJudge
 from posttrain.engine.rewards.port import RewardCall, RewardError
 from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.execution.trainers.native import NativeTrainer
-from posttrain.jobs import evaluate
+from posttrain.jobs.bodies import evaluation
 from posttrain.jobs.entry import run
 from posttrain.store.attempts import AttemptFolder
 from posttrain.views.answers import suite_answers
@@ -202,7 +202,7 @@ def evaluated(
         meta = {"entry": function, "dialect": "auto", "source": "rules.py"}
         order.inputs[slot] = InputBlob(bench.blobs.put(REWARDS.encode()), "file", "path:rules.py", meta)  # type: ignore[index]
     attempt = bench.attempt(name, order)
-    assert run(str(attempt.path), evaluate.body) == 0
+    assert run(str(attempt.path), evaluation.body) == 0
     result = attempt.read_result()
     assert result is not None
     return attempt, result

@@ -25,7 +25,8 @@ from posttrain.engine.selection import Selection, Standing, UnmeasuredError
 from posttrain.engine.settings import EarlyStoppingConfig
 from posttrain.engine.weights.best import BestModel
 from posttrain.execution.trainers.native import NativeTrainer
-from posttrain.jobs import entry, train
+from posttrain.jobs import entry
+from posttrain.jobs.bodies import training
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.trees import put_tree
 
@@ -318,7 +319,7 @@ def test_a_stop_and_a_checkpoint_at_a_probe_lose_no_probe(shop: Shop, whole: tup
         def stopped(job: entry.Job, asked: Any = asked) -> JobResult:
             from dataclasses import replace
 
-            return train.body(replace(job, stopping=lambda: next(asked, True)))
+            return training.body(replace(job, stopping=lambda: next(asked, True)))
 
         assert entry.run(str(attempt.path), stopped) == 0
         result = attempt.read_result()

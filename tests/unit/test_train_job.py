@@ -22,7 +22,8 @@ from posttrain.domain.facts import Note, Progress, Span
 from posttrain.domain.jobs import ANOTHER_RUNS, InputBlob, JobOrder, JobResult
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.roles.learner import DivergedError
-from posttrain.jobs import entry, init_model, train
+from posttrain.jobs import entry
+from posttrain.jobs.bodies import init_model, training
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.blobs import open_blobs
 from posttrain.store.trees import put_tree
@@ -79,7 +80,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
 
 
 def run(attempt: AttemptFolder) -> JobResult:
-    assert entry.run(str(attempt.path), train.body) == 0
+    assert entry.run(str(attempt.path), training.body) == 0
     result = attempt.read_result()
     assert result is not None
     return result
@@ -122,7 +123,7 @@ class TestJobs:
         attempt.request_stop()
         assert run(attempt).status == "stopped"
         (attempt.path / "result.json").unlink()
-        assert entry.run(str(attempt.path), train.body) == ANOTHER_RUNS
+        assert entry.run(str(attempt.path), training.body) == ANOTHER_RUNS
         assert attempt.read_result() is None
 
     @pytest.mark.parametrize(("computed", "saved"), [
@@ -147,7 +148,7 @@ class TestJobs:
 
         def terminated(job: entry.Job) -> JobResult:
             os.kill(os.getpid(), signal.SIGTERM)
-            return train.body(job)
+            return training.body(job)
 
         assert entry.run(str(attempt.path), terminated) == 0
         result = attempt.read_result()

@@ -19,10 +19,9 @@ from posttrain.domain.facts import Note, Progress
 from posttrain.domain.jobs import InputBlob, JobResult
 from posttrain.engine import controller
 from posttrain.engine.controller import Order
-from posttrain.engine.models import source
-from posttrain.engine.recipes import from_rows, probe
-from posttrain.engine.rewards import process
-from posttrain.jobs import entry, init_model, train
+from posttrain.engine.recipes import from_rows
+from posttrain.jobs import entry
+from posttrain.jobs.bodies import init_model, rewards, training
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.trees import put_tree
 
@@ -75,12 +74,12 @@ class TestReward:
         assert result.metrics["reward/mean"] == 1.0
 
     def test_its_time_out_is_the_stages(self, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-        calls = watched(monkeypatch, process, "open_reward")
+        calls = watched(monkeypatch, rewards, "open_reward")
         run(shop.grpo("patient", params={"steps": 1, "reward_timeout": 77.5}))
         assert [named["timeout"] for _, named in calls] == [77.5]
 
     def test_attempts_cache_and_store_are_hidden_from_it(self, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-        calls = watched(monkeypatch, process, "open_reward")
+        calls = watched(monkeypatch, rewards, "open_reward")
         attempt = shop.grpo("hidden", params={"steps": 1})
         run(attempt)
         [(_, named)] = calls
@@ -95,7 +94,7 @@ class TestReward:
 
 class TestProbe:
     def test_it_reads_as_many_rows_and_what_its_pattern_says(self, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-        calls = watched(monkeypatch, probe, "AccuracyProbe")
+        calls = watched(monkeypatch, training, "AccuracyProbe")
         settings = {"data": "probe", "every": 1, "items": 3, "extract": "A:(.)"}
         run(shop.grpo("probed", params={"steps": 1, "probe": settings, "max_new_tokens": 4}))
         [((rows, _), named)] = calls
@@ -155,7 +154,7 @@ class TestCheckpoints:
         attempt = AttemptFolder(tmp_path)
         attempt.request_checkpoint()  # while the job was loading
         job: Any = SimpleNamespace(attempt=attempt, stopping=lambda: False)
-        orders = train._orders(job)
+        orders = training._orders(job)
         said = [orders(), orders()]
         attempt.request_checkpoint()
         said += [orders(), orders()]
@@ -213,7 +212,7 @@ class TestMeter:
 class TestInputs:
     def test_the_precision_of_the_stage_is_that_of_its_model(self, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.import_module("posttrain.engine.recipes.opening")  # which reads the name's type once
-        calls = watched(monkeypatch, source, "ModelSource")
+        calls = watched(monkeypatch, training, "ModelSource")
         run(shop.sft("precise", params={"steps": 1, "runtime": {"dtype": "bfloat16"}}))
         assert {arguments[1] for arguments, _ in calls} == {"bfloat16"}
 

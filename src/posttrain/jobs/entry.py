@@ -3,7 +3,8 @@
 A job's first act is the attempt's `start`: where another process has that, or a tombstone is there, it exits with
 `ANOTHER_RUNS` and computes nothing. Else it answers with a `result.json`, for failures too, and then exits 0; an exit
 without an answer means that the process was lost. A failure is one line in the answer and a full traceback in the log.
-Nothing here imports torch: OpenMP reads its settings when torch is loaded, so they are set first.
+Nothing here imports torch: OpenMP reads its settings when torch is loaded, so they are set first. Then `lazily` imports
+what the job does (`bodies`), the one place where an import waits.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from posttrain.domain.canonical import digest_bytes, digest_json
 from posttrain.domain.crashpoints import crashpoint
@@ -185,6 +187,17 @@ def main(body: Body) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def lazily(name: str) -> Callable[[Any], Any]:
+    """What `module:Name` names, imported when it is called: by then the environment is settled."""
+
+    def call(given: Any) -> Any:
+        with loading():
+            found = resolve_name(name)
+        return found(given)
+
+    return call
 
 
 def _inputs(attempt: AttemptFolder, order: JobOrder) -> BlobStore:

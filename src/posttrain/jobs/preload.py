@@ -19,23 +19,12 @@ settle_environment(_THREADS)
 import transformers  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-import posttrain.data.rows  # noqa: E402
-import posttrain.engine.controller  # noqa: E402
-import posttrain.engine.groups.backends.inline  # noqa: E402
-import posttrain.engine.recipes.evaluate  # noqa: E402
-import posttrain.engine.recipes.from_rows  # noqa: E402
 import posttrain.engine.recipes.grpo  # noqa: E402
-import posttrain.engine.recipes.on_policy  # noqa: E402
-import posttrain.engine.recipes.opening  # noqa: E402
 import posttrain.engine.recipes.ppo  # noqa: E402
 import posttrain.engine.recipes.reward_model  # noqa: E402
-import posttrain.engine.recipes.scoring  # noqa: E402
 import posttrain.engine.recipes.sft  # noqa: E402
-import posttrain.engine.rewards.parallel  # noqa: E402
-import posttrain.engine.rewards.process  # noqa: E402
-import posttrain.engine.rewards.weighted  # noqa: E402
-import posttrain.jobs.rewards  # noqa: E402
-import posttrain.jobs.sizing  # noqa: E402,F401
+import posttrain.jobs.bodies.evaluation  # noqa: E402
+import posttrain.jobs.bodies.training  # noqa: E402,F401
 
 _LOADED = (transformers, AutoModelForCausalLM, AutoTokenizer)  # lazy names of transformers: touched, so imported
 

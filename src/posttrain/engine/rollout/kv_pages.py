@@ -189,10 +189,9 @@ class PageStore:
         assert self.step is not None, "begin_step comes first"
         pool = self._pools[layer]
         flat, kv_heads = self._flat(pool), self._shape.kv_heads
-        query, key, value = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
-        flat[0].index_copy_(0, self.step.writes, key)
-        flat[1].index_copy_(0, self.step.writes, value)
-        return attend_pages(query, pool[0], pool[1], self.step.looks, varlen=self._varlen)
+        flat[0].index_copy_(0, self.step.writes, heads[:, -2 * kv_heads : -kv_heads])
+        flat[1].index_copy_(0, self.step.writes, heads[:, -kv_heads:])
+        return attend_pages(heads[:, : -2 * kv_heads], pool[0], pool[1], self.step.looks, varlen=self._varlen)
 
     @property
     def _spare(self) -> int:

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+
+import torch
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.config import TrainingConfig
+from posttrain.engine.groups.backends.inline import InlineBackend
+from posttrain.engine.groups.cluster import open_cluster
+from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.groups.recording import Recorder
+from posttrain.engine.recipes.opening import PoolOf
 from posttrain.engine.settings import InferenceRuntimeConfig
 from posttrain.pacing.balancing import TOKENS, CostModel
 from posttrain.planner.feasibility import infeasible
-
-if TYPE_CHECKING:
-    from posttrain.engine.groups.pool import ResourcePool
-    from posttrain.engine.groups.recording import Recorder
-    from posttrain.engine.recipes.opening import PoolOf
 
 _SEQUENCE_PARALLEL = frozenset({"policy", "critic", "reward_model"})  # roles whose ranks can share one batch's tokens
 
 
 def settled_device(runtime: InferenceRuntimeConfig) -> str:
     """The device that `auto` means in this process, which from now on uses as many threads as the stage says."""
-    import torch
-
     torch.set_num_threads(runtime.threads)
     if runtime.device != "auto":
         return runtime.device
@@ -43,9 +42,6 @@ def open_pools(config: TrainingConfig, recorder: Recorder, costs: CostModel = TO
         InputError: the cluster cannot hold the placement.
         InfrastructureError: no cluster could be reached or started.
     """
-    from posttrain.engine.groups.backends.inline import InlineBackend
-    from posttrain.engine.groups.pool import ResourcePool
-
     device = settled_device(config.runtime)
     pools = config.placement.pools(roles_of(config)).values()
     alone = len(pools) == 1 and all(pool.resources.rank_count == 1 for pool in pools)
@@ -62,9 +58,6 @@ def _open_cluster_pools(
     config: TrainingConfig, recorder: Recorder, costs: CostModel, stack: ExitStack
 ) -> dict[str, ResourcePool]:
     """Role → its pool of Ray processes. All pools are asked of the cluster before the first one is made."""
-    from posttrain.engine.groups.cluster import open_cluster
-    from posttrain.engine.groups.pool import ResourcePool
-
     roles, address = roles_of(config), config.runtime.ray_address
     pools = config.placement.pools(roles)
     cpus = sum(pool.resources.cpus or 0 for pool in pools.values())

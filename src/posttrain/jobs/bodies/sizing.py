@@ -13,8 +13,8 @@ from posttrain.domain.facts import Metric
 from posttrain.engine.config import EvaluateConfig, SamplingConfig, TrainingConfig
 from posttrain.engine.loads import load_of
 from posttrain.execution.machine import room_of, this_machine
+from posttrain.jobs.bodies.pools import settled_device
 from posttrain.jobs.entry import Job
-from posttrain.jobs.pools import settled_device
 from posttrain.planner.residency import Shape
 from posttrain.planner.sizes import Room, Settled, settle
 

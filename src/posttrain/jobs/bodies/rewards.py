@@ -7,15 +7,16 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from posttrain.domain.facts import Note
 from posttrain.domain.rewards import reward_slots
+from posttrain.engine.rewards.layout import Provision
+from posttrain.engine.rewards.parallel import ParallelReward
+from posttrain.engine.rewards.port import RewardFunction
+from posttrain.engine.rewards.process import open_reward
+from posttrain.engine.rewards.weighted import WeightedReward
 from posttrain.jobs.entry import Job
-
-if TYPE_CHECKING:
-    from posttrain.engine.rewards.port import RewardFunction
 
 
 def open_rewards(
@@ -32,8 +33,6 @@ def open_rewards(
     Raises:
         InputError, RewardError, InfrastructureError: see `engine.rewards.process.open_reward`.
     """
-    from posttrain.engine.rewards.weighted import WeightedReward
-
     opened = {
         place: _open(job, place, name, stack, timeout, ranks) for place, (_, name) in reward_slots(slot, reward).items()
     }
@@ -48,10 +47,6 @@ def open_rewards(
 
 
 def _open(job: Job, slot: str, name: str, stack: ExitStack, timeout: float, ranks: int) -> RewardFunction:
-    from posttrain.engine.rewards.layout import Provision
-    from posttrain.engine.rewards.parallel import ParallelReward
-    from posttrain.engine.rewards.process import open_reward
-
     meta, label = job.order.inputs[slot].meta, job.label(slot)
     files = {other.removeprefix(f"{slot}/"): job.input(other) for other in job.order.inputs if _beside(other, slot)}
     provision = Provision(files, tuple(meta.get("network", ())))

@@ -1,0 +1,69 @@
+"""Writes the weights of a model folder in another floating-point type, in place, shard by shard.
+
+Asked: `{"folder", "dtype"}`. Answered: `{"file", "tensors"}` for each file. No more than one shard is in memory. A
+number that is finite before and is not after is refused: a model with an infinite weight says nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from posttrain.domain.errors import InputError
+from posttrain.store.atomic import write_json
+
+_LEAST_BYTES = 2  # of a weight that is a plain floating-point number
+_INDEX = "model.safetensors.index.json"
+
+
+def cast(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Every safetensors file of the folder, then the configuration and the index that name type and size."""
+    folder, name = Path(request["folder"]), str(request["dtype"])
+    dtype: torch.dtype = getattr(torch, name)
+    size = 0
+    for path in sorted(folder.rglob("*.safetensors")):
+        tensors = {key: _as(value, dtype, key) for key, value in load_file(path).items()}
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {"format": "pt"}
+        save_file(tensors, path.with_suffix(".new"), metadata=metadata)
+        shutil.copymode(path, path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)
+        size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        yield {"file": path.relative_to(folder).as_posix(), "tensors": len(tensors)}
+    _name_type(folder / "config.json", name)
+    if (folder / _INDEX).is_file():
+        index = json.loads((folder / _INDEX).read_bytes())
+        index["metadata"] = {**index.get("metadata", {}), "total_size": size}
+        write_json(folder / _INDEX, index)
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    if tensor.element_size() < _LEAST_BYTES:
+        raise InputError(f"{name}: is quantised ({tensor.dtype}), which is not converted; export it as it is")
+    other = tensor.to(dtype)
+    if bool((other.isfinite() != tensor.isfinite()).any()):
+        most = float(tensor[tensor.isfinite()].abs().max())
+        kind = str(dtype).removeprefix("torch.")
+        raise InputError(
+            f"{name}: its largest weight, {most:.4g}, must fit {kind}, which ends before it; export bfloat16 or float32"
+        )
+    return other
+
+
+def _name_type(path: Path, name: str) -> None:
+    """The type in every part of the configuration that names one."""
+    config = json.loads(path.read_bytes())
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            key = "torch_dtype" if "torch_dtype" in part else "dtype"
+            part[key] = name
+    path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,214 @@
+"""Evaluates one model on its suites.
+
+Leaves `outputs/items.parquet` (every response) and `outputs/metrics.parquet` (metric, item_id, value, and the range
+that the suite declares for it: exactly what a gate reads). The same responses give the same bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+from transformers import PreTrainedTokenizerBase
+
+from posttrain.data.rows import distinct_items, prompt_text, read_rows, repeated_rows, uniform
+from posttrain.domain.canonical import canonical_json
+from posttrain.domain.errors import InputError
+from posttrain.domain.facts import Metric, Note, Progress
+from posttrain.domain.jobs import JobResult, Output, seconds_short
+from posttrain.domain.rewards import JUDGES
+from posttrain.engine.config import EvaluateConfig
+from posttrain.engine.memory import peak_memory
+from posttrain.engine.models.language_model import LanguageModel
+from posttrain.engine.models.loading import load_tokenizer
+from posttrain.engine.models.source import ModelSource
+from posttrain.engine.recipes.evaluate import (
+    ROWS_PER_CALL,
+    Item,
+    Judge,
+    Meter,
+    SuiteResult,
+    evaluate_suite,
+    suite_items,
+)
+from posttrain.engine.recipes.judging import RewardJudge
+from posttrain.engine.rollout.opening import decoding_fallbacks, open_rollout
+from posttrain.engine.rollout.port import RolloutEngine
+from posttrain.engine.rollout.stopping import StopStrings
+from posttrain.engine.settings import InferenceRuntimeConfig
+from posttrain.jobs.bodies.pools import settled_device
+from posttrain.jobs.bodies.rewards import open_rewards
+from posttrain.jobs.bodies.sizing import choose, tell_sizes
+from posttrain.jobs.entry import Job, failed
+from posttrain.planner.sizes import reward_seconds
+
+OUTPUTS = {"metrics": Output("outputs/metrics.parquet", "file"), "items": Output("outputs/items.parquet", "file")}
+
+
+def body(job: Job) -> JobResult:
+    """Evaluate every suite, write both tables, answer with the means."""
+    config = EvaluateConfig.model_validate(dict(job.order.params))
+    sizes = choose(job, config)
+    tell_sizes(job, sizes)
+    model, tokenizer = open_model(job, config.runtime)
+    slower = job.tell_fallbacks(decoding_fallbacks(model))
+    suites: dict[str, list[Item]] = {}
+    for name, suite in config.suites.items():
+        label = job.label(suite.data)
+        written = read_rows(job.input(suite.data), name=label)
+        rows = distinct_items(written, label, whole=bool(suite.reward))
+        rows = uniform(rows) if suite.reward else rows
+        if len(rows) < len(written):
+            job.sink(Note(repeated_rows(label, len(written), len(rows)), time.time(), "warning"))
+        texts = [prompt_text(row) for row in rows]
+        suites[name] = suite_items(rows, texts, tokenizer, suite, name=label, context=model.context_length)
+    order = job.order
+    late = seconds_short(order.seconds_allowance, order.seconds_declared)
+    meter = Meter(order.token_allowance, job.deadline, job.meter, order.tokens_declared, late)
+    try:
+        with ExitStack() as stack:
+            judges = _judges(job, config, suites, stack)
+            job.tell_start()
+            rollout = open_rollout(model, sizes.load.kv_cache, texts=StopStrings(lambda: tokenizer))
+            results = _answer(job, config, suites, rollout, tokenizer, meter, judges)
+    except Exception as error:
+        return failed(error, meter.tokens)
+    if results is None:
+        return JobResult("stopped", tokens=meter.tokens)
+    means = write_tables(results, job.folder / "outputs")
+    job.sink(Metric(0, {**means, **peak_memory()}, time.time()))
+    return JobResult("succeeded", OUTPUTS, means | slower, meter.tokens)
+
+
+def _judges(
+    job: Job, config: EvaluateConfig, suites: Mapping[str, Sequence[Item]], stack: ExitStack
+) -> dict[str, Judge]:
+    """The rewards that score suites, each tried on its first items: a broken one costs no token.
+
+    Raises:
+        RewardError, InputError: see `open_rewards` and `RewardJudge.rehearse`.
+    """
+    judges: dict[str, Judge] = {}
+    for name, suite in config.suites.items():
+        if suite.reward:
+            timeout = suite.reward_timeout
+            if timeout == "auto":
+                timeout = reward_seconds(ROWS_PER_CALL, suite.max_new_tokens)
+            reward = open_rewards(job, f"{JUDGES}{name}", suite.reward, stack, timeout=timeout)
+            judge = RewardJudge(reward, name, suite.worth)
+            judge.rehearse(suites[name])
+            judges[name] = judge
+    return judges
+
+
+def _answer(
+    job: Job,
+    config: EvaluateConfig,
+    suites: Mapping[str, Sequence[Item]],
+    rollout: RolloutEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    meter: Meter,
+    judges: Mapping[str, Judge],
+) -> list[SuiteResult] | None:
+    """Answers to all suites; None when somebody asked for a stop."""
+    total = sum(len(items) * (1 + config.suites[name].samples) for name, items in suites.items())
+    done = 0
+
+    def between(count: int) -> bool:
+        nonlocal done
+        done += count
+        job.sink(Progress(done, total, "evaluate", meter.tokens, time.time()))
+        return done == total or not job.stopping()
+
+    results = []
+    for name, items in suites.items():
+        suite, seed = config.suites[name], job.order.seed
+        judge = judges.get(name)
+        result = evaluate_suite(
+            name, suite, items, rollout, tokenizer, seed=seed, meter=meter, between=between, judge=judge
+        )
+        if result is None:
+            return None
+        results.append(result)
+    return results
+
+
+def write_tables(results: Sequence[SuiteResult], folder: Path) -> dict[str, float]:
+    """Write `items.parquet` and `metrics.parquet`; the mean of every metric.
+
+    Raises:
+        InputError: two suites make a metric of the same name.
+    """
+    columns: dict[str, list[Any]] = {name: [] for name in _METRIC_TYPES}
+    means: dict[str, float] = {}
+    for result in results:
+        ranges = result.config.metrics(result.suite)
+        for metric, values in result.metrics().items():
+            if metric in means:
+                raise InputError(f"metric {metric} is made by two suites; rename one")
+            means[metric] = sum(values) / len(values)
+            columns["metric"] += [metric] * len(values)
+            columns["item_id"] += [item.id for item in result.items_of(metric)]
+            columns["value"] += values
+            for name in ("binary", "low", "high"):
+                columns[name] += [getattr(ranges[metric], name)] * len(values)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(columns, _METRIC_TYPES, folder / "metrics.parquet")
+    _write(_item_columns(results), _ITEM_TYPES, folder / "items.parquet")
+    return means
+
+
+_METRIC_TYPES = {"metric": "string", "item_id": "string", "value": "float64"}
+_METRIC_TYPES |= {"binary": "bool", "low": "float64", "high": "float64"}  # the declared range
+_ITEM_TYPES = {
+    "suite": "string",
+    "item_id": "string",
+    "prompt": "string",
+    "answer": "string",
+    "kind": "string",
+    "sample_index": "int32",
+    "response": "string",
+    "extracted": "string",
+    "correct": "bool",
+    "tokens": "int32",
+    "truncated": "bool",
+    "logprob": "float64",
+    "reward": "float64",  # null where the suite has none
+    "components": "string",  # of the reward: a JSON map
+}
+
+
+def _item_columns(results: Sequence[SuiteResult]) -> dict[str, list[Any]]:
+    rows = [(result.suite, response) for result in results for response in result.responses]
+    return {
+        "suite": [suite for suite, _ in rows],
+        "item_id": [r.item.id for _, r in rows],
+        "prompt": [r.item.text for _, r in rows],
+        "answer": [r.item.answer for _, r in rows],
+        "kind": [r.kind for _, r in rows],
+        "sample_index": [r.sample for _, r in rows],
+        "response": [r.text for _, r in rows],
+        "extracted": [r.extracted for _, r in rows],
+        "correct": [r.correct for _, r in rows],
+        "tokens": [r.tokens for _, r in rows],
+        "truncated": [r.truncated for _, r in rows],
+        "logprob": [r.logprob for _, r in rows],
+        "reward": [r.reward for _, r in rows],
+        "components": [canonical_json(dict(r.components)).decode() if r.components else None for _, r in rows],
+    }
+
+
+def _write(columns: Mapping[str, list[Any]], types: Mapping[str, str], path: Path) -> None:
+    schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in types.items()])
+    pyarrow.parquet.write_table(pyarrow.table(dict(columns), schema=schema), path, compression="zstd")
+
+
+def open_model(job: Job, runtime: InferenceRuntimeConfig) -> tuple[LanguageModel, PreTrainedTokenizerBase]:
+    """The model in slot `model` on the device and in the precision the stage asks for, and its tokenizer."""
+    folder = job.input("model")
+    return ModelSource(folder, runtime.dtype).open(settled_device(runtime)), load_tokenizer(folder)
