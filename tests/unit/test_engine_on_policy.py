@@ -13,7 +13,7 @@ import torch
 from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, quiet, scalar, weights
 
 from posttrain.domain.errors import BudgetExceededError, InputError
-from posttrain.domain.facts import Sample
+from posttrain.domain.facts import Note, Sample
 from posttrain.engine.algorithms.objectives import SupervisedObjective
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import DataflowConfig, GroupConfig, GRPOConfig, PPOConfig
@@ -310,3 +310,51 @@ def test_what_the_rollouts_engine_took_is_told(monkeypatch: pytest.MonkeyPatch) 
     assert narrow["rollout/recomputed_tokens"] > ample["rollout/recomputed_tokens"] == 0
     prompts = sum(len(prompt.tokens) for prompt in PROMPTS[:3])
     assert narrow["rollout/prefilled_tokens"] > ample["rollout/prefilled_tokens"] >= prompts
+
+
+class TestWhoLearnsIsHeldAgainstWhoSampled:
+    """With the same weights both compute the same log-probabilities; else it is told, once."""
+
+    @staticmethod
+    def told(
+        monkeypatch: pytest.MonkeyPatch, off: float, dtype: torch.dtype = torch.float32
+    ) -> tuple[list[str], float]:
+        generate = RolloutWorker.generate
+
+        def shifted(self: RolloutWorker, *given: Any, **named: Any) -> Rollouts:
+            found = generate(self, *given, **named)
+            for answer in found.trajectories:
+                for segment in answer.segments:
+                    if segment.logprobs is not None:
+                        segment.logprobs[:] -= off
+            return found
+
+        monkeypatch.setattr(RolloutWorker, "generate", shifted)
+        config = GRPOConfig(
+            data="d", reward="r", steps=3, prompts_per_step=3, group_size=2, max_new_tokens=8, mini_batches=1
+        )
+        model = initial_model(TINY, TOKENIZER, 0).to(dtype)
+        roles = open_roles(config, adopt_module(model), 11, inline())
+        recipe = OnPolicy(config, GRPO(config), roles, PROMPTS, EvenTokens(), 11)
+        facts: list[Any] = []
+        reports = [recipe.step(step, Trace(facts.append, step)) for step in range(2)]
+        notes = [fact.message for fact in facts if isinstance(fact, Note) and fact.level == "warning"]
+        return notes, reports[0].metrics["mismatch_kl"]
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_one_that_decodes_as_it_should_is_not_told_of(
+        self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    ) -> None:
+        notes, found = self.told(monkeypatch, 0.0, dtype)
+        assert notes == []
+        assert found < (1e-9 if dtype == torch.float32 else 5e-3)
+
+    @pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 3e-3), (torch.bfloat16, 0.3)])
+    def test_one_that_does_not_is_told_of_once(
+        self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, off: float
+    ) -> None:
+        notes, found = self.told(monkeypatch, off, dtype)
+        assert found == pytest.approx(off * off / 2, rel=0.15)
+        [line] = notes
+        assert "must be those of the rollout that sampled" in line
+        assert "in step 0 with the same weights" in line

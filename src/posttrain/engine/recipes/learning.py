@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import torch
 
 from posttrain.domain.errors import InputError
+from posttrain.domain.facts import Note
 from posttrain.domain.seeds import derive_seed
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.kl import kl_estimate
@@ -33,6 +35,7 @@ class Learned:
     metrics: Mapping[str, float]  # means over mini-batches; of another role than the stage's own by its name
     tokens: int = 0  # trained on, once for each role and pass
     updates: int = 0  # optimiser steps of the stage's own role
+    first: Mapping[str, float] = field(default_factory=dict)  # metrics of its first, before which no weight had changed
 
 
 @final
@@ -44,13 +47,17 @@ class Learning:
         roles: who learns, and who fills columns.
         steps: of the stage.
         seed: the stage's.
+        rounding: how far, by `mismatch_kl`, the policy may be from the rollout that sampled with the same weights
+            before it is told; None: they are not compared, for the weights need not be the same.
 
     Raises:
         InputError: the algorithm needs a role that is not there.
     """
 
-    def __init__(self, algorithm: Algorithm, roles: Roles, steps: int, seed: int) -> None:
-        self._algorithm, self._roles, self._seed = algorithm, roles, seed
+    def __init__(
+        self, algorithm: Algorithm, roles: Roles, steps: int, seed: int, rounding: float | None = None
+    ) -> None:
+        self._algorithm, self._roles, self._seed, self._rounding = algorithm, roles, seed, rounding
         for step in {0, steps - 1}:
             self._refuse_missing(step)
 
@@ -77,6 +84,7 @@ class Learning:
             batch = self._algorithm.credit(batch)
         with trace.span("update"):
             learned = self._updated(batch, step, tracer)
+        self._compare(learned.first, trace)
         return replace(learned, metrics={**_distance(batch), **_staleness(batch), **learned.metrics})
 
     def measure(self, batch: TokenBatch) -> dict[str, float]:
@@ -127,7 +135,21 @@ class Learning:
                 reports[update.role].append(done.metrics)
                 if tracer and update.role == main:
                     tracer.consumed(done.batch, part)
-        return Learned(_means(reports, main), trained, len(reports.get(main, ())))
+        own = reports.get(main, [])
+        return Learned(_means(reports, main), trained, len(own), own[0] if own else {})
+
+    def _compare(self, first: Mapping[str, float], trace: Trace) -> None:
+        """Tell, once, that who learns computes other log-probabilities than who sampled with the same weights."""
+        found = first.get("mismatch_kl", 0.0)
+        if self._rounding is None or found <= self._rounding:
+            return
+        line = (
+            f"the policy's log-probabilities must be those of the rollout that sampled, up to rounding "
+            f"(mismatch_kl <= {self._rounding:g}), got {found:.2g} in step {trace.step} with the same weights; the "
+            "ratio of the loss is off by as much: try runtime.dtype: float32, or report the model"
+        )
+        trace.sink(Note(line, time.time(), "warning"))
+        self._rounding = None
 
     def _begin(
         self, update: Update, mini: TokenBatch, totals: Totals, *, step: int, part: int, tracer: SampleTracer | None

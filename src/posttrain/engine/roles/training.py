@@ -53,6 +53,7 @@ class TrainWorker:
         first: int = 0,
     ) -> None:
         opened = model.open(place.device) if isinstance(model, ModelSource | ScalarSource) else model
+        self._wide: bool = next(opened.module.parameters()).dtype.itemsize >= 4
         self.engine: TrainEngine = TorchEngine(
             place,
             opened,
@@ -118,6 +119,10 @@ class TrainWorker:
     def fallbacks(self) -> dict[str, str]:
         """See `Backbone.fallbacks`."""
         return self.engine.model.fallbacks()
+
+    def wide(self) -> bool:
+        """Whether it computes in float32 or more; a float32 master of half-precision weights does not count."""
+        return self._wide
 
     def context_length(self) -> int:
         """Tokens of prompt and response together that the model was made for."""
