@@ -117,8 +117,8 @@ class Beside:
             self.rows[row].keys.append(pairs[:, 0, at].double())
             self.rows[row].values.append(pairs[:, 1, at].double())
         for layer in range(LAYERS):
-            given_ = [one.to(self.shape.device) for one in (query[layer], *pairs[layer])]
-            found = self.store.attend(layer, *given_).cpu().double()
+            heads = torch.cat([query[layer], *pairs[layer]], 1).to(self.shape.device)
+            found = self.store.attend(layer, heads).cpu().double()
             wanted = torch.stack([self.reference(layer, one, query[layer, at]) for at, one in enumerate(order)])
             torch.testing.assert_close(found, wanted, atol=NEAR[self.shape.dtype], rtol=0)
 
