@@ -197,3 +197,15 @@ def test_bfloat16_on_cuda_is_near_the_teacher_forced_module(page: int) -> None:
 
 def on_cuda(dtype: torch.dtype) -> LanguageModel:
     return adopt_module(families.build("qwen3").to("cuda", dtype))
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_what_is_kept_of_prompts_is_their_keys_and_values_alone(count: int) -> None:
+    """A view would hold the queries too, which no budget counts."""
+    decoder = decoder_of()
+    prompts = [tuple(range(3 + at, 10 + at)) for at in range(count)]
+    kept = decoder.prefill(prompts).pairs
+    held = sum(pair.untyped_storage().nbytes() for pair in kept)
+    assert held == decoder.shape.position_bytes * sum(map(len, prompts))
+    one = decoder.prefill([(5,)])
+    assert sum(pair.untyped_storage().nbytes() for pair in one.pairs) == decoder.shape.position_bytes

@@ -54,7 +54,7 @@ def test_uniforms_are_uniform_and_uncorrelated() -> None:
 
 
 @given(
-    size=st.sampled_from([1, 2, 31, 128, 129, 160, 513]),
+    size=st.sampled_from([1, 2, 31, 513, 1024, 1025, 1056, 5000]),
     temperature=st.sampled_from([0.3, 1.0, 2.5]),
     seed=st.integers(0, 10_000),
 )
@@ -151,3 +151,13 @@ def test_truncated_sampling_draws_the_likely_and_reports_the_whole(
     mass = sum(probabilities[i].item() for i in kept)
     for token in kept:
         assert shares[token].item() == pytest.approx(probabilities[token].item() / mass, abs=2e-3)
+
+
+@pytest.mark.parametrize("size", [3, 1024, 1025, 5000])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_of_numbers_that_are_none_some_token_of_the_vocabulary_is_drawn(size: int, number: float) -> None:
+    """Whoever asked looks at the log-probability, so there must be an answer."""
+    uniform = torch.tensor([0.0, 0.5, 1 - 2.0**-32], dtype=torch.float64)
+    token, logprob = draw(torch.full((3, size), number), uniform, 1.0)
+    assert bool(((token >= 0) & (token < size)).all())
+    assert bool(logprob.isnan().all())

@@ -71,6 +71,12 @@ def test_a_job_imports_nothing_needless_and_its_fork_has_the_rest(kind: str, sho
     assert within(names, NEEDLESS) == []
 
 
+def test_what_jobs_are_forked_from_has_one_thread() -> None:
+    """More than one cannot be forked, so every job would start cold."""
+    said = said_by("-c", "import os, posttrain.jobs.preload; print('threads', len(os.listdir('/proc/self/task')))")
+    assert said.splitlines()[-1] == "threads 1"
+
+
 class TestCollector:
     def test_it_rests_while_a_job_loads_and_works_while_it_trains(
         self, shop: Shop, monkeypatch: pytest.MonkeyPatch

@@ -90,7 +90,7 @@ class LlamaDecoder:
         total = sum(lengths)
         for index, layer in enumerate(self._weights.layers):
             heads = self._project(x, index, cosine, sine)
-            pair = heads[:total, self._heads :].reshape(total, 2, self._kv_heads, self._head_dim)
+            pair = heads[:total, self._heads :].clone().view(total, 2, self._kv_heads, self._head_dim)
             seen = pair if past is None else torch.cat([past.pairs[index], pair])
             if self._varlen:
                 attended = attend_packed_prompts(heads[:total, : self._heads], seen, lengths, begin)

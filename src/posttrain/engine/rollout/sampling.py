@@ -92,7 +92,7 @@ def draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, T
         above = steps.gather(1, block) - target
         rest = (1.0 - above / sums.gather(1, block)).clamp_(0.0, _LARGEST)  # how far into the block
         inside = blocks[torch.arange(len(block), device=block.device), block[:, 0]]
-        token = block * _BLOCK + _invert(inside, rest[:, 0])[0]
+        token = (block * _BLOCK + _invert(inside, rest[:, 0])[0]).clamp_(max=size - 1)
     return token[:, 0], probabilities.gather(1, token)[:, 0].log_()
 
 

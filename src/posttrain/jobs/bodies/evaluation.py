@@ -12,8 +12,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.data.rows import distinct_items, prompt_text, read_rows, repeated_rows, uniform
@@ -204,6 +202,9 @@ def _item_columns(results: Sequence[SuiteResult]) -> dict[str, list[Any]]:
 
 
 def _write(columns: Mapping[str, list[Any]], types: Mapping[str, str], path: Path) -> None:
+    import pyarrow  # here: it starts a thread, and the process that jobs are forked from may have one only
+    import pyarrow.parquet
+
     schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in types.items()])
     pyarrow.parquet.write_table(pyarrow.table(dict(columns), schema=schema), path, compression="zstd")
 
