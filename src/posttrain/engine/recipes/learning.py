@@ -26,6 +26,9 @@ from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.roles.update import Update as Done
 
+# k3 is about half the square of how far two log-probabilities are apart: root mean squares of 1e-3, and of 0.1.
+_ROUNDING, _HALF_ROUNDING = 5e-7, 5e-3
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -47,17 +50,14 @@ class Learning:
         roles: who learns, and who fills columns.
         steps: of the stage.
         seed: the stage's.
-        rounding: how far, by `mismatch_kl`, the policy may be from the rollout that sampled with the same weights
-            before it is told; None: they are not compared, for the weights need not be the same.
+        compares: whether what learns has the weights that sampled, so that both must agree.
 
     Raises:
         InputError: the algorithm needs a role that is not there.
     """
 
-    def __init__(
-        self, algorithm: Algorithm, roles: Roles, steps: int, seed: int, rounding: float | None = None
-    ) -> None:
-        self._algorithm, self._roles, self._seed, self._rounding = algorithm, roles, seed, rounding
+    def __init__(self, algorithm: Algorithm, roles: Roles, steps: int, seed: int, *, compares: bool = False) -> None:
+        self._algorithm, self._roles, self._seed, self._compares = algorithm, roles, seed, compares
         for step in {0, steps - 1}:
             self._refuse_missing(step)
 
@@ -141,15 +141,19 @@ class Learning:
     def _compare(self, first: Mapping[str, float], trace: Trace) -> None:
         """Tell, once, that who learns computes other log-probabilities than who sampled with the same weights."""
         found = first.get("mismatch_kl", 0.0)
-        if self._rounding is None or found <= self._rounding:
+        if not self._compares or found <= _ROUNDING:
+            return
+        learner = next(iter(self._roles.learners.values()))
+        rounding = _ROUNDING if learner.one(TrainWorker.wide) else _HALF_ROUNDING
+        if found <= rounding:
             return
         line = (
-            f"the policy's log-probabilities must be those of the rollout that sampled, up to rounding "
-            f"(mismatch_kl <= {self._rounding:g}), got {found:.2g} in step {trace.step} with the same weights; the "
-            "ratio of the loss is off by as much: try runtime.dtype: float32, or report the model"
+            "the policy's log-probabilities must be those of the rollout that sampled, up to rounding (mismatch_kl <= "
+            f"{rounding:g}), got {found:.2g} in step {trace.step} with the same weights; the ratio of the loss is off "
+            "by as much: try runtime.dtype: float32, or report the model"
         )
         trace.sink(Note(line, time.time(), "warning"))
-        self._rounding = None
+        self._compares = False
 
     def _begin(
         self, update: Update, mini: TokenBatch, totals: Totals, *, step: int, part: int, tracer: SampleTracer | None

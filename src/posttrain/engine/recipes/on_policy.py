@@ -28,13 +28,9 @@ from posttrain.engine.recipes.roles import Roles
 from posttrain.engine.recipes.rollout_metrics import engine_metrics, rollout_metrics, turns_mean
 from posttrain.engine.recipes.sample_tracer import SampleTracer
 from posttrain.engine.recipes.sampling import Probe, ProbeSchedule, Prompt, Scorer
-from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.weights.view import PolicyVersion
 from posttrain.pacing.admission import Buffer, InOrder
-
-# k3 is about half the square of how far two log-probabilities are apart: root mean squares of 1e-3, and of 0.1.
-_ROUNDING, _HALF_ROUNDING = 5e-7, 5e-3
 
 
 class OnPolicy:
@@ -77,8 +73,7 @@ class OnPolicy:
         self._trace = own.trace if own else TraceConfig(groups=0)
         self._most = config.tokens_per_step if isinstance(config, DataflowConfig) else None
         lag = own.lag.steps if own and own.lag else 0
-        rounding = None if lag else _ROUNDING if roles.made.one(TrainWorker.wide) else _HALF_ROUNDING
-        self._learning = Learning(algorithm, roles, config.steps, seed, rounding)
+        self._learning = Learning(algorithm, roles, config.steps, seed, compares=not lag)
         if lag and roles.sampler.one(RolloutWorker.view) == "alias":
             raise InputError(f"lag {lag} needs a rollout with weights of its own, got one that reads the policy's")
         if own and own.lag and own.lag.correction != "bypass" and PROXIMAL not in algorithm.requires(config.steps - 1):
