@@ -35,21 +35,21 @@ from typing import Any
 from benchmarks.empty_worker import Empty
 from benchmarks.sorting_task import exact, render, task, teach
 from posttrain.domain.facts import Fact, Sample, Span
+from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import GRPOConfig, InitModelConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.recording import Recorder
+from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models import adopt_module
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.recipes.grpo import GRPO
-from posttrain.engine.recipes.on_policy import OnPolicy
-from posttrain.engine.recipes.opening import open_roles
-from posttrain.engine.recipes.recipe import Trace
-from posttrain.engine.recipes.sampling import Prompt
-from posttrain.engine.recipes.scoring import RewardScorer
 from posttrain.engine.rewards.scripted import ScriptedReward
+from posttrain.engine.samples import Prompt
+from posttrain.engine.scoring import RewardScorer
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
+from posttrain.engine.tracing import Trace
 from posttrain.engine.weights.view import PolicyVersion
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.event_writer import EventWriter
@@ -102,7 +102,7 @@ def shares(steps: int, tiny: bool = False) -> Share:
             facts.clear()
             begin = time.perf_counter()
             grpo.step(step, Trace(facts.append, step))
-            grpo.serve(PolicyVersion(0, step + 1))
+            grpo.publish_weights(PolicyVersion(0, step + 1))
             seconds = time.perf_counter() - begin
             begin = time.perf_counter()
             for fact in facts:

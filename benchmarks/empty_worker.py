@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import final
 
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.rank_context import RankContext
 
 
 @final
 class Empty:
     """A worker that does nothing."""
 
-    def __init__(self, place: Place) -> None:
-        self._rank = place.rank
+    def __init__(self, context: RankContext) -> None:
+        self._rank = context.rank
 
     def nothing(self) -> int:
         """Only an answer."""

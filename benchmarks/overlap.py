@@ -32,21 +32,21 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.sorting_task import exact, render, task, teach
+from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import GRPOConfig, InitModelConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.port import Answer, Call, Stored
+from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.recipes.grpo import GRPO
-from posttrain.engine.recipes.on_policy import OnPolicy
-from posttrain.engine.recipes.opening import open_roles
-from posttrain.engine.recipes.recipe import Trace
-from posttrain.engine.recipes.sampling import Prompt
-from posttrain.engine.recipes.scoring import RewardScorer
 from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.samples import Prompt
+from posttrain.engine.scoring import RewardScorer
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
+from posttrain.engine.tracing import Trace
 from posttrain.engine.weights.view import PolicyVersion
 
 SIZE = InitModelConfig(hidden_size=128, intermediate_size=384, layers=4, heads=4, kv_heads=2, context_length=512)
@@ -91,7 +91,7 @@ class Elsewhere:
     def __init__(self, pool: str) -> None:
         self._inner, self._thread = InlineBackend(pool=pool), ThreadPoolExecutor(1)
         self.decode_seconds = self.generated = 0.0  # as it shall seem, and as the last call really took
-        self.pool, self.ranks, self.places = pool, 1, self._inner.places
+        self.pool, self.ranks, self.contexts = pool, 1, self._inner.contexts
         self.processes = self._inner.processes
 
     def start(
@@ -175,7 +175,7 @@ def run(made: OnPolicy, step: int) -> float:
     """A step and its publication, in seconds."""
     begin = time.perf_counter()
     made.step(step, Trace(lambda fact: None, step))
-    made.serve(PolicyVersion(0, step + 1))
+    made.publish_weights(PolicyVersion(0, step + 1))
     return time.perf_counter() - begin
 
 
@@ -184,7 +184,7 @@ def measure(folder: Path, tokenizer: PreTrainedTokenizerFast, share: float, step
     total = steps + 2
     (plain, slow), (ahead, away) = (recipe(folder, tokenizer, lag, tiny, total) for lag in (0, 1))
     for made in (plain, ahead):
-        made.serve(PolicyVersion(0, 0))
+        made.publish_weights(PolicyVersion(0, 0))
     run(plain, 0)
     run(ahead, 0)
     rest = run(plain, 1) - slow.generated

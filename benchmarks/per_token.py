@@ -31,23 +31,22 @@ import numpy as np
 from torch import Tensor
 
 from posttrain.domain.facts import Fact
+from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import GRPOConfig, InitModelConfig, TraceConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.port import Call, Stored
+from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models import adopt_module
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.recipes.grpo import GRPO
-from posttrain.engine.recipes.on_policy import OnPolicy
-from posttrain.engine.recipes.opening import open_roles
-from posttrain.engine.recipes.recipe import Trace
-from posttrain.engine.recipes.sampling import Prompt
-from posttrain.engine.recipes.scoring import RewardScorer
 from posttrain.engine.rewards.port import Score
 from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.rollout.port import Completion, Generation, InFlight
-from posttrain.engine.samples import Trajectory
+from posttrain.engine.samples import Prompt, Trajectory
+from posttrain.engine.scoring import RewardScorer
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
+from posttrain.engine.tracing import Trace
 from posttrain.engine.weights.view import PolicyVersion
 
 TARGET = 0.1
@@ -75,7 +74,7 @@ class Timed:
         self.busy = 0.0
         self._inner = InlineBackend()
         self.name, self.pool, self.ranks = self._inner.name, self._inner.pool, self._inner.ranks
-        self.places, self.processes = self._inner.places, self._inner.processes
+        self.contexts, self.processes = self._inner.contexts, self._inner.processes
         self.start, self.wait, self.close = self._inner.start, self._inner.wait, self._inner.close
 
     def submit(self, *words: Any, **named: Any) -> list[Call[Any]]:
@@ -195,7 +194,7 @@ def measure(mean: int, prompts: int, samples: int, steps: int) -> Row:
         backend.busy = scorer.seconds = 0.0
         begin = time.process_time()
         report = loop.step(step, Trace(facts.append, step))
-        loop.serve(PolicyVersion(0, step + 1))
+        loop.publish_weights(PolicyVersion(0, step + 1))
         seconds = time.process_time() - begin - backend.busy - scorer.seconds
         tokens = round(prompts * samples * (PROMPT + report.metrics["response_tokens/mean"]))
         found.append((tokens, seconds * 1e6 / tokens, scorer.seconds * 1e6 / tokens))

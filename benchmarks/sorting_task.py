@@ -6,16 +6,16 @@ import random
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from posttrain.engine.assembly import PoolOf, open_learner
 from posttrain.engine.batch import Document
 from posttrain.engine.config import SFTConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.loop.from_rows import FromRows
 from posttrain.engine.models import adopt_module
-from posttrain.engine.recipes.from_rows import FromRows
-from posttrain.engine.recipes.opening import PoolOf, open_learner
-from posttrain.engine.recipes.recipe import Trace
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.settings import OptimizerConfig
+from posttrain.engine.tracing import Trace
 
 TEACHING_STEPS = 200
 

@@ -58,20 +58,21 @@ from trl import SFTConfig as TrlSFTConfig
 from benchmarks.rollout import gemm_rate
 from benchmarks.sorting_task import TEACHING_STEPS, exact, one_process, render, task, teach
 from posttrain.domain.facts import Fact, Sample
+from posttrain.engine.assembly import open_learner, open_roles
 from posttrain.engine.batch import Document
 from posttrain.engine.config import GRPOConfig, InitModelConfig, SFTConfig, TraceConfig
+from posttrain.engine.loop.from_rows import FromRows
+from posttrain.engine.loop.on_policy import OnPolicy
+from posttrain.engine.loop.recipe import Recipe
 from posttrain.engine.models import adopt_module
 from posttrain.engine.models.initial import character_tokenizer, initial_model
-from posttrain.engine.recipes.from_rows import FromRows
 from posttrain.engine.recipes.grpo import GRPO
-from posttrain.engine.recipes.on_policy import OnPolicy
-from posttrain.engine.recipes.opening import open_learner, open_roles
-from posttrain.engine.recipes.recipe import Recipe, Trace
-from posttrain.engine.recipes.sampling import Prompt
-from posttrain.engine.recipes.scoring import RewardScorer
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.rewards.scripted import ScriptedReward
+from posttrain.engine.samples import Prompt
+from posttrain.engine.scoring import RewardScorer
 from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig
+from posttrain.engine.tracing import Trace
 
 TARGETS = {"sft": 2.0, "grpo": 2.6}
 SIZES = {

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.groups.place import Place
 from posttrain.engine.groups.port import Stored
+from posttrain.engine.groups.rank_context import RankContext
 
 
 @final
@@ -67,15 +67,15 @@ class UnpicklableError(Exception):
 
 @final
 class Policy:
-    def __init__(self, place: Place, offset: int = 0, *, fail_on: int = -1) -> None:
-        self.place, self.offset, self.calls = place, offset, list[str]()
-        if place.rank == fail_on:
+    def __init__(self, context: RankContext, offset: int = 0, *, fail_on: int = -1) -> None:
+        self.place, self.offset, self.calls = context, offset, list[str]()
+        if context.rank == fail_on:
             raise InputError(f"offset must suit rank {fail_on}, got {offset}")
-        place.lend(Shared(41 + place.rank))
+        context.lend(Shared(41 + context.rank))
 
     def shifted(self, items: Items, by: int = 0) -> Items:
         """Also joins a collective where there is one: every rank has to come, with or without items."""
-        if self.place.collective:
+        if self.context.collective:
             total = torch.tensor([len(items.values)])
             dist.all_reduce(total)
         return Items(items.lengths, tuple(value + self.offset + by for value in items.values))
@@ -85,10 +85,10 @@ class Policy:
         return Items(items.lengths, (size,) * size)
 
     def identity(self) -> tuple[int, int, int, str]:
-        return os.getpid(), self.place.rank, self.place.size, self.place.pool
+        return os.getpid(), self.context.rank, self.context.size, self.context.pool
 
     def rank_sum(self, bias: float) -> tuple[float, int, int]:
-        total = torch.tensor([self.place.rank + bias])
+        total = torch.tensor([self.context.rank + bias])
         dist.all_reduce(total)
         return float(total), dist.get_rank(), dist.get_world_size()
 
@@ -97,9 +97,9 @@ class Policy:
         return list(self.calls)
 
     def fail(self, ranks: Sequence[int]) -> int:
-        if self.place.rank in ranks:
-            raise InputError(f"shape must be [4], got [{self.place.rank}]")
-        return self.place.rank
+        if self.context.rank in ranks:
+            raise InputError(f"shape must be [4], got [{self.context.rank}]")
+        return self.context.rank
 
     def fail_beside_a_collective(self) -> None:
         self.fail([1])
@@ -118,21 +118,21 @@ class Policy:
         return seconds
 
     def sleep_on(self, rank: int, seconds: float) -> None:
-        if self.place.rank == rank:
+        if self.context.rank == rank:
             self.sleep(seconds)
 
     def meet(self, folder: Path, wanted: int) -> int:
         """Says that it is there and waits until so many are; how many there are."""
-        (folder / f"{self.place.pool}-{self.place.rank}").touch()
+        (folder / f"{self.context.pool}-{self.context.rank}").touch()
         deadline = time.monotonic() + 300
         while len(found := list(folder.iterdir())) < wanted and time.monotonic() < deadline:
             time.sleep(0.01)
         return len(found)
 
     def die(self, rank: int) -> None:
-        if self.place.rank == rank:
+        if self.context.rank == rank:
             os._exit(1)
-        if self.place.collective:
+        if self.context.collective:
             dist.barrier()
 
     def doubled(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,7 @@ class Policy:
         return tensor.numel()
 
     def weights(self, size: int) -> dict[str, torch.Tensor]:
-        return {"w": torch.full((size,), float(self.place.rank + 1), dtype=torch.bfloat16)}
+        return {"w": torch.full((size,), float(self.context.rank + 1), dtype=torch.bfloat16)}
 
     def environment(self, names: Sequence[str]) -> list[str | None]:
         return [os.environ.get(name) for name in names]
@@ -153,14 +153,14 @@ class Policy:
 class Engine:
     """Another role."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, context: RankContext) -> None:
+        self.place = context
 
     def identity(self) -> tuple[int, str]:
         return os.getpid(), type(self).__name__
 
     def borrowed(self) -> int | None:
-        shared = self.place.borrow(Shared)
+        shared = self.context.borrow(Shared)
         return shared.number if shared else None
 
     def load(self, version: int, weights: dict[str, Stored[dict[str, torch.Tensor]]]) -> tuple[int, float, int]:

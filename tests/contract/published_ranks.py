@@ -21,7 +21,7 @@ from held_bytes import HeldBytes
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.objectives import SupervisedObjective
 from posttrain.engine.batch import Document, TokenBatch
-from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.worker import RolloutWorker
@@ -39,10 +39,10 @@ FAST = OptimizerConfig(learning_rate=5e-2, warmup_steps=0)
 class Pair:
     """What stands on this rank."""
 
-    def __init__(self, place: Place, folder: Path, dtype: str) -> None:
+    def __init__(self, context: RankContext, folder: Path, dtype: str) -> None:
         source = ModelSource(folder, dtype)
-        self.policy = TrainWorker(place, source, FAST, RuntimeConfig(), steps=9, seed=0)
-        self.rollout = RolloutWorker(place, source)
+        self.policy = TrainWorker(context, source, FAST, RuntimeConfig(), steps=9, seed=0)
+        self.rollout = RolloutWorker(context, source)
         assert self.rollout.view() == "neighbour"
 
     def size(self) -> int:
@@ -81,7 +81,7 @@ def main(rank: int, folder: Path) -> None:
     try:
         for family in FAMILIES:
             for dtype in ("float32", "bfloat16"):
-                pair = Pair(Place("main", rank, 2, "cpu", collective=True), folder / f"{family}-{rank}", dtype)
+                pair = Pair(RankContext("main", rank, 2, "cpu", collective=True), folder / f"{family}-{rank}", dtype)
                 before: Standing | None = None
                 for step in range(2):
                     pair.learn(step)

@@ -26,7 +26,7 @@ from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.objectives import SupervisedObjective
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import InitModelConfig
-from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.roles.torch_engine import TorchEngine
@@ -53,7 +53,7 @@ def main(rank: int, folder: Path) -> None:
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=400))
     found: dict[str, dict[str, int]] = {}
-    place, options = Place("main", rank, 2, "cpu", collective=True), OptimizerConfig(warmup_steps=0)
+    context, options = RankContext("main", rank, 2, "cpu", collective=True), OptimizerConfig(warmup_steps=0)
     try:
         for dtype in ("float32", "bfloat16"):
             ModelSource(folder / dtype, dtype).open("cpu")  # what is imported and compiled once
@@ -63,28 +63,28 @@ def main(rank: int, folder: Path) -> None:
             opened = own_memory() - before
             whole = 4 * sum(p.numel() for p in model.module.parameters())
             with HeldBytes() as held:
-                engine = TorchEngine(place, model, options, RuntimeConfig(), steps=2, seed=0)
+                engine = TorchEngine(context, model, options, RuntimeConfig(), steps=2, seed=0)
             shard = sum(s.tensor.numel() * s.tensor.element_size() for s in engine.export())
             found[dtype] = {"whole": whole, "opened": opened, "peak": held.peak, "shard": shard}
-        found["frozen"] = frozen_base(place, folder)
+        found["frozen"] = frozen_base(context, folder)
     finally:
         dist.destroy_process_group()
     print(json.dumps(found))
 
 
-def frozen_base(place: Place, folder: Path) -> dict[str, int]:
+def frozen_base(context: RankContext, folder: Path) -> dict[str, int]:
     """A bfloat16 base under trained norms: it stays in bfloat16, the norms learn in float32, and all of it is saved."""
     model = ModelSource(folder / "bfloat16", "bfloat16").open("cpu")
     for name, parameter in model.module.named_parameters():
         parameter.requires_grad_("norm" in name)
     options = OptimizerConfig(learning_rate=1e-2, warmup_steps=0)
-    engine = TorchEngine(place, model, options, RuntimeConfig(), steps=2, seed=0)
+    engine = TorchEngine(context, model, options, RuntimeConfig(), steps=2, seed=0)
     for shard in engine.export():
         assert shard.frozen == ("norm" not in shard.name)
         assert shard.tensor.dtype == (torch.bfloat16 if shard.frozen else torch.float32), shard.name
-    engine.step(BATCH.select_items([place.rank]), SupervisedObjective(Totals.of(BATCH)), step=0)
+    engine.step(BATCH.select_items([context.rank]), SupervisedObjective(Totals.of(BATCH)), step=0)
     engine.write_model(folder / "written")
-    if place.rank == 0:
+    if context.rank == 0:
         written, base = (load_file(folder / name / "model.safetensors") for name in ("written", "bfloat16"))
         assert written.keys() == base.keys()
         moved = {name for name in base if not torch.equal(written[name], base[name])}

@@ -32,7 +32,7 @@ from posttrain.engine.algorithms.objectives import (
     ValueObjective,
 )
 from posttrain.engine.batch import Document, TokenBatch
-from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models import adopt_classifier, adopt_module
 from posttrain.engine.models.scalar_model import put_scalar_head
 from posttrain.engine.roles.learner import DivergedError
@@ -80,7 +80,7 @@ class BadGradient(torch.autograd.Function):
         return gradients[0] * float("nan")
 
 
-def diverge(policy: TrainWorker, mine: TokenBatch, objective: PolicyObjective, place: Place) -> None:
+def diverge(policy: TrainWorker, mine: TokenBatch, objective: PolicyObjective, context: RankContext) -> None:
     """A mini-batch with a finite loss and a gradient that is none, on one rank only: nothing is left of it."""
     held = lambda: {**policy.engine.learner.parameters(), **policy.engine.learner.moments()}  # noqa: E731
     before = {name: value.clone() for name, value in held().items()}
@@ -90,7 +90,7 @@ def diverge(policy: TrainWorker, mine: TokenBatch, objective: PolicyObjective, p
 
         def __call__(self, micro: TokenBatch, predicted: Predictions) -> LossParts:
             parts = objective(micro, predicted)
-            return LossParts(BadGradient.apply(parts.loss), parts.sums) if place.rank == 0 else parts
+            return LossParts(BadGradient.apply(parts.loss), parts.sums) if context.rank == 0 else parts
 
     try:
         policy.update(mine, Bad(), step=1, part=1)
@@ -103,19 +103,19 @@ def diverge(policy: TrainWorker, mine: TokenBatch, objective: PolicyObjective, p
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def export(place: Place, folder: Path) -> None:
+def export(context: RankContext, folder: Path) -> None:
     """A bfloat16 model, whose shards are float32, as a stage leaves it: as computed, and in float32."""
     for saved in ("auto", "float32"):
         model = adopt_module(families.build("qwen3").bfloat16())
         runtime = RuntimeConfig.model_validate({"save_dtype": saved})
-        policy = TrainWorker(place, model, OPTIMIZER, runtime, steps=STEPS, seed=0)
+        policy = TrainWorker(context, model, OPTIMIZER, runtime, steps=STEPS, seed=0)
         policy.save_model(folder / saved)
 
 
-def dropout_draws(place: Place) -> list[list[float]]:
+def dropout_draws(context: RankContext) -> list[list[float]]:
     """What two steps' dropout would draw on this rank."""
     model = adopt_module(families.build("qwen3"))
-    policy = TrainWorker(place, model, OPTIMIZER, RUNTIME, steps=STEPS, seed=0, dropout=True)
+    policy = TrainWorker(context, model, OPTIMIZER, RUNTIME, steps=STEPS, seed=0, dropout=True)
     drawn: list[list[float]] = []
 
     def forward(micro: TokenBatch) -> LossParts:
@@ -127,21 +127,23 @@ def dropout_draws(place: Place) -> list[list[float]]:
     return drawn
 
 
-def train(place: Place, family: str, mine: TokenBatch, pairs: TokenBatch) -> tuple[dict[str, Tensor], dict[str, float]]:
+def train(
+    context: RankContext, family: str, mine: TokenBatch, pairs: TokenBatch
+) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The weights of policy, critic and reward model after STEPS updates each, by role/name, and the last metrics."""
-    whole, runtime = make_batch(), RECOMPUTED if place.sequence_parallel > 1 else RUNTIME
+    whole, runtime = make_batch(), RECOMPUTED if context.sequence_parallel > 1 else RUNTIME
     totals = Totals.of(whole)
-    policy = TrainWorker(place, adopt_module(families.build(family)), OPTIMIZER, runtime, steps=STEPS, seed=0)
+    policy = TrainWorker(context, adopt_module(families.build(family)), OPTIMIZER, runtime, steps=STEPS, seed=0)
     scalar = adopt_classifier(put_scalar_head(families.build(family)))
-    critic = TrainWorker(place, scalar, OPTIMIZER, runtime, name="critic", steps=STEPS, seed=0)
+    critic = TrainWorker(context, scalar, OPTIMIZER, runtime, name="critic", steps=STEPS, seed=0)
     scoring = adopt_classifier(put_scalar_head(families.build(family)))
-    judge = TrainWorker(place, scoring, OPTIMIZER, runtime, name="reward_model", steps=STEPS, seed=0)
+    judge = TrainWorker(context, scoring, OPTIMIZER, runtime, name="reward_model", steps=STEPS, seed=0)
     begun = {name: tensor.clone() for name, tensor in policy.engine.learner.parameters().items()}
     first = policy.fill(mine, "now", "logprobs").column("now")
     for step in range(STEPS):
         surrogate = PolicyObjective(totals, clip_low=0.2, clip_high=0.2)
         if step == 1:
-            diverge(policy, mine, surrogate, place)
+            diverge(policy, mine, surrogate, context)
         metrics = {f"policy/{k}": v for k, v in policy.update(mine, surrogate, step=step).metrics.items()}
         metrics |= {
             f"critic/{k}": v for k, v in critic.update(mine, ValueObjective(totals, 0.2), step=step).metrics.items()
@@ -153,7 +155,7 @@ def train(place: Place, family: str, mine: TokenBatch, pairs: TokenBatch) -> tup
     assert len(policy.fill(mine, "now", "logprobs")) == len(critic.fill(mine, "now", "values")) == len(mine)
     weights = {}
     for role, worker in (("policy", policy), ("critic", critic), ("judge", judge)):
-        gathered = worker.engine.learner.sharding.gathered() if place.size > 1 else worker.engine.learner.parameters()
+        gathered = worker.engine.learner.sharding.gathered() if context.size > 1 else worker.engine.learner.parameters()
         weights |= {f"{role}/{name}": tensor.detach().cpu().clone() for name, tensor in gathered.items()}
     policy.engine.learner.restore(begun, {})  # what the frozen pass above gathered must not outlive it
     torch.testing.assert_close(policy.fill(mine, "now", "logprobs").column("now"), first, atol=0, rtol=0)
@@ -167,12 +169,12 @@ def main(rank: int, ranks: int, folder: Path) -> None:
         for case, shards in SHARDS.items():
             for family in ("qwen3", "llama"):  # a tied and an untied output head
                 shared = 2 if case == "sequence" else 1
-                place = Place("main", rank, ranks, "cpu", collective=True, sequence_parallel=shared)
+                context = RankContext("main", rank, ranks, "cpu", collective=True, sequence_parallel=shared)
                 pairs = make_pairs().select_items(PAIRS[case][rank])
-                weights, metrics = train(place, family, make_batch().select(shards[rank]), pairs)
+                weights, metrics = train(context, family, make_batch().select(shards[rank]), pairs)
                 if family == "qwen3":
-                    (folder / f"{case}-dropout-{rank}.json").write_text(json.dumps(dropout_draws(place)))
-                    export(place, folder / f"{case}-exported")
+                    (folder / f"{case}-dropout-{rank}.json").write_text(json.dumps(dropout_draws(context)))
+                    export(context, folder / f"{case}-exported")
                 if rank == 0:
                     save_file(weights, folder / f"{case}-{family}.safetensors")
                     (folder / f"{case}-{family}.json").write_text(json.dumps(metrics))

@@ -11,14 +11,14 @@ from posttrain.domain.kinds import OWN
 from posttrain.engine.algorithms.objectives import SupervisedObjective
 from posttrain.engine.batch import Document
 from posttrain.engine.config import RowsConfig, named, stage_config
+from posttrain.engine.loop.from_rows import FromRows
+from posttrain.engine.loop.on_policy import OnPolicy
+from posttrain.engine.loop.recipe import Recipe
+from posttrain.engine.loop.roles import Roles
 from posttrain.engine.models.chat import PreferencePair
 from posttrain.engine.recipes.algorithm import Update
 from posttrain.engine.recipes.dataflow import Dataflow
-from posttrain.engine.recipes.from_rows import FromRows
-from posttrain.engine.recipes.on_policy import OnPolicy
-from posttrain.engine.recipes.recipe import Recipe
-from posttrain.engine.recipes.roles import Roles
-from posttrain.engine.recipes.sampling import Prompt
+from posttrain.engine.samples import Prompt
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.planner.estimate import Workload, comparable, estimate
 
@@ -45,7 +45,7 @@ STAGES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_the_least_of_one_step_is_its_price_with_documents_of_one_token(name: str) -> None:
     kind, params = STAGES[name]
     params = {"data": "d", "steps": 1, **params}
-    prices = [recipe(kind, params, length).price(params["steps"] - 1) for length in (1, 2)]
+    prices = [recipe(kind, params, length).max_tokens(params["steps"] - 1) for length in (1, 2)]
     least = NativeTrainer().check(kind, {**params, "steps": max(1, params["steps"])}).work["least"]
     before = (params["steps"] - 1) * (3 + 3 * 4)  # prompts and samples of one token
     assert least - before <= prices[0] <= prices[1]

@@ -11,7 +11,7 @@ import families
 import pytest
 
 from posttrain.domain.errors import InputError, IntegrityError, JobFailedError, PosttrainError
-from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models import LanguageModel, adopt_module
 from posttrain.engine.rollout import Completion, RolloutEngine, SamplingParams, ScriptedRollout, generate
 from posttrain.engine.rollout.backends.module import ModuleRollout
@@ -173,9 +173,9 @@ def test_a_worker_refuses_answers_of_another_version_than_it_serves() -> None:
             super().update(policy, "0.0.0" if version.endswith("4") else version, in_flight=in_flight)
 
     engine = Stale(lambda prompt, sample: [9, 8, 7])
-    place = Place()
-    place.lend(model_of("qwen3"))
-    worker = RolloutWorker(place, engine=engine)
+    context = RankContext()
+    context.lend(model_of("qwen3"))
+    worker = RolloutWorker(context, engine=engine)
     batch = PromptBatch(((5, 4),), (388,))
     served = PolicyVersion(0, 3)
     worker.serve(served)
@@ -196,9 +196,9 @@ def test_weights_that_are_read_in_place_change_only_while_paused() -> None:
 
 @pytest.mark.parametrize("truncation", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
 def test_training_samples_from_the_whole_distribution(truncation: dict[str, float]) -> None:
-    place = Place()
-    place.lend(model_of("qwen3"))
-    worker = RolloutWorker(place)
+    context = RankContext()
+    context.lend(model_of("qwen3"))
+    worker = RolloutWorker(context)
     cut = SamplingParams(max_new_tokens=4, **truncation)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="must sample from the whole distribution"):
         worker.generate(PromptBatch(((5, 4),), (388,)), cut, 1)

@@ -13,7 +13,7 @@ import sharded_loading
 import torch
 from safetensors.torch import load_file
 
-from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models import adopt_module
 from posttrain.engine.roles.torch_engine import TorchEngine
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
@@ -59,7 +59,7 @@ def test_the_whole_engine_leaves_the_type_that_is_asked_for(
     for name, parameter in model.module.named_parameters():
         parameter.requires_grad_(not frozen or "norm" in name)
     runtime = RuntimeConfig.model_validate({"save_dtype": saved})
-    TorchEngine(Place(), model, OptimizerConfig(), runtime, steps=1, seed=0).write_model(tmp_path)
+    TorchEngine(RankContext(), model, OptimizerConfig(), runtime, steps=1, seed=0).write_model(tmp_path)
     dtype = computed if saved == "auto" else saved
     written = load_file(tmp_path / "model.safetensors")
     named = dict(model.module.named_parameters())

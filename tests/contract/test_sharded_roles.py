@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models import adopt_module, token_logprobs
 
 
@@ -36,7 +36,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def one_rank(family: str) -> tuple[dict[str, Tensor], dict[str, float]]:
-    return sharded_roles.train(Place(), family, sharded_roles.make_batch(), sharded_roles.make_pairs())
+    return sharded_roles.train(RankContext(), family, sharded_roles.make_batch(), sharded_roles.make_pairs())
 
 
 @pytest.mark.slow

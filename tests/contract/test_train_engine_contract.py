@@ -13,14 +13,14 @@ import torch
 import train_engine
 from safetensors.torch import load_file
 
-from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.roles import contract
 from posttrain.engine.roles.contract import HELD, Bench, learned
 
 
 @pytest.mark.parametrize("held", HELD, ids=lambda held: held.__name__)
 def test_the_whole_engine(held: Callable[[Bench], None], tmp_path: Path) -> None:
-    held(Bench(train_engine.open_torch, Place(), tmp_path))
+    held(Bench(train_engine.open_torch, RankContext(), tmp_path))
 
 
 class Broken:
@@ -77,7 +77,7 @@ class Credulous(Broken):
 def test_an_engine_that_breaks_a_promise_is_found(
     broken: type[Broken], held: Callable[[Bench], None], tmp_path: Path
 ) -> None:
-    bench: Any = Bench(lambda place, seed: broken(train_engine.open_torch(place, seed)), Place(), tmp_path)  # type: ignore[arg-type,return-value]
+    bench: Any = Bench(lambda context, seed: broken(train_engine.open_torch(context, seed)), RankContext(), tmp_path)  # type: ignore[arg-type,return-value]
     with pytest.raises(AssertionError, match="a training engine must"):
         held(bench)
 
@@ -97,7 +97,7 @@ def test_the_sharded_engine_learns_what_the_whole_one_does(tmp_path: Path) -> No
     said = [process.communicate(timeout=500) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(err for _, err in said)
     assert [out.splitlines()[-1] for out, _ in said] == ["held", "held"]
-    one = learned(Bench(train_engine.open_torch, Place(), tmp_path))
+    one = learned(Bench(train_engine.open_torch, RankContext(), tmp_path))
     two = load_file(tmp_path / "learned.safetensors")
     assert one.keys() == two.keys()
     for name, value in one.items():

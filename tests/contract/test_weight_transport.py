@@ -21,11 +21,11 @@ from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.objectives import SupervisedObjective
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.backends.inline import InlineBackend
-from posttrain.engine.groups.place import Place
 from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.groups.rank_context import RankContext
+from posttrain.engine.loop.roles import Roles
 from posttrain.engine.models.exported import layout_of
 from posttrain.engine.models.source import ModelSource
-from posttrain.engine.recipes.roles import Roles
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.batches import PromptBatch
 from posttrain.engine.rollout.port import SamplingParams
@@ -104,9 +104,9 @@ def test_what_an_engine_derives_of_its_weights_is_derived_anew(family: str, tmp_
     for _ in range(3):
         apart.learn()
     apart.publish()
-    place = Place()
-    place.lend(apart.policy.engine.model)
-    fresh = said(RolloutWorker(place))
+    context = RankContext()
+    context.lend(apart.policy.engine.model)
+    fresh = said(RolloutWorker(context))
     for one, two in zip(said(apart.rollout), fresh, strict=True):
         assert one.response.tolist() == two.response.tolist()
         assert one.segments[-1].logprobs.tolist() == two.segments[-1].logprobs.tolist()

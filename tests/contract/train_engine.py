@@ -1,7 +1,7 @@
 """One rank of a training engine held against its contract, with gloo on one machine:
 `python train_engine.py RANK RANKS FOLDER [MODULE:FUNCTION]`.
 
-FUNCTION(place, seed) -> TrainEngine opens it; without one it is ours. Ends with `held`; rank 0 writes what the ranks
+FUNCTION(context, seed) -> TrainEngine opens it; without one it is ours. Ends with `held`; rank 0 writes what the ranks
 learned together to FOLDER.
 """
 
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models import adopt_module
 from posttrain.engine.roles.contract import HELD, VOCABULARY, Bench, learned
 from posttrain.engine.roles.port import TrainEngine
@@ -31,11 +31,11 @@ from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, warmup_steps=0, weight_decay=0.1, max_grad_norm=0.5)
 
 
-def open_torch(place: Place, seed: int) -> TrainEngine:
+def open_torch(context: RankContext, seed: int) -> TrainEngine:
     """The engines of this repository: whole on one rank, FSDP2 on several."""
     assert families.VOCABULARY >= VOCABULARY
     model = adopt_module(families.build("qwen3", seed=seed))
-    return TorchEngine(place, model, OPTIMIZER, RuntimeConfig(micro_batch_tokens=20), steps=4, seed=0)
+    return TorchEngine(context, model, OPTIMIZER, RuntimeConfig(micro_batch_tokens=20), steps=4, seed=0)
 
 
 def main(rank: int, ranks: int, folder: Path, name: str = "train_engine:open_torch") -> None:
@@ -44,7 +44,7 @@ def main(rank: int, ranks: int, folder: Path, name: str = "train_engine:open_tor
     try:
         module, _, function = name.partition(":")
         opening = getattr(importlib.import_module(module), function)
-        bench = Bench(opening, Place("main", rank, ranks, "cpu", collective=True), folder)
+        bench = Bench(opening, RankContext("main", rank, ranks, "cpu", collective=True), folder)
         for held in HELD:
             held(bench)
         weights = learned(bench)

@@ -21,17 +21,17 @@ from posttrain.domain.canonical import digest_json
 from posttrain.domain.facts import Metric, Span
 from posttrain.domain.identity import job_identity
 from posttrain.domain.placement import Placement, Resources
+from posttrain.engine.assembly import open_learner
 from posttrain.engine.batch import Document
 from posttrain.engine.config import InitModelConfig, SFTConfig
-from posttrain.engine.controller import Controller, Order
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.worker_group import WorkerGroup
+from posttrain.engine.loop.controller import Controller, Order
+from posttrain.engine.loop.from_rows import FromRows
 from posttrain.engine.models.exported import Shard, put
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.source import ModelSource
-from posttrain.engine.recipes.from_rows import FromRows
-from posttrain.engine.recipes.opening import open_learner
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
@@ -76,7 +76,7 @@ def train(
     controller = Controller(
         FromRows(CONFIG, SFT(CONFIG), roles, DOCUMENTS, 1),
         folder,
-        belongs_to(len(pool.processes)),
+        fingerprint(len(pool.processes)),
         100,
         lambda fact: None,
         orders=lambda: next(asked, Order.STOP),
@@ -101,7 +101,7 @@ def exported(worker: TrainWorker) -> list[Shard]:
     return list(worker.engine.export())
 
 
-def belongs_to(ranks: int) -> str:
+def fingerprint(ranks: int) -> str:
     """What a user's run of this stage has there: its placement is written in its parameters and decides nothing."""
     placed = CONFIG.model_copy(update={"placement": Placement(collocated=Resources(ranks=ranks))})
     return digest_json(job_identity("sft", placed.model_dump(mode="json"), 1, {}))

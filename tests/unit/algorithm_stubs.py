@@ -141,7 +141,7 @@ class KTO:
     source: RowSource = ROWS_OF_A_STEP
     beta: float = 0.1
 
-    def price(self, row: Labelled) -> int:
+    def max_tokens(self, row: Labelled) -> int:
         return 2 * (len(row.prompt) + len(row.completion))
 
     def requires(self, step: int) -> Sequence[Column]:

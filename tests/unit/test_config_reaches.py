@@ -25,7 +25,7 @@ from posttrain.domain.facts import Metric
 from posttrain.domain.jobs import InputBlob, JobOrder
 from posttrain.domain.placement import Placement
 from posttrain.engine.config import STAGE_CONFIGS, stage_config
-from posttrain.engine.controller import CONTROLLER_METRICS
+from posttrain.engine.loop.controller import CONTROLLER_METRICS
 from posttrain.engine.rewards.port import RewardCall
 from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.execution.trainers.native import NativeTrainer

@@ -12,7 +12,7 @@ from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.objectives import SupervisedObjective
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import InitModelConfig
-from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.roles.training import TrainWorker
@@ -26,7 +26,7 @@ def policy(*, recompute: bool) -> TrainWorker:
     module = initial_model(SIZE, character_tokenizer(SIZE.characters), 0)
     runtime = RuntimeConfig(activation_checkpointing=recompute)
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=0)
-    return TrainWorker(Place(), adopt_module(module), optimizer, runtime, steps=4, seed=0)
+    return TrainWorker(RankContext(), adopt_module(module), optimizer, runtime, steps=4, seed=0)
 
 
 def test_the_same_weights_from_fewer_saved_bytes() -> None:
@@ -55,7 +55,7 @@ def test_a_model_without_layers_to_find_is_refused() -> None:
     module = GPT2LMHeadModel(GPT2Config(vocab_size=25, n_positions=64, n_embd=16, n_layer=1, n_head=2))
     with pytest.raises(InputError, match="activation_checkpointing needs a model with a list of decoder layers"):
         TrainWorker(
-            Place(),
+            RankContext(),
             adopt_module(module),
             OptimizerConfig(),
             RuntimeConfig(activation_checkpointing=True),

@@ -33,7 +33,7 @@ from posttrain.engine.weights.checkpoint import (
 from posttrain.engine.weights.shards import write_tensors
 from posttrain.store.attempts import AttemptFolder
 
-STATE = TrainState(belongs_to="sha256:" + "0" * 64, step=3, consumed=96, tokens=1234, metrics={"loss": 0.25})
+STATE = TrainState(fingerprint="sha256:" + "0" * 64, step=3, consumed=96, tokens=1234, metrics={"loss": 0.25})
 
 
 @dataclass(frozen=True)

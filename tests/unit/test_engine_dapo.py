@@ -10,12 +10,12 @@ from sampled_batches import clipped, loss_and_gradient, sampled
 from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, quiet
 
 from posttrain.engine.algorithms.advantages import overlong_penalty
+from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import DAPOConfig
+from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.initial import initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.recipes.dapo import DAPO
-from posttrain.engine.recipes.on_policy import OnPolicy
-from posttrain.engine.recipes.opening import open_roles
 
 
 def config(**changes: Any) -> DAPOConfig:

@@ -12,15 +12,15 @@ from test_engine_recipes import TINY, TOKENIZER, inline, quiet
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.assembly import open_learner
 from posttrain.engine.config import DPOConfig
+from posttrain.engine.loop.from_rows import FromRows
+from posttrain.engine.loop.roles import Roles
 from posttrain.engine.models.initial import initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.predictions import Predictions
 from posttrain.engine.recipes.dpo import DPO
-from posttrain.engine.recipes.from_rows import FromRows
-from posttrain.engine.recipes.opening import open_learner
 from posttrain.engine.recipes.reward_model import RewardModel
-from posttrain.engine.recipes.roles import Roles
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 
 
@@ -102,4 +102,4 @@ def test_without_a_reference_it_is_refused_before_anything_is_read() -> None:
 
 def test_a_step_costs_what_a_reward_model_pays_for_the_same_pairs() -> None:
     made = config()
-    assert DPO(made).price(PAIRS[4]) == RewardModel(made).price(PAIRS[4])  # type: ignore[arg-type]
+    assert DPO(made).max_tokens(PAIRS[4]) == RewardModel(made).max_tokens(PAIRS[4])  # type: ignore[arg-type]

@@ -82,7 +82,7 @@ def workers(tree: ast.Module) -> Iterator[ast.ClassDef]:
             for method in node.body:
                 if isinstance(method, ast.FunctionDef) and method.name == "__init__":
                     annotations = [arg.annotation for arg in method.args.args[1:2]]
-                    if any(a is not None and ast.unparse(a) == "Place" for a in annotations):
+                    if any(a is not None and ast.unparse(a) == "RankContext" for a in annotations):
                         yield node
 
 

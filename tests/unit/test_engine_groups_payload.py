@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from posttrain.domain.errors import InputError
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.payload import Parcel, StoredAway, check_importable, pack, unpack
-from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.rank_context import RankContext
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8, torch.complex64]
 
@@ -108,8 +108,8 @@ def test_what_another_process_cannot_import_is_refused() -> None:
     def local() -> None:
         """Nothing."""
 
-    check_importable(Place.borrow, "a method")
-    check_importable(Place, "a class")
+    check_importable(RankContext.borrow, "a method")
+    check_importable(RankContext, "a class")
     for strange in (local, lambda: None):
         with pytest.raises(InputError, match="must be importable by name"):
             check_importable(strange, "a method")

@@ -14,19 +14,19 @@ HEADER = """\
 from __future__ import annotations
 from collections.abc import Sequence
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.port import Stored
 from posttrain.engine.groups.worker_group import Future, WorkerGroup
 
 class Worker:
-    def __init__(self, place: Place, width: int) -> None: ...
+    def __init__(self, context: RankContext, width: int) -> None: ...
     def logprobs(self, batch: TokenBatch, temperature: float = 1.0) -> TokenBatch: return batch
     def step(self, rate: float) -> dict[str, float]: return {}
     def prompts(self, texts: list[str]) -> list[str]: return texts
 
 class Other:
-    def __init__(self, place: Place) -> None: ...
+    def __init__(self, context: RankContext) -> None: ...
     def step(self, rate: float) -> dict[str, float]: return {}
 
 def check(group: WorkerGroup[Worker], pool: ResourcePool, batch: TokenBatch, texts: list[str]) -> None:

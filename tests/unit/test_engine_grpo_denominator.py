@@ -14,8 +14,7 @@ from posttrain.engine.algorithms.advantages import ESTIMATORS
 from posttrain.engine.algorithms.aggregation import MODES
 from posttrain.engine.config import KLConfig
 from posttrain.engine.recipes import policy_gradient
-from posttrain.engine.recipes.sampling import Prompt
-from posttrain.engine.samples import Trajectory
+from posttrain.engine.samples import Prompt, Trajectory
 
 LIMIT = 4  # max_new_tokens
 PLAIN: dict[str, Any] = {"kl": None, "mini_batches": 1, "max_new_tokens": LIMIT}

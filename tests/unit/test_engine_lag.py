@@ -21,22 +21,21 @@ from posttrain.domain.facts import Metric, Sample
 from posttrain.domain.kinds import OWN, WRITTEN
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective
+from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import DAPOConfig, GRPOConfig, OnPolicyConfig, TraceConfig, named
-from posttrain.engine.controller import Limits
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.port import Call
+from posttrain.engine.loop.controller import Limits
+from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.initial import initial_model
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.predictions import Predictions
 from posttrain.engine.recipes.algorithm import PROXIMAL
 from posttrain.engine.recipes.dapo import DAPO
 from posttrain.engine.recipes.grpo import GRPO
-from posttrain.engine.recipes.on_policy import OnPolicy
-from posttrain.engine.recipes.opening import open_roles
-from posttrain.engine.recipes.sampling import Prompt
-from posttrain.engine.samples import Trajectory
+from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 
 APART = {"policy": {"cpus": 1}, "rollout": {"cpus": 1}}
@@ -187,7 +186,7 @@ def test_the_price_covers_what_every_step_spends(model: ModelSource, tmp_path: P
     real = made.step
 
     def step(number: int, *rest: Any) -> Any:
-        price = made.price(number)
+        price = made.max_tokens(number)
         report = real(number, *rest)
         prices.append((price, report.tokens))
         return report
@@ -206,7 +205,7 @@ def test_no_budget_is_passed_and_what_it_ended_goes_on(model: ModelSource, tmp_p
     options: dict[str, Any] = {"scores": rarely_right, **({"lag": {"steps": lag}} if lag else {})}
     whole = Desk(tmp_path / "whole", recipe(model, "dapo", **options))
     needed, ended = whole.run().tokens, set[str]()
-    first = recipe(model, "dapo", **options).price(0)  # which leaves nothing for replacements
+    first = recipe(model, "dapo", **options).max_tokens(0)  # which leaves nothing for replacements
     for limit in (first, *range(needed // 5 + 7, needed + 400, needed // 5)):
         desk = Desk(tmp_path / f"{limit}", recipe(model, "dapo", **options), limits=Limits(tokens=limit))
         try:

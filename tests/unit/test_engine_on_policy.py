@@ -15,30 +15,30 @@ from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, qu
 from posttrain.domain.errors import BudgetExceededError, InputError
 from posttrain.domain.facts import Note, Sample
 from posttrain.engine.algorithms.objectives import SupervisedObjective
+from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import DataflowConfig, GroupConfig, GRPOConfig, PPOConfig
-from posttrain.engine.controller import Controller, Limits
+from posttrain.engine.evaluation.probe import ProbeSchedule
+from posttrain.engine.loop.controller import Controller, Limits
+from posttrain.engine.loop.on_policy import OnPolicy
+from posttrain.engine.loop.rollout_metrics import engine_metrics
 from posttrain.engine.models.initial import initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.recipes.algorithm import Drop, PromptSource, ScoredGroup, Update, pack
 from posttrain.engine.recipes.dataflow import Dataflow
 from posttrain.engine.recipes.dpo import DPOObjective
 from posttrain.engine.recipes.grpo import GRPO
-from posttrain.engine.recipes.on_policy import OnPolicy
-from posttrain.engine.recipes.opening import open_roles
 from posttrain.engine.recipes.policy_gradient import PolicyGradient
 from posttrain.engine.recipes.ppo import PPO
-from posttrain.engine.recipes.recipe import StepReport, Trace
-from posttrain.engine.recipes.rollout_metrics import engine_metrics
-from posttrain.engine.recipes.sampling import ProbeSchedule
-from posttrain.engine.recipes.scoring import ModelScorer
 from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.batches import Rollouts
 from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.scoring import ModelScorer
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
+from posttrain.engine.tracing import StepReport, Trace
 from posttrain.engine.weights.checkpoint import read_state
 
 
@@ -124,7 +124,7 @@ def test_everything_sampled_is_counted_and_reserved_before_it_is_asked_for() -> 
 
 def test_what_replaces_a_group_must_be_affordable(tmp_path: Path) -> None:
     recipe, _ = stage()
-    price = recipe.price(0)
+    price = recipe.max_tokens(0)
     controller = Controller(recipe, tmp_path, "sha256:x", 100, lambda fact: None, limits=Limits(tokens=price + 1))
     before = weights(recipe)
     with pytest.raises(BudgetExceededError, match="replacing dropped groups"):
@@ -161,7 +161,7 @@ def test_responses_depend_on_the_place_in_the_stream_and_on_nothing_else() -> No
 
 
 class FixedProbe:
-    price = 40
+    max_tokens = 40
 
     def __call__(self, rollout: Any, /) -> StepReport:
         return StepReport(40, {"probe/accuracy": 0.0})
@@ -183,7 +183,7 @@ def test_a_replacement_leaves_what_the_last_probe_costs_and_a_checkpoint_from_be
 
     recipe, _ = stage(Often, steps=2)
     first = recipe.step(0, quiet(0)).tokens
-    price = recipe.price(1)
+    price = recipe.max_tokens(1)
     made = run(40 + first + price + 40)  # what the step may cost and the probe after it, and nothing to replace by
     assert made._step == 1, "the step that had begun is not done"
     [saved] = (tmp_path / str(40 + first + price + 40)).glob("step-*")

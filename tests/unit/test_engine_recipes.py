@@ -17,6 +17,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Fact, Sample, Span
 from posttrain.domain.placement import Placement
 from posttrain.engine.algorithms.objectives import SupervisedObjective
+from posttrain.engine.assembly import open_learner, open_roles
 from posttrain.engine.config import (
     CriticConfig,
     DataflowConfig,
@@ -28,10 +29,13 @@ from posttrain.engine.config import (
     RewardModelConfig,
     TraceConfig,
 )
-from posttrain.engine.controller import Controller, Order, Outcome
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.recording import Recorder
+from posttrain.engine.loop.controller import Controller, Order, Outcome
+from posttrain.engine.loop.from_rows import FromRows
+from posttrain.engine.loop.on_policy import OnPolicy
+from posttrain.engine.loop.recipe import Recipe
 from posttrain.engine.models.chat import PreferencePair
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
@@ -39,22 +43,18 @@ from posttrain.engine.models.scalar_model import ScalarModel, adopt_classifier, 
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.recipes.algorithm import Update
 from posttrain.engine.recipes.dataflow import Dataflow, load_dataflow
-from posttrain.engine.recipes.from_rows import FromRows
 from posttrain.engine.recipes.grpo import GRPO
-from posttrain.engine.recipes.on_policy import OnPolicy
-from posttrain.engine.recipes.opening import open_learner, open_roles
 from posttrain.engine.recipes.ppo import PPO
-from posttrain.engine.recipes.recipe import Recipe, Trace
 from posttrain.engine.recipes.reward_model import RewardModel
-from posttrain.engine.recipes.sampling import Prompt, Scorer
-from posttrain.engine.recipes.scoring import ModelScorer
 from posttrain.engine.rewards.parallel import ParallelReward
 from posttrain.engine.rewards.port import RewardCall, Score
 from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.training import TrainWorker
-from posttrain.engine.samples import Trajectory
+from posttrain.engine.samples import Prompt, Trajectory
+from posttrain.engine.scoring import ModelScorer, Scorer
 from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig, RuntimeConfig
+from posttrain.engine.tracing import Trace
 
 TINY = InitModelConfig(
     hidden_size=16, intermediate_size=16, layers=1, characters="0123456789Q:sort A", context_length=64
@@ -185,7 +185,7 @@ def test_resumed_equals_undisturbed(name: str, tmp_path: Path) -> None:
 def test_the_price_covers_what_is_spent(name: str) -> None:
     recipe = RECIPES[name]()
     for step in range(3):
-        most = recipe.price(step)
+        most = recipe.max_tokens(step)
         assert 0 < recipe.step(step, quiet(step)).tokens <= most
 
 

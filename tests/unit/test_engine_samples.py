@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from posttrain.domain.errors import InputError
 from posttrain.engine.algorithms.gae import generalized_advantages
 from posttrain.engine.batch import TokenBatch
+from posttrain.engine.loop.held_groups import Held, read_held, write_held
 from posttrain.engine.recipes.algorithm import ScoredGroup
-from posttrain.engine.recipes.held_groups import Held, read_held, write_held
-from posttrain.engine.recipes.sampling import Prompt
 from posttrain.engine.rewards.port import Score
-from posttrain.engine.samples import Segment, Source, Trajectory, groups_of
+from posttrain.engine.samples import Prompt, Segment, Source, Trajectory, groups_of
 
 
 def segment(source: Source, *tokens: int, version: str = "") -> Segment:

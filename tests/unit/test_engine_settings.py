@@ -15,13 +15,13 @@ from posttrain.domain.errors import BudgetExceededError
 from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective, ValueObjective
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import AdvantageConfig, CriticConfig, KLConfig, PPOKLConfig
-from posttrain.engine.controller import Controller, Limits
+from posttrain.engine.loop import collecting as collecting_module
+from posttrain.engine.loop import learning as learning_module
+from posttrain.engine.loop.controller import Controller, Limits
+from posttrain.engine.loop.learning import mini_batches
 from posttrain.engine.models import token_logprobs
-from posttrain.engine.recipes import collecting as collecting_module
 from posttrain.engine.recipes import grpo as grpo_module
-from posttrain.engine.recipes import learning as learning_module
 from posttrain.engine.recipes import ppo as ppo_module
-from posttrain.engine.recipes.learning import mini_batches
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig
 
@@ -218,7 +218,7 @@ def test_mini_batches_are_shuffled_by_a_seed() -> None:
 
 def test_the_last_step_is_not_begun_without_the_means_to_measure_it(tmp_path: Path) -> None:
     recipe: Any = SimpleNamespace(
-        steps=2, price=lambda step: 10, probe_price=lambda step: 7 if step == 2 else 0, journal=None
+        steps=2, max_tokens=lambda step: 10, probe_max_tokens=lambda step: 7 if step == 2 else 0, journal=None
     )
     controller = Controller(recipe, tmp_path, "sha256:x", 1, lambda fact: None, limits=Limits(tokens=16))
     controller._step = controller._saved = 1

@@ -20,22 +20,20 @@ from posttrain.domain.errors import BudgetExceededError, FailureClass, InputErro
 from posttrain.domain.facts import Fact, Metric, Note, Progress, Sample, Span
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.objectives import LossParts, Need, Predictions
+from posttrain.engine.assembly import open_learner, open_roles
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import GRPOConfig, InitModelConfig, KLConfig, SFTConfig, TraceConfig
-from posttrain.engine.controller import CONTROLLER_METRICS, Controller, Limits, Order, Outcome
+from posttrain.engine.evaluation.probe import AccuracyProbe
 from posttrain.engine.groups.backends.inline import InlineBackend
-from posttrain.engine.groups.place import Place
 from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.groups.rank_context import RankContext
+from posttrain.engine.loop.controller import CONTROLLER_METRICS, Controller, Limits, Order, Outcome
+from posttrain.engine.loop.from_rows import FromRows
+from posttrain.engine.loop.on_policy import OnPolicy
+from posttrain.engine.loop.recipe import Recipe
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
-from posttrain.engine.recipes.from_rows import FromRows
 from posttrain.engine.recipes.grpo import GRPO
-from posttrain.engine.recipes.on_policy import OnPolicy
-from posttrain.engine.recipes.opening import open_learner, open_roles
-from posttrain.engine.recipes.probe import AccuracyProbe
-from posttrain.engine.recipes.recipe import Recipe, Trace
-from posttrain.engine.recipes.sampling import Prompt
-from posttrain.engine.recipes.scoring import RewardScorer
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.rewards.port import Score
 from posttrain.engine.rewards.scripted import ScriptedReward
@@ -46,8 +44,10 @@ from posttrain.engine.rollout.backends.scripted import ScriptedRollout
 from posttrain.engine.rollout.generating import generate
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
-from posttrain.engine.samples import Trajectory
+from posttrain.engine.samples import Prompt, Trajectory
+from posttrain.engine.scoring import RewardScorer
 from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig, ProbeConfig, RuntimeConfig
+from posttrain.engine.tracing import Trace
 from posttrain.engine.weights.checkpoint import read_state
 
 TINY = InitModelConfig(
@@ -276,7 +276,7 @@ def test_incomplete_moments_are_refused(key: str) -> None:
 def test_a_checkpoint_of_another_stage_is_refused(tmp_path: Path) -> None:
     desk = Desk(tmp_path, sft(), orders=stop_after(1))
     desk.run()
-    desk.controller.belongs_to = "sha256:y"
+    desk.controller.fingerprint = "sha256:y"
     with pytest.raises(IntegrityError, match="belongs to another stage"):
         desk.controller.resume(desk.latest())
     with pytest.raises(IntegrityError, match="does not fit the model"):
@@ -311,7 +311,7 @@ class TestBudget:
         for make in (sft, grpo):
             recipe = make()
             for step in range(3):
-                price = recipe.price(step)
+                price = recipe.max_tokens(step)
                 assert recipe.step(step, Trace(lambda fact: None, step)).tokens <= price
 
     @pytest.mark.parametrize(("signal", "mini_batches"), [(False, 1), (True, 1), (True, 3)])
@@ -463,7 +463,7 @@ def quiet(step: int) -> Trace:
 
 class TestPolicy:
     def policy(self, model: LanguageModel | None = None, **options: Any) -> TrainWorker:
-        return TrainWorker(Place(), model or tiny(), FAST, RuntimeConfig(**options), steps=10, seed=0)
+        return TrainWorker(RankContext(), model or tiny(), FAST, RuntimeConfig(**options), steps=10, seed=0)
 
     @pytest.mark.parametrize("budget", [1, 12, 30])
     def test_micro_batches_change_nothing_but_rounding(self, budget: int) -> None:
@@ -525,7 +525,7 @@ class TestPolicy:
             after = policy.engine.learner.parameters()
             return {name for name in before if not torch.equal(before[name], after[name])}
 
-        one, two = (TrainWorker(Place(), gpt2(), options, RuntimeConfig(), steps=10, seed=0) for _ in range(2))
+        one, two = (TrainWorker(RankContext(), gpt2(), options, RuntimeConfig(), steps=10, seed=0) for _ in range(2))
         names = set(one.engine.learner.parameters())
         vectors = {name for name in names if name.endswith(".bias") or ".ln_" in name}
         assert len(vectors) == 10
@@ -541,7 +541,7 @@ class TestPolicy:
             model = tiny()
             model.module.to(torch.bfloat16)
             slow = OptimizerConfig(learning_rate=1e-5, warmup_steps=0, schedule="constant")
-            policies.append(TrainWorker(Place(), model, slow, RuntimeConfig(), steps=10, seed=0))
+            policies.append(TrainWorker(RankContext(), model, slow, RuntimeConfig(), steps=10, seed=0))
         one, two = policies
         start = {name: p.clone() for name, p in one.engine.learner.parameters().items()}
         for step in range(3):
@@ -557,14 +557,14 @@ class TestPolicy:
         assert equal(one.engine.learner.parameters(), two.engine.learner.parameters())
 
     def test_dropout_leaves_the_global_generator_alone(self) -> None:
-        policy = TrainWorker(Place(), gpt2(), FAST, RuntimeConfig(), steps=10, seed=0, dropout=True)
+        policy = TrainWorker(RankContext(), gpt2(), FAST, RuntimeConfig(), steps=10, seed=0, dropout=True)
         before = torch.get_rng_state()
         policy.update(TokenBatch.pack(DOCUMENTS), mean_loss(TokenBatch.pack(DOCUMENTS)), step=0)
         assert torch.equal(before, torch.get_rng_state())
 
     def test_reference_is_a_copy(self) -> None:
         model = tiny()
-        reference = FrozenWorker(Place(), model, temperature=1.0, micro_batch_tokens=16)
+        reference = FrozenWorker(RankContext(), model, temperature=1.0, micro_batch_tokens=16)
         policy = self.policy(model)
         batch = TokenBatch.pack(DOCUMENTS)
         before = reference.fill(batch, "reference_logprobs", "logprobs").column("reference_logprobs")

@@ -17,26 +17,25 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Fact, Sample
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.kl import kl_estimate
+from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import CriticConfig, DataflowConfig, PPOConfig, PPOKLConfig, TraceConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.loop.environment import TextEnvironment
+from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.initial import initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.predictions import Predictions
 from posttrain.engine.recipes.algorithm import PromptSource
-from posttrain.engine.recipes.environment import TextEnvironment
-from posttrain.engine.recipes.on_policy import OnPolicy
-from posttrain.engine.recipes.opening import open_roles
 from posttrain.engine.recipes.ppo import PPO
-from posttrain.engine.recipes.recipe import StepReport, Trace
-from posttrain.engine.recipes.sampling import Prompt
 from posttrain.engine.rewards.port import Score
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.worker import RolloutWorker
-from posttrain.engine.samples import Segment, Trajectory
+from posttrain.engine.samples import Prompt, Segment, Trajectory
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
+from posttrain.engine.tracing import StepReport, Trace
 
 SEEN = (7, 8, 9)
 
@@ -171,7 +170,7 @@ def test_no_loss_reads_what_was_observed() -> None:
 def test_tokens_are_counted_by_the_rule_and_reserved() -> None:
     recipe = talk(steps=3)
     for step in range(3):
-        price = recipe.price(step)
+        price = recipe.max_tokens(step)
         report, samples = told(recipe, step)
         assert report.tokens <= price
     groups: dict[str, list[Sample]] = {}

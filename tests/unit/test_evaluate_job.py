@@ -33,11 +33,11 @@ from posttrain.domain.jobs import InputBlob, JobOrder, JobResult
 from posttrain.domain.measures import ItemRange
 from posttrain.engine.algorithms.passk import pass_at_k
 from posttrain.engine.config import InitModelConfig, SuiteConfig
+from posttrain.engine.evaluation.answers import Extractor
+from posttrain.engine.evaluation.evaluate import Item, Meter, SuiteResult, evaluate_suite, suite_items
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.loading import save_model
-from posttrain.engine.recipes.answers import Extractor
-from posttrain.engine.recipes.evaluate import Item, Meter, SuiteResult, evaluate_suite, suite_items
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
 from posttrain.jobs.bodies import evaluation
 from posttrain.jobs.entry import run
@@ -98,7 +98,7 @@ class TestExtraction:
 
     @pytest.mark.parametrize("pattern", [r"((a|aa)+)$", r"((?:a|a)*)$", r"(\w|\w\w)*!$"])
     def test_a_catastrophic_pattern_ends(self, monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
-        monkeypatch.setattr("posttrain.engine.recipes.answers._SECONDS", 0.2)
+        monkeypatch.setattr("posttrain.engine.evaluation.answers._SECONDS", 0.2)
         with pytest.raises(InputError, match=r"extract must find its answer within 0\.2 s, got .* of 92 characters"):
             Extractor(pattern)("x" * 40 + "!" + "a" * 48 + "!yc")
 

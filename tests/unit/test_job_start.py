@@ -66,7 +66,7 @@ def test_a_job_imports_nothing_needless_and_its_fork_has_the_rest(kind: str, sho
     before, told, _ = said.partition("\nstart: ")
     names = imported(before)
     assert told
-    assert {"torch", "posttrain.engine.controller"} <= names & preloaded
+    assert {"torch", "posttrain.engine.loop.controller"} <= names & preloaded
     assert within(names - preloaded, SLOW_TO_IMPORT) == []
     assert within(names, NEEDLESS) == []
 

@@ -17,9 +17,8 @@ from test_train_job import ROWS, TINY, Shop, model_digest, run
 from posttrain.domain.errors import FailureClass
 from posttrain.domain.facts import Note, Progress
 from posttrain.domain.jobs import InputBlob, JobResult
-from posttrain.engine import controller
-from posttrain.engine.controller import Order
-from posttrain.engine.recipes import from_rows
+from posttrain.engine.loop import controller, from_rows
+from posttrain.engine.loop.controller import Order
 from posttrain.jobs import entry
 from posttrain.jobs.bodies import init_model, rewards, training
 from posttrain.store.attempts import AttemptFolder
@@ -211,7 +210,7 @@ class TestMeter:
 
 class TestInputs:
     def test_the_precision_of_the_stage_is_that_of_its_model(self, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-        importlib.import_module("posttrain.engine.recipes.opening")  # which reads the name's type once
+        importlib.import_module("posttrain.engine.assembly")  # which reads the name's type once
         calls = watched(monkeypatch, training, "ModelSource")
         run(shop.sft("precise", params={"steps": 1, "runtime": {"dtype": "bfloat16"}}))
         assert {arguments[1] for arguments, _ in calls} == {"bfloat16"}

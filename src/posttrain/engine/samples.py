@@ -7,9 +7,9 @@ by newer weights (segments of several versions) need no other type.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, TypeVar, final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,16 @@ Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Source = Literal["prompt", "sampled", "observed"]
 Status = Literal["ok", "truncated", "timeout", "error", "aborted"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row, ready to sample from: `Prompt(tokens=(1, 5, 9), text="user: Q: sort 31", row={"answer": "13", …})`."""
+
+    tokens: Sequence[int]
+    text: str = ""
+    row: Mapping[str, Any] = field(default_factory=dict)
 
 
 @final

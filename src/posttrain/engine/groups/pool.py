@@ -7,10 +7,10 @@ from types import TracebackType
 from typing import Concatenate, ParamSpec, TypeVar, final
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.groups.place import Place
 from posttrain.engine.groups.port import Backend, Process
+from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.groups.recording import Recorder
-from posttrain.engine.groups.worker_group import Reach, WorkerGroup
+from posttrain.engine.groups.worker_group import GroupHandle, WorkerGroup
 from posttrain.pacing.balancing import TOKENS, CostModel
 
 W = TypeVar("W")
@@ -58,20 +58,20 @@ class ResourcePool:
         return self._backend.processes
 
     def start(
-        self, role: str, worker: Callable[Concatenate[Place, P], W], *args: P.args, **kwargs: P.kwargs
+        self, role: str, worker: Callable[Concatenate[RankContext, P], W], *args: P.args, **kwargs: P.kwargs
     ) -> WorkerGroup[W]:
         """Construct a worker on every rank.
 
         Args:
             role: the group's name in traces and errors.
-            worker: its class; constructed as `worker(place, *args, **kwargs)`.
+            worker: its class; constructed as `worker(context, *args, **kwargs)`.
 
         Raises:
             Exception: whatever a constructor raised, with role and rank.
         """
         self._backend.start(role, worker, args, kwargs, START_SECONDS)
         return WorkerGroup(
-            Reach(role, self._backend, self._recorder, self._costs, CALL_SECONDS, self._sequence_parallel)
+            GroupHandle(role, self._backend, self._recorder, self._costs, CALL_SECONDS, self._sequence_parallel)
         )
 
     def by_rank(self) -> ResourcePool:

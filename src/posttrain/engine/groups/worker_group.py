@@ -34,7 +34,7 @@ P = ParamSpec("P")
 
 @final
 @dataclass(frozen=True, slots=True)
-class Reach:
+class GroupHandle:
     """How a group reaches its workers."""
 
     role: str
@@ -79,22 +79,22 @@ class Future(Generic[R]):
 class NonBlocking(Generic[W]):
     """A group's calls that return before they are answered."""
 
-    def __init__(self, reach: Reach) -> None:
-        self._reach = reach
+    def __init__(self, handle: GroupHandle) -> None:
+        self._handle = handle
 
     def map(self, method: Callable[Concatenate[W, B, P], G], batch: B, *args: P.args, **kwargs: P.kwargs) -> Future[G]:
         """As `WorkerGroup.map`."""
-        reach = self._reach
-        assignment = balance(reach.costs.costs(batch.item_lengths), reach.shards)
-        parts: list[B] = [batch] if reach.shards == 1 else [batch.select_items(shard) for shard in assignment.shards]
+        handle = self._handle
+        assignment = balance(handle.costs.costs(batch.item_lengths), handle.shards)
+        parts: list[B] = [batch] if handle.shards == 1 else [batch.select_items(shard) for shard in assignment.shards]
         begun = (time.time(), time.perf_counter())
         calls: list[Call[G]] = []
         for shard, part in enumerate(parts):
-            ranks = range(shard * reach.sequence_parallel, (shard + 1) * reach.sequence_parallel)
-            calls += reach.backend.submit(reach.role, ranks, method, (part, *args), kwargs)
+            ranks = range(shard * handle.sequence_parallel, (shard + 1) * handle.sequence_parallel)
+            calls += handle.backend.submit(handle.role, ranks, method, (part, *args), kwargs)
 
         def combine(answers: Sequence[G]) -> G:
-            first = answers[:: reach.sequence_parallel]  # the ranks of one shard agree
+            first = answers[:: handle.sequence_parallel]  # the ranks of one shard agree
             if len(first) == 1:
                 return first[0]
             gathered: G = first[0].gather(first, assignment.shards)
@@ -104,25 +104,25 @@ class NonBlocking(Generic[W]):
 
     def each(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[list[R]]:
         """As `WorkerGroup.each`."""
-        reach = self._reach
+        handle = self._handle
         begun = (time.time(), time.perf_counter())
-        calls = reach.backend.submit(reach.role, range(reach.backend.ranks), method, args, kwargs)
+        calls = handle.backend.submit(handle.role, range(handle.backend.ranks), method, args, kwargs)
         return self._future(calls, method, begun, list)
 
     def one(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """As `WorkerGroup.one`."""
-        reach = self._reach
+        handle = self._handle
         begun = (time.time(), time.perf_counter())
-        calls = reach.backend.submit(reach.role, (0,), method, args, kwargs)
+        calls = handle.backend.submit(handle.role, (0,), method, args, kwargs)
         return self._future(calls, method, begun, lambda answers: answers[0])
 
     def each_stored(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Future[list[Stored[R]]]:
         """As `WorkerGroup.each_stored`."""
-        reach = self._reach
+        handle = self._handle
         begun = (time.time(), time.perf_counter())
-        calls = reach.backend.submit_stored(reach.role, range(reach.backend.ranks), method, args, kwargs)
+        calls = handle.backend.submit_stored(handle.role, range(handle.backend.ranks), method, args, kwargs)
         return self._future(calls, method, begun, list)
 
     def _future(
@@ -133,20 +133,20 @@ class NonBlocking(Generic[W]):
         combine: Callable[[Sequence[R]], T],
         assignment: Assignment | None = None,
     ) -> Future[T]:
-        reach = self._reach
+        handle = self._handle
 
         def wait() -> T:
-            left = reach.deadline - (time.perf_counter() - begun[1])
-            answers: list[Answer[R]] = reach.backend.wait(calls, max(left, 0.0))
+            left = handle.deadline - (time.perf_counter() - begun[1])
+            answers: list[Answer[R]] = handle.backend.wait(calls, max(left, 0.0))
             slowest = max(answers, key=lambda answer: answer.seconds)
-            if slowest.seconds > reach.deadline:  # in this process nothing could interrupt it
+            if slowest.seconds > handle.deadline:  # in this process nothing could interrupt it
                 raise DeadlineError(
-                    f"{reach.role} must answer {method.__name__} within {reach.deadline:g} seconds, took "
+                    f"{handle.role} must answer {method.__name__} within {handle.deadline:g} seconds, took "
                     f"{slowest.seconds:.3g}; give the call a longer deadline"
                 )
-            reach.recorder.call(
-                reach.role,
-                reach.backend.pool,
+            handle.recorder.call(
+                handle.role,
+                handle.backend.pool,
                 method.__name__,
                 [call.rank for call in calls],
                 answers,
@@ -166,28 +166,28 @@ class WorkerGroup(Generic[W]):
     raises. Made by `ResourcePool.start`.
     """
 
-    def __init__(self, reach: Reach) -> None:
-        self._reach = reach
+    def __init__(self, handle: GroupHandle) -> None:
+        self._handle = handle
 
     @property
     def role(self) -> str:
         """`policy`, `critic` …"""
-        return self._reach.role
+        return self._handle.role
 
     @property
     def ranks(self) -> int:
         """How many workers."""
-        return self._reach.backend.ranks
+        return self._handle.backend.ranks
 
     @property
     def backend(self) -> Backend:
         """Where the workers live."""
-        return self._reach.backend
+        return self._handle.backend
 
     @property
     def nonblocking(self) -> NonBlocking[W]:
         """The same calls, each returning a `Future` at once. In-process workers answer before it returns."""
-        return NonBlocking(self._reach)
+        return NonBlocking(self._handle)
 
     def within(self, seconds: float) -> WorkerGroup[W]:
         """The same workers with another deadline.
@@ -197,7 +197,7 @@ class WorkerGroup(Generic[W]):
         """
         if not seconds > 0:
             raise InputError(f"deadline of a call to {self.role} must be > 0 seconds, got {seconds}")
-        return WorkerGroup(replace(self._reach, deadline=seconds))
+        return WorkerGroup(replace(self._handle, deadline=seconds))
 
     def map(self, method: Callable[Concatenate[W, B, P], G], batch: B, *args: P.args, **kwargs: P.kwargs) -> G:
         """Split a batch by cost, one shard per rank; gather what the ranks return in the original order.

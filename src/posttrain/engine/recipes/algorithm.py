@@ -21,9 +21,8 @@ from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.objectives import Objective
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.predictions import Need
-from posttrain.engine.recipes.sampling import Prompt
 from posttrain.engine.rewards.port import Score
-from posttrain.engine.samples import Group, Trajectory
+from posttrain.engine.samples import Group, Prompt, Trajectory
 
 
 @final
@@ -183,7 +182,7 @@ class RowAlgorithm(Algorithm, Protocol[R_contra]):
     def form(self, rows: Sequence[R_contra], seed: int) -> TokenBatch:
         """The documents of a step."""
 
-    def price(self, row: R_contra) -> int:
+    def max_tokens(self, row: R_contra) -> int:
         """Tokens of what is formed of a row."""
 
 

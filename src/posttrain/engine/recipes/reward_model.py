@@ -43,7 +43,7 @@ class RewardModel(RowDefaults):
         """Pairs of a step."""
         return RowSource(self.config.batch_size)
 
-    def price(self, row: Preference) -> int:
+    def max_tokens(self, row: Preference) -> int:
         """The prompt is read with each response."""
         return 2 * len(row.prompt) + len(row.chosen) + len(row.rejected)
 

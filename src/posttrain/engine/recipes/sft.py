@@ -24,7 +24,7 @@ class SFT(RowDefaults):
         """Documents of a step."""
         return RowSource(self.config.batch_size)
 
-    def price(self, row: Document) -> int:
+    def max_tokens(self, row: Document) -> int:
         """All its tokens."""
         return len(row.prompt) + len(row.response)
 

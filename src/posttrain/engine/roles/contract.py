@@ -1,8 +1,8 @@
 """What `TrainEngine` promises, as functions that hold an engine of anybody's against it.
 
-On one rank, and on every rank of a process group at once (there `place.collective` is true)::
+On one rank, and on every rank of a process group at once (there `context.collective` is true)::
 
-    bench = Bench(open_mine, Place(), folder)  # open_mine(place, seed) -> TrainEngine; another seed, other weights
+    bench = Bench(open_mine, RankContext(), folder)  # open_mine(context, seed) -> TrainEngine; a seed is its weights
     for held in HELD:
         held(bench)  # AssertionError says which promise was broken
     learned(bench)  # whole weights: what one rank learned, any number of ranks learns up to rounding
@@ -26,7 +26,7 @@ from posttrain.domain.errors import InputError, IntegrityError, PosttrainError
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.objectives import LossParts, SupervisedObjective
 from posttrain.engine.batch import Document, TokenBatch
-from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models.exported import Shard, put
 from posttrain.engine.predictions import Predictions
 from posttrain.engine.roles.learner import DivergedError
@@ -42,24 +42,24 @@ _CLOSE = 1e-5  # by how much a weight or log-probability may differ between ways
 class Bench:
     """An engine's surroundings on one rank."""
 
-    open: Callable[[Place, int], TrainEngine]
-    place: Place
+    open: Callable[[RankContext, int], TrainEngine]
+    context: RankContext
     folder: Path  # that all ranks see
 
     def engine(self, seed: int = 0) -> TrainEngine:
         """A new engine."""
-        return self.open(self.place, seed)
+        return self.open(self.context, seed)
 
     def shard(self) -> TokenBatch:
         """This rank's documents: every so many-th, so that ranks have different numbers of them."""
         batch = whole_batch()
-        return batch.select_items(range(self.place.rank, len(batch), self.place.size))
+        return batch.select_items(range(self.context.rank, len(batch), self.context.size))
 
     def everyone(self, mine: Any) -> list[Any]:
         """What each rank has. Collective."""
-        if self.place.size == 1:
+        if self.context.size == 1:
             return [mine]
-        found: list[Any] = [None] * self.place.size
+        found: list[Any] = [None] * self.context.size
         dist.all_gather_object(found, mine)
         return found
 
@@ -104,7 +104,7 @@ def predicts_in_the_order_of_the_batch(bench: Bench) -> None:
         same = torch.allclose(found[start : start + length], alone, atol=_CLOSE, rtol=0)
         _require(same, f"document {item} gets what it gets alone")
         start += length
-    some = batch.select_items([] if bench.place.rank else [0])
+    some = batch.select_items([] if bench.context.rank else [0])
     count = len(engine.forward(some, {"logprobs"}).of("logprobs"))
     _require(count == sum(some.lengths), "an empty shard takes part and answers nothing")
     _require(_equal(bench.weights(engine), before), "a forward changes nothing")
@@ -133,7 +133,7 @@ def exports_every_element_once(bench: Bench) -> None:
     names = {name for name, _ in engine.model.module.named_parameters()}
     _require(whole.keys() == names, "exported under the names of the Hugging Face module, tied tensors once")
     engine.write_model(bench.folder / "exported")
-    if bench.place.rank == 0:
+    if bench.context.rank == 0:
         written = load_file(bench.folder / "exported" / "model.safetensors")
         _require(names <= written.keys(), "a model is written whole")
         _require(_equal({name: written[name] for name in whole}, whole), "what is written is what is exported")
@@ -142,7 +142,7 @@ def exports_every_element_once(bench: Bench) -> None:
 def lets_a_rank_be_idle(bench: Bench) -> None:
     """All documents on rank 0, none elsewhere: the same update."""
     spread, idle = bench.engine(), bench.engine()
-    lopsided = whole_batch().select_items([] if bench.place.rank else range(len(_SHAPES)))
+    lopsided = whole_batch().select_items([] if bench.context.rank else range(len(_SHAPES)))
     one, two = bench.train(spread, range(2)), bench.train(idle, range(2), lopsided)
     _require(one.keys() == two.keys(), "metrics have the same names")
     _require(all(abs(one[n] - two[n]) <= 1e-4 * max(1.0, abs(one[n])) for n in one), "metrics are the whole's")
@@ -162,7 +162,7 @@ def leaves_nothing_of_a_diverged_step(bench: Bench) -> None:
 
         def __call__(self, micro: TokenBatch, predicted: Predictions) -> LossParts:
             parts = plain(micro, predicted)
-            return LossParts(parts.loss * float("nan"), parts.sums) if bench.place.rank == 0 else parts
+            return LossParts(parts.loss * float("nan"), parts.sums) if bench.context.rank == 0 else parts
 
     _refused(DivergedError, lambda: engine.step(bench.shard(), Bad(), step=1), "a step that is no number")
     _require(_equal(bench.weights(engine), before), "a diverged step changes no weight")
@@ -173,7 +173,7 @@ def leaves_nothing_of_a_diverged_step(bench: Bench) -> None:
 
 def goes_on_from_a_checkpoint(bench: Bench) -> None:
     """Bit for bit; one without the role is refused."""
-    folder = bench.folder / f"checkpoint-{bench.place.size}"
+    folder = bench.folder / f"checkpoint-{bench.context.size}"
     folder.mkdir(exist_ok=True)
     undisturbed, first = bench.engine(), bench.engine()
     bench.train(undisturbed, range(3))

@@ -9,7 +9,7 @@ from typing import final
 import torch
 
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.models.predicting import Model, predict
 from posttrain.engine.models.scalar_model import adopt_classifier
@@ -66,7 +66,7 @@ class FrozenWorker:
     """One rank of a role that never learns: a whole frozen model with storage of its own.
 
     Args:
-        place: where it stands.
+        context: where it stands.
         model: a folder; or, in the controller's process, a model, which is copied before it changes.
         name: its role, in the provenance of what it fills: reference, reward_model.
         temperature: log-probabilities are taken at this sampling temperature.
@@ -75,14 +75,14 @@ class FrozenWorker:
 
     def __init__(
         self,
-        place: Place,
+        context: RankContext,
         model: ModelSource | ScalarSource | Model,
         *,
         name: str = "reference",
         temperature: float = 1.0,
         micro_batch_tokens: int,
     ) -> None:
-        self._source, self._device, self._rank = model, place.device, place.rank
+        self._source, self._device, self._rank = model, context.device, context.rank
         self._role, self._temperature, self._micro_batch_tokens = name, temperature, micro_batch_tokens
         self._model = FrozenModel(self._open, self._device, reopens=isinstance(model, ModelSource | ScalarSource))
 

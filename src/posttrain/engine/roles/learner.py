@@ -23,7 +23,7 @@ from posttrain.domain.seeds import derive_seed
 from posttrain.engine.algorithms.objectives import LossParts
 from posttrain.engine.algorithms.schedule import learning_rate
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models.activation_checkpointing import checkpoint_activations
 from posttrain.engine.models.costs import cost_model
 from posttrain.engine.models.sharding import FullySharded, Sharding, Unsharded, local
@@ -59,7 +59,7 @@ class Learner:
     bfloat16 weight would round most updates away.
 
     Args:
-        place: where it stands; on several ranks the parameters are sharded over them.
+        context: where it stands; on several ranks the parameters are sharded over them.
         module: updated in place, so every zero-copy reader sees the new weights at once.
         optimizer: AdamW and schedule.
         runtime: micro-batch budget, sequence parallelism, activation checkpointing.
@@ -72,7 +72,7 @@ class Learner:
 
     def __init__(
         self,
-        place: Place,
+        context: RankContext,
         module: nn.Module,
         optimizer: OptimizerConfig,
         runtime: RuntimeConfig,
@@ -82,20 +82,20 @@ class Learner:
         dropout: bool = False,
         first: int = 0,
     ) -> None:
-        place.need_collectives(type(module).__name__)
+        context.need_collectives(type(module).__name__)
         self._costs = cost_model(module)  # counted before it is sharded
-        self.sharding = open_sharding(place, module, runtime)
-        self.token_budget = micro_batch_tokens(runtime, place.device)
+        self.sharding = open_sharding(context, module, runtime)
+        self.token_budget = micro_batch_tokens(runtime, context.device)
         self._config, self._seed, self._dropout = optimizer, seed, dropout
         self._saved_as = _SAVED[runtime.save_dtype]
         self._steps, self._first = steps, first
-        self._device = torch.device(place.device)
-        self._rank, self._sequence_parallel = place.rank, place.sequence_parallel
+        self._device = torch.device(context.device)
+        self._rank, self._sequence_parallel = context.rank, context.sequence_parallel
         self._optimizer = torch.optim.AdamW(
             decay_groups(self.sharding.parameters(), optimizer.weight_decay),
             lr=optimizer.learning_rate,
             betas=optimizer.betas,
-            fused=place.size == 1,
+            fused=context.size == 1,
         )
         self._module = module
         module.train(dropout)
@@ -307,8 +307,8 @@ def _like(parameter: Tensor, value: Tensor, *, whole: bool) -> Tensor:
     )
 
 
-def open_sharding(place: Place, module: nn.Module, runtime: RuntimeConfig) -> Sharding:
+def open_sharding(context: RankContext, module: nn.Module, runtime: RuntimeConfig) -> Sharding:
     """Whole on one rank, fully sharded on several; with activations checkpointed where that is asked for."""
     if runtime.activation_checkpointing is True:  # a job has settled what `auto` is (`planner.sizes`)
         checkpoint_activations(module)
-    return Unsharded(module) if place.size == 1 else FullySharded(module, place.device)
+    return Unsharded(module) if context.size == 1 else FullySharded(module, context.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from posttrain.engine.algorithms.objectives import LossParts, Objective
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models.exported import Shard
 from posttrain.engine.models.loading import save_model
 from posttrain.engine.models.predicting import Model, predict
@@ -29,7 +29,7 @@ class TorchEngine:
     """See `TrainEngine`.
 
     Args:
-        place: where it stands; on several ranks the parameters are sharded over them.
+        context: where it stands; on several ranks the parameters are sharded over them.
         model: trained in place.
         optimizer, runtime, steps, seed, dropout, first: see `Learner`.
         temperature: log-probabilities are taken at this sampling temperature.
@@ -37,7 +37,7 @@ class TorchEngine:
 
     def __init__(
         self,
-        place: Place,
+        context: RankContext,
         model: Model,
         optimizer: OptimizerConfig,
         runtime: RuntimeConfig,
@@ -48,12 +48,12 @@ class TorchEngine:
         temperature: float = 1.0,
         first: int = 0,
     ) -> None:
-        sequence = open_sequence_group(place.rank, place.size, place.sequence_parallel)
+        sequence = open_sequence_group(context.rank, context.size, context.sequence_parallel)
         self._model: Model = replace(model, sequence=sequence)
         self.learner = Learner(
-            place, self._model.module, optimizer, runtime, steps=steps, seed=seed, dropout=dropout, first=first
+            context, self._model.module, optimizer, runtime, steps=steps, seed=seed, dropout=dropout, first=first
         )
-        self._temperature, self._rank = temperature, place.rank
+        self._temperature, self._rank = temperature, context.rank
 
     @property
     def model(self) -> Model:

@@ -7,7 +7,7 @@ from typing import final
 
 from posttrain.engine.algorithms.objectives import Objective
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.groups.place import Place
+from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models.exported import Layout
 from posttrain.engine.models.predicting import Model
 from posttrain.engine.models.source import ModelSource, ScalarSource
@@ -26,7 +26,7 @@ class TrainWorker:
     """One rank of a role that learns.
 
     Args:
-        place: where it stands; on one rank it lends its model to a rollout engine beside it.
+        context: where it stands; on one rank it lends its model to a rollout engine beside it.
         model: a folder; or, in the controller's process, a model that is there already.
         optimizer: AdamW and schedule.
         runtime: micro-batch budget and the like.
@@ -40,7 +40,7 @@ class TrainWorker:
 
     def __init__(
         self,
-        place: Place,
+        context: RankContext,
         model: ModelSource | ScalarSource | Model,
         optimizer: OptimizerConfig,
         runtime: RuntimeConfig,
@@ -52,10 +52,10 @@ class TrainWorker:
         temperature: float = 1.0,
         first: int = 0,
     ) -> None:
-        opened = model.open(place.device) if isinstance(model, ModelSource | ScalarSource) else model
+        opened = model.open(context.device) if isinstance(model, ModelSource | ScalarSource) else model
         self._wide: bool = next(opened.module.parameters()).dtype.itemsize >= 4
         self.engine: TrainEngine = TorchEngine(
-            place,
+            context,
             opened,
             optimizer,
             runtime,
@@ -65,11 +65,11 @@ class TrainWorker:
             temperature=temperature,
             first=first,
         )
-        self._role, self._rank = name, place.rank
-        self._source = WeightSource(self.engine.export, carried(self.engine.model.module), place.device)
-        place.lend(self._source)
-        if place.size == 1:  # an alias view needs whole weights
-            place.lend(self.engine.model)
+        self._role, self._rank = name, context.rank
+        self._source = WeightSource(self.engine.export, carried(self.engine.model.module), context.device)
+        context.lend(self._source)
+        if context.size == 1:  # an alias view needs whole weights
+            context.lend(self.engine.model)
 
     def update(
         self, batch: TokenBatch, objective: Objective, *, step: int, part: int = 0, record: bool = False

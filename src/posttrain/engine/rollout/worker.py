@@ -8,8 +8,8 @@ from typing import final
 
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.engine.batch import Provenance
-from posttrain.engine.groups.place import Place
 from posttrain.engine.groups.port import Stored
+from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models.exported import Layout, layout_of, put
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.loading import load_tokenizer
@@ -30,7 +30,7 @@ class RolloutWorker:
     """One rank of the rollout role.
 
     Args:
-        place: where it stands; a `LanguageModel` lent there is decoded from in place, a `WeightSource` alone is a
+        context: where it stands; a `LanguageModel` lent there is decoded from in place, a `WeightSource` alone is a
             neighbour whose shards are gathered.
         source: where it loads a copy of its own from, where no model is lent; its tokenizer, for stop strings.
         engine: instead of the one that fits the model, in the controller's process.
@@ -39,19 +39,19 @@ class RolloutWorker:
 
     def __init__(
         self,
-        place: Place,
+        context: RankContext,
         source: ModelSource | None = None,
         engine: RolloutEngine | None = None,
         *,
         kv_cache: int | None = None,
     ) -> None:
-        lent = place.borrow(LanguageModel)
-        model = source.open(place.device) if lent is None and source else lent
+        lent = context.borrow(LanguageModel)
+        model = source.open(context.device) if lent is None and source else lent
         if model is None:
             raise InputError(
-                f"rollout rank {place.rank} needs a model, got none lent and no source; place it by policy"
+                f"rollout rank {context.rank} needs a model, got none lent and no source; place it by policy"
             )
-        self._neighbour = place.borrow(WeightSource)
+        self._neighbour = context.borrow(WeightSource)
         beside: View = "copy" if self._neighbour is None else "neighbour"
         self._view: View = beside if lent is None else "alias"
         self._module = model.module
@@ -60,7 +60,7 @@ class RolloutWorker:
             raise InputError(f"rollout engine {engine.name} must have counts(), got none; see RolloutEngine.counts")
         self._engine = engine or open_rollout(model, kv_cache, texts=texts)
         self._fallbacks = {} if engine else decoding_fallbacks(model)
-        self._rank, self._version = place.rank, PolicyVersion()
+        self._rank, self._version = context.rank, PolicyVersion()
         self._served: tuple[str, Attestation] | None = None
         self._say(self._version)
 
@@ -76,7 +76,7 @@ class RolloutWorker:
         """See `Backbone.fallbacks`."""
         return dict(self._fallbacks)
 
-    def serve(self, version: PolicyVersion) -> str:
+    def samples_with(self, version: PolicyVersion) -> str:
         """From now on say that `version` samples. An alias looks first whether it still reads the policy's memory.
 
         Raises:

@@ -44,7 +44,7 @@ _CHUNK = 1 << 20
 class TrainState:
     """The part of a checkpoint that is no tensor."""
 
-    belongs_to: str  # digest of kind, parameters, seed and inputs: a checkpoint of another job is refused
+    fingerprint: str  # digest of kind, parameters, seed and inputs: a checkpoint of another job is refused
     step: int  # steps completed
     consumed: int  # documents taken from the data stream (journal)
     tokens: int  # spent so far in this lineage

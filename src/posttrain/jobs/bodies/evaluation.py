@@ -21,11 +21,7 @@ from posttrain.domain.facts import Metric, Note, Progress
 from posttrain.domain.jobs import JobResult, Output, seconds_short
 from posttrain.domain.rewards import JUDGES
 from posttrain.engine.config import EvaluateConfig
-from posttrain.engine.memory import peak_memory
-from posttrain.engine.models.language_model import LanguageModel
-from posttrain.engine.models.loading import load_tokenizer
-from posttrain.engine.models.source import ModelSource
-from posttrain.engine.recipes.evaluate import (
+from posttrain.engine.evaluation.evaluate import (
     ROWS_PER_CALL,
     Item,
     Judge,
@@ -34,7 +30,11 @@ from posttrain.engine.recipes.evaluate import (
     evaluate_suite,
     suite_items,
 )
-from posttrain.engine.recipes.judging import RewardJudge
+from posttrain.engine.evaluation.judging import RewardJudge
+from posttrain.engine.memory import peak_memory
+from posttrain.engine.models.language_model import LanguageModel
+from posttrain.engine.models.loading import load_tokenizer
+from posttrain.engine.models.source import ModelSource
 from posttrain.engine.rollout.opening import decoding_fallbacks, open_rollout
 from posttrain.engine.rollout.port import RolloutEngine
 from posttrain.engine.rollout.stopping import StopStrings
@@ -89,7 +89,7 @@ def _judges(
     """The rewards that score suites, each tried on its first items: a broken one costs no token.
 
     Raises:
-        RewardError, InputError: see `open_rewards` and `RewardJudge.rehearse`.
+        RewardError, InputError: see `open_rewards` and `RewardJudge.smoke_test`.
     """
     judges: dict[str, Judge] = {}
     for name, suite in config.suites.items():
@@ -99,7 +99,7 @@ def _judges(
                 timeout = reward_seconds(ROWS_PER_CALL, suite.max_new_tokens)
             reward = open_rewards(job, f"{JUDGES}{name}", suite.reward, stack, timeout=timeout)
             judge = RewardJudge(reward, name, suite.worth)
-            judge.rehearse(suites[name])
+            judge.smoke_test(suites[name])
             judges[name] = judge
     return judges
 

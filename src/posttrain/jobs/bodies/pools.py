@@ -8,12 +8,12 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from posttrain.domain.errors import InputError
+from posttrain.engine.assembly import PoolOf
 from posttrain.engine.config import TrainingConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.cluster import open_cluster
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.recording import Recorder
-from posttrain.engine.recipes.opening import PoolOf
 from posttrain.engine.settings import InferenceRuntimeConfig
 from posttrain.pacing.balancing import TOKENS, CostModel
 from posttrain.planner.feasibility import infeasible

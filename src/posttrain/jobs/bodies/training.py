@@ -21,6 +21,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Note
 from posttrain.domain.jobs import JobResult, Output
 from posttrain.domain.kinds import kind_of
+from posttrain.engine.assembly import PoolOf, open_learner, open_roles
 from posttrain.engine.batch import Document
 from posttrain.engine.config import (
     DataflowConfig,
@@ -31,22 +32,21 @@ from posttrain.engine.config import (
     named,
     stage_config,
 )
-from posttrain.engine.controller import Controller, Limits, Order
+from posttrain.engine.evaluation.probe import AccuracyProbe
 from posttrain.engine.groups.recording import Recorder
+from posttrain.engine.loop.controller import Controller, Limits, Order
+from posttrain.engine.loop.environment import Environment, TextEnvironment
+from posttrain.engine.loop.from_rows import FromRows
+from posttrain.engine.loop.on_policy import OnPolicy
+from posttrain.engine.loop.recipe import Recipe
 from posttrain.engine.models.chat import encode_examples, encode_preferences, encode_prompts
 from posttrain.engine.models.loading import is_sequence_classifier, load_tokenizer
 from posttrain.engine.models.source import ModelSource, ScalarSource
 from posttrain.engine.recipes.algorithm import RolloutAlgorithm, RowAlgorithm
 from posttrain.engine.recipes.dataflow import Entry, load_dataflow
-from posttrain.engine.recipes.environment import Environment, TextEnvironment
-from posttrain.engine.recipes.from_rows import FromRows
-from posttrain.engine.recipes.on_policy import OnPolicy
-from posttrain.engine.recipes.opening import PoolOf, open_learner, open_roles
-from posttrain.engine.recipes.probe import AccuracyProbe
-from posttrain.engine.recipes.recipe import Recipe
-from posttrain.engine.recipes.sampling import Prompt, Scorer
-from posttrain.engine.recipes.scoring import ModelScorer, RewardScorer
 from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.samples import Prompt
+from posttrain.engine.scoring import ModelScorer, RewardScorer, Scorer
 from posttrain.engine.selection import Selection
 from posttrain.engine.weights.best import BestModel
 from posttrain.jobs.bodies.pools import open_pools
@@ -227,7 +227,7 @@ def _reward_function(
         job.sink(Note(line, time.time(), "warning"))
 
     scorer = RewardScorer(opened, tokenizer, errors_max=config.reward_errors_max, tell=tell)
-    scorer.rehearse(train)
+    scorer.smoke_test(train)
     return scorer
 
 
@@ -303,7 +303,7 @@ def _controller(job: Job, trained: Trained, config: TrainingConfig, recorder: Re
     controller = Controller(
         recipe=trained.recipe,
         checkpoints=job.folder / "checkpoints",
-        belongs_to=job.fingerprint(),
+        fingerprint=job.fingerprint(),
         every=config.runtime.checkpoint_every,
         sink=job.sink,
         flush=job.flush,

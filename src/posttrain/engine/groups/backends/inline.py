@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar, final
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.groups.failures import WorkerLostError, blame
-from posttrain.engine.groups.place import Place
 from posttrain.engine.groups.port import Answer, Call, Process, Stored
+from posttrain.engine.groups.rank_context import RankContext
 
 R = TypeVar("R")
 
@@ -58,7 +58,7 @@ class InlineBackend:
 
     Args:
         ranks: how many places; more than one without collectives.
-        device: of every place.
+        device: of every context.
         pool: its name.
     """
 
@@ -68,7 +68,7 @@ class InlineBackend:
         if ranks < 1:
             raise InputError(f"a pool must have at least 1 rank, got {ranks}")
         self.pool, self.ranks = pool, ranks
-        self.places = tuple(Place(pool, rank, ranks, device) for rank in range(ranks))
+        self.contexts = tuple(RankContext(pool, rank, ranks, device) for rank in range(ranks))
         self.processes = tuple(Process(rank, os.getpid(), "localhost", device) for rank in range(ranks))
         self._workers: dict[tuple[str, int], Any] = {}
         self._closed = False
@@ -77,11 +77,11 @@ class InlineBackend:
         self, role: str, worker: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float
     ) -> None:
         """See `Backend.start`."""
-        for place in self.places:
+        for context in self.contexts:
             try:
-                self._workers[role, place.rank] = worker(place, *args, **kwargs)
+                self._workers[role, context.rank] = worker(context, *args, **kwargs)
             except Exception as error:
-                blame(error, role, place.rank, "__init__", os.getpid())
+                blame(error, role, context.rank, "__init__", os.getpid())
                 raise
 
     def submit(
@@ -117,7 +117,7 @@ class InlineBackend:
     def close(self) -> None:
         """See `Backend.close`."""
         self._workers.clear()
-        self.places = ()
+        self.contexts = ()
         self._closed = True
 
     def _run(

@@ -25,8 +25,8 @@ from posttrain.engine.groups.backends.ray_host import Host
 from posttrain.engine.groups.backends.ray_placement import RankResources, release, reserve
 from posttrain.engine.groups.failures import WorkerLostError
 from posttrain.engine.groups.payload import Parcel, check_importable, pack
-from posttrain.engine.groups.place import Place
 from posttrain.engine.groups.port import Answer, Call, Process, Stored
+from posttrain.engine.groups.rank_context import RankContext
 
 R = TypeVar("R")
 
@@ -77,8 +77,8 @@ class RayBackend:
         device = "cuda:0" if resources.gpus else "cpu"
         try:
             for rank in range(ranks):
-                place = Place(pool, rank, ranks, device, ranks > 1, sequence_parallel)
-                self._hosts.append(self._host(place, resources, threads))
+                context = RankContext(pool, rank, ranks, device, ranks > 1, sequence_parallel)
+                self._hosts.append(self._host(context, resources, threads))
             self.processes = tuple(ray.get([h.identify.remote() for h in self._hosts], timeout=start_seconds))
             if ranks > 1:
                 self._form_group(start_seconds, collective_seconds)
@@ -160,7 +160,7 @@ class RayBackend:
         while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def _host(self, place: Place, resources: RankResources, threads: int) -> Any:
+    def _host(self, context: RankContext, resources: RankResources, threads: int) -> Any:
         environment = {
             "OMP_NUM_THREADS": str(threads),
             "MKL_NUM_THREADS": str(threads),
@@ -169,16 +169,16 @@ class RayBackend:
             "HF_HUB_OFFLINE": "1",
             "PYTHONHASHSEED": "0",
         }
-        bundle = self._room.bundle_specs[place.rank]
+        bundle = self._room.bundle_specs[context.rank]
         options = ray.remote(Host).options(
             num_cpus=bundle["CPU"],
             num_gpus=resources.gpus,
             max_restarts=0,
             max_task_retries=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=place.rank),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=context.rank),
             runtime_env={"env_vars": environment},
         )
-        return options.remote(place, [os.path.abspath(path) for path in sys.path if path], threads)
+        return options.remote(context, [os.path.abspath(path) for path in sys.path if path], threads)
 
     def _form_group(self, start_seconds: float, collective_seconds: float) -> None:
         address = ray.get(self._hosts[0].open_store.remote(collective_seconds), timeout=start_seconds)

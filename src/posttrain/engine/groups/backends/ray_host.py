@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.groups.payload import Parcel, pack, unpack
-from posttrain.engine.groups.place import Place
 from posttrain.engine.groups.port import Process
+from posttrain.engine.groups.rank_context import RankContext
 
 
 @final
@@ -50,35 +50,35 @@ class Host:
     """One rank. Ray makes it an actor with one thread, so calls run one at a time, in the order they were made.
 
     Args:
-        place: what its workers get.
+        context: what its workers get.
         paths: the controller's `sys.path`; what is missing here is appended.
         threads: of torch.
     """
 
-    def __init__(self, place: Place, paths: Sequence[str], threads: int) -> None:
+    def __init__(self, context: RankContext, paths: Sequence[str], threads: int) -> None:
         sys.path.extend(path for path in paths if path not in sys.path)
         torch.set_num_threads(threads)
-        self._place = place
+        self._context = context
         self._address = ray.util.get_node_ip_address()
         self._workers: dict[str, Any] = {}
         self._store: Any = None  # a TCPStore; torch exports the name only where it was built with it
-        if place.device != "cpu":
-            torch.cuda.set_device(place.device)
+        if context.device != "cpu":
+            torch.cuda.set_device(context.device)
 
     def __repr__(self) -> str:
         """The prefix of its lines in the controller's log."""
-        return f"{self._place.pool}[{self._place.rank}]"
+        return f"{self._context.pool}[{self._context.rank}]"
 
     def identify(self) -> Process:
         """Which process this is."""
-        return Process(self._place.rank, os.getpid(), self._address, self._place.device)
+        return Process(self._context.rank, os.getpid(), self._address, self._context.device)
 
     def open_store(self, seconds: float) -> tuple[str, int]:
         """Rank 0: listen on this node's address for the other ranks.
 
         The socket is made here because a store that makes its own would listen on every address of the node.
         """
-        listening = socket.create_server((self._address, 0), backlog=max(128, self._place.size))
+        listening = socket.create_server((self._address, 0), backlog=max(128, self._context.size))
         port: int = listening.getsockname()[1]
         self._store = self._tcp_store((self._address, port), seconds, listening.detach())
         return self._address, port
@@ -91,10 +91,10 @@ class Host:
             os.environ[variable] = mine[0]
         store = self._store or self._tcp_store(address, seconds)
         dist.init_process_group(
-            "gloo" if self._place.device == "cpu" else "cpu:gloo,cuda:nccl",
+            "gloo" if self._context.device == "cpu" else "cpu:gloo,cuda:nccl",
             store=store,
-            rank=self._place.rank,
-            world_size=self._place.size,
+            rank=self._context.rank,
+            world_size=self._context.size,
             timeout=timedelta(seconds=seconds),
         )
         self._store = store
@@ -104,7 +104,7 @@ class Host:
         started, begin = time.time(), time.perf_counter()
         try:
             worker, args, kwargs = unpack(parcel, fetch)
-            self._workers[role] = worker(self._place, *args, **kwargs)
+            self._workers[role] = worker(self._context, *args, **kwargs)
         except Exception as error:
             return Outcome(started, time.perf_counter() - begin, failure=_failure(error))
         return Outcome(started, time.perf_counter() - begin, pack(None))
@@ -137,13 +137,13 @@ class Host:
 
     def _worker(self, role: str) -> Any:
         if role not in self._workers:
-            raise InputError(f"pool {self._place.pool} must have started role {role}, has {sorted(self._workers)}")
+            raise InputError(f"pool {self._context.pool} must have started role {role}, has {sorted(self._workers)}")
         return self._workers[role]
 
     def _tcp_store(self, address: tuple[str, int], seconds: float, descriptor: int | None = None) -> Any:
         return dist.TCPStore(  # type: ignore[attr-defined]
             *address,
-            self._place.size,
+            self._context.size,
             descriptor is not None,
             timedelta(seconds=seconds),
             wait_for_workers=False,

@@ -25,8 +25,8 @@ from posttrain.domain.seeds import derive_seed
 from posttrain.engine.algorithms.passk import pass_at_k
 from posttrain.engine.config import SuiteConfig
 from posttrain.engine.config.evaluation import DRAWN
+from posttrain.engine.evaluation.answers import Extractor, is_correct, reference_answer
 from posttrain.engine.models.chat import decode_response, encode_prompts
-from posttrain.engine.recipes.answers import Extractor, is_correct, reference_answer
 from posttrain.engine.rewards.port import Score
 from posttrain.engine.rollout.generating import generate
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams

@@ -25,17 +25,17 @@ from posttrain.domain.facts import Span
 from posttrain.domain.seeds import derive_seed
 from posttrain.engine.groups.worker_group import Future
 from posttrain.engine.journal import Journal
+from posttrain.engine.loop.environment import Environment
+from posttrain.engine.loop.held_groups import Held, read_held, write_held
+from posttrain.engine.loop.roles import Roles
 from posttrain.engine.recipes.algorithm import RolloutAlgorithm, ScoredGroup
-from posttrain.engine.recipes.environment import Environment
-from posttrain.engine.recipes.held_groups import Held, read_held, write_held
-from posttrain.engine.recipes.recipe import Trace
-from posttrain.engine.recipes.roles import Roles
-from posttrain.engine.recipes.sampling import Prompt, Scorer
 from posttrain.engine.rewards.port import Score
 from posttrain.engine.rollout.batches import PromptBatch, Rollouts
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
-from posttrain.engine.samples import Group
+from posttrain.engine.samples import Group, Prompt
+from posttrain.engine.scoring import Scorer
+from posttrain.engine.tracing import Trace
 from posttrain.pacing.admission import Buffer, Pace
 
 Ask = Callable[[int, int], bool]  # tokens spent here, and those that may be: whether the budget has them

@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 @final
 @dataclass(slots=True)
-class Place:
-    """One rank of a resource pool, as the workers in it see it: `Place("main", rank=1, size=2, device="cpu")`.
+class RankContext:
+    """One rank of a resource pool, as the workers in it see it: `RankContext("main", rank=1, size=2, device="cpu")`.
 
     Workers of several roles can stand in one place. They stay separate objects of separate classes; what one of them
     shares, it lends by type: the policy lends its model, and a rollout engine beside it decodes from those weights.

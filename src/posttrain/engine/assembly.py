@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from posttrain.engine.config import PPOConfig, RowsConfig, SamplingConfig, TrainingConfig
 from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.loop.roles import Roles
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.predicting import Model
 from posttrain.engine.models.scalar_model import ScalarModel
 from posttrain.engine.models.source import ModelSource, ScalarSource
-from posttrain.engine.recipes.roles import Roles
 from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.learner import micro_batch_tokens
 from posttrain.engine.roles.training import TrainWorker

@@ -17,14 +17,13 @@ from posttrain.engine.algorithms.kl import kl_estimate
 from posttrain.engine.algorithms.losses import log_ratio
 from posttrain.engine.batch import Provenance, TokenBatch
 from posttrain.engine.groups.worker_group import Future
+from posttrain.engine.loop.roles import Roles
 from posttrain.engine.predictions import Predictions
 from posttrain.engine.recipes.algorithm import Algorithm, Column, Update
-from posttrain.engine.recipes.recipe import Trace
-from posttrain.engine.recipes.roles import Roles
-from posttrain.engine.recipes.sample_tracer import SampleTracer
 from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.roles.update import Update as Done
+from posttrain.engine.tracing import SampleTracer, Trace
 
 # k3 is about half the square of how far two log-probabilities are apart: root mean squares of 1e-3, and of 0.1.
 _ROUNDING, _HALF_ROUNDING = 5e-7, 5e-3
@@ -61,7 +60,7 @@ class Learning:
         for step in {0, steps - 1}:
             self._refuse_missing(step)
 
-    def price(self, step: int, tokens: int) -> int:
+    def max_tokens(self, step: int, tokens: int) -> int:
         """Tokens that are trained on at the most, where the documents have `tokens`."""
         return tokens * sum(update.epochs for update in self._algorithm.updates(step))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import final
 
 from posttrain.domain.measures import ItemRange
-from posttrain.engine.recipes.evaluate import Item
+from posttrain.engine.evaluation.evaluate import Item
 from posttrain.engine.rewards.port import RewardCall, RewardError, RewardFunction, Score, probe_call, shortened
 from posttrain.engine.samples import Trajectory
 
@@ -27,7 +27,7 @@ class RewardJudge:
     def __init__(self, reward: RewardFunction, suite: str, possible: ItemRange) -> None:
         self._reward, self._suite, self._possible = reward, suite, possible
 
-    def rehearse(self, items: Sequence[Item]) -> None:
+    def smoke_test(self, items: Sequence[Item]) -> None:
         """One call on the first items, before anything is generated.
 
         Raises:

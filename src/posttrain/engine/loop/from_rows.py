@@ -4,20 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, final
 
 from posttrain.domain.seeds import derive_seed
+from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import RowsConfig
+from posttrain.engine.evaluation.probe import ProbeSchedule
 from posttrain.engine.journal import Journal
+from posttrain.engine.loop.learning import Learning
+from posttrain.engine.loop.recipe import Reserve, free
+from posttrain.engine.loop.roles import Roles
 from posttrain.engine.recipes.algorithm import RowAlgorithm
-from posttrain.engine.recipes.learning import Learning
-from posttrain.engine.recipes.probe import LossProbe
-from posttrain.engine.recipes.recipe import Reserve, StepReport, Trace, free
-from posttrain.engine.recipes.roles import Roles
-from posttrain.engine.recipes.sampling import ProbeSchedule
+from posttrain.engine.tracing import StepReport, Trace
 from posttrain.engine.weights.view import PolicyVersion
 
 R = TypeVar("R")
+
+
+@final
+class LossProbe:
+    """That of what learns from rows: its own objective on held-out ones, without dropout.
+
+    Args:
+        batch: they.
+    """
+
+    max_tokens = 0  # nothing is answered or trained on
+
+    def __init__(self, batch: TokenBatch) -> None:
+        self._batch = batch
+
+    def __call__(self, learning: Learning, /) -> StepReport:
+        """`probe/loss` of the weights as they are, and what the objective reports besides."""
+        return StepReport(self.max_tokens, learning.measure(self._batch))
 
 
 class FromRows(Generic[R]):
@@ -55,10 +74,10 @@ class FromRows(Generic[R]):
         self._probe = ProbeSchedule.of(probe, config.probe, config.steps)
         roles.rest()
 
-    def price(self, step: int) -> int:
+    def max_tokens(self, step: int) -> int:
         """Exactly the tokens of the coming batch, as often as it is trained on."""
         rows = self.journal.peek(self._algorithm.source.rows)
-        return self._learning.price(step, sum(self._algorithm.price(self._rows[row]) for row in rows))
+        return self._learning.max_tokens(step, sum(self._algorithm.max_tokens(self._rows[row]) for row in rows))
 
     def step(self, step: int, trace: Trace, reserve: Reserve = free) -> StepReport:
         """One batch."""
@@ -69,7 +88,7 @@ class FromRows(Generic[R]):
         learned = self._learning.learn(batch, step, trace)
         return StepReport(learned.tokens, learned.metrics)
 
-    def serve(self, version: PolicyVersion) -> None:
+    def publish_weights(self, version: PolicyVersion) -> None:
         """Nobody samples."""
 
     def rewind(self) -> None:
@@ -86,6 +105,6 @@ class FromRows(Generic[R]):
         """The held-out measurement, where one is due."""
         return self._probe.measure(step, trace, self._learning)
 
-    def probe_price(self, step: int) -> int:
+    def probe_max_tokens(self, step: int) -> int:
         """Free: reading without answering or training counts nowhere (`facts.Progress`)."""
-        return self._probe.price(step)
+        return self._probe.max_tokens(step)

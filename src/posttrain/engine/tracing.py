@@ -1,21 +1,49 @@
-"""The whole way of a few samples through a step, as facts: what `posttrain trace --sample` shows."""
+"""What a step says of itself: spans, its report, and the whole way of a few samples (`posttrain trace --sample`)."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from posttrain.domain.facts import Sample
+from posttrain.domain.facts import FactSink, Sample, Span
 from posttrain.engine.algorithms.losses import is_clipped
 from posttrain.engine.algorithms.objectives import old_logprobs
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.recipes.algorithm import ScoredGroup
-from posttrain.engine.recipes.recipe import Trace
-from posttrain.engine.recipes.sampling import Scorer
+from posttrain.engine.scoring import Scorer
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step did: `StepReport(tokens=5120, metrics={"reward/mean": 0.41})`."""
+
+    tokens: int  # spent, by the rule of `facts.Progress`
+    metrics: Mapping[str, float]
+    took: Mapping[str, float] = field(default_factory=dict)  # of the machine's doing: told, and part of no result
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Spans of one step."""
+
+    sink: FactSink
+    step: int
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[dict[str, Any]]:
+        """Time a hand-off; what is put into the yielded dictionary becomes the span's attributes."""
+        attributes: dict[str, Any] = {}
+        started, begin = time.time(), time.perf_counter()
+        try:
+            yield attributes
+        finally:
+            self.sink(Span(name, self.step, started, time.perf_counter() - begin, attributes))
 
 
 @final

@@ -8,8 +8,7 @@ from typing import Any, Protocol, final
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.recipes.sampling import Prompt
-from posttrain.engine.samples import Trajectory
+from posttrain.engine.samples import Prompt, Trajectory
 
 Observe = Callable[[Mapping[str, Any], Sequence[str]], str | None]
 

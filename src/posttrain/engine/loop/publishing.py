@@ -47,7 +47,7 @@ class Alias:
 
     def publish(self, version: PolicyVersion) -> None:
         """See `WeightTransport`."""
-        self.rollout.each(RolloutWorker.serve, version)
+        self.rollout.each(RolloutWorker.samples_with, version)
 
 
 @final

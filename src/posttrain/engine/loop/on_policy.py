@@ -18,17 +18,19 @@ from pathlib import Path
 from posttrain.domain.errors import InputError
 from posttrain.domain.seeds import derive_seed
 from posttrain.engine.config import DataflowConfig, OnPolicyConfig, SamplingConfig, TraceConfig
+from posttrain.engine.evaluation.probe import Probe, ProbeSchedule
 from posttrain.engine.journal import Journal
+from posttrain.engine.loop.collecting import Collector
+from posttrain.engine.loop.environment import Environment
+from posttrain.engine.loop.learning import Learning
+from posttrain.engine.loop.recipe import Reserve, free
+from posttrain.engine.loop.roles import Roles
+from posttrain.engine.loop.rollout_metrics import engine_metrics, rollout_metrics, turns_mean
 from posttrain.engine.recipes.algorithm import PROXIMAL, RolloutAlgorithm, ScoredGroup
-from posttrain.engine.recipes.collecting import Collector
-from posttrain.engine.recipes.environment import Environment
-from posttrain.engine.recipes.learning import Learning
-from posttrain.engine.recipes.recipe import Reserve, StepReport, Trace, free
-from posttrain.engine.recipes.roles import Roles
-from posttrain.engine.recipes.rollout_metrics import engine_metrics, rollout_metrics, turns_mean
-from posttrain.engine.recipes.sample_tracer import SampleTracer
-from posttrain.engine.recipes.sampling import Probe, ProbeSchedule, Prompt, Scorer
 from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.samples import Prompt
+from posttrain.engine.scoring import Scorer
+from posttrain.engine.tracing import SampleTracer, StepReport, Trace
 from posttrain.engine.weights.view import PolicyVersion
 from posttrain.pacing.admission import Buffer, InOrder
 
@@ -87,7 +89,7 @@ class OnPolicy:
             raise InputError(f"{type(algorithm).__name__} samples {turns} turns, got no environment; give it one")
         self._ahead = Collector(algorithm, roles, prompts, scorer, seed, self.journal, buffer, environment)
 
-    def price(self, step: int) -> int:
+    def max_tokens(self, step: int) -> int:
         """What is sampled from now to the end of the step: every prompt read once, every response at the token limit;
         and what the step trains on, as often as it does. Nothing of what replaces dropped groups, which is reserved
         when it is needed.
@@ -130,7 +132,7 @@ class OnPolicy:
         metrics = {**told, **learned.metrics}
         return StepReport(tokens, metrics, engine_metrics(ahead.counts))
 
-    def serve(self, version: PolicyVersion) -> None:
+    def publish_weights(self, version: PolicyVersion) -> None:
         """The rollout samples with the weights of the last update; nothing runs then."""
         self.roles.publish(version)
         self._ahead.version = version.step
@@ -151,9 +153,9 @@ class OnPolicy:
         """Greedy held-out accuracy before the first step, every N steps, and at the end."""
         return self._probe.measure(step, trace, self.roles.sampler)
 
-    def probe_price(self, step: int) -> int:
+    def probe_max_tokens(self, step: int) -> int:
         """The probe's limit where one is due."""
-        return self._probe.price(step)
+        return self._probe.max_tokens(step)
 
     def _training(self, step: int) -> int:
         """Tokens that a step trains on at the most: what waits for it, and what it lacks at the token limit."""
@@ -161,7 +163,7 @@ class OnPolicy:
         rows = self.journal.peek(self._ahead.lacking(step))
         there = sum(len(answer) for group in waiting for answer in group.answers)
         lacking = sum(source.samples * source.document(len(self._prompts[row].tokens)) for row in rows)
-        return self._learning.price(step, there + lacking)
+        return self._learning.max_tokens(step, there + lacking)
 
     def _tracer(self, groups: Sequence[ScoredGroup], dropped: dict[int, str], step: int) -> SampleTracer:
         followed = groups[: self._trace.followed(len(groups))]

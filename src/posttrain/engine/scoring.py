@@ -1,24 +1,34 @@
-"""From trajectories to scores: the reward function reads text, the recipe holds tokens."""
+"""From trajectories to scores: a reward function reads text, a reward model reads tokens."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol, final
 
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.models.chat import decode_response
-from posttrain.engine.recipes.sampling import Prompt
 from posttrain.engine.rewards.port import RewardCall, RewardFunction, Score, probe_call
 from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.learner import DivergedError
-from posttrain.engine.samples import Trajectory
+from posttrain.engine.samples import Prompt, Trajectory
+
+
+class Scorer(Protocol):
+    """Scores responses. Wraps a reward function and the tokenizer, or a reward model."""
+
+    def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> Sequence[Score]:
+        """One score per trajectory; `prompts` is parallel to it."""
+
+    def text(self, trajectory: Trajectory) -> str:
+        """A response as text."""
 
 
 class RewardScorer:
-    """A reward function behind GRPO's `Scorer`.
+    """A reward function as a `Scorer`.
 
     Args:
         reward: the function.
@@ -65,7 +75,7 @@ class RewardScorer:
         """A response as the reward reads it."""
         return decode_response(self._tokenizer, trajectory.response.tolist(), ended=trajectory.closed)
 
-    def rehearse(self, prompts: Sequence[Prompt]) -> None:
+    def smoke_test(self, prompts: Sequence[Prompt]) -> None:
         """One call on the first rows, their answers as completions: a reward that fails on all of them is broken, and
         is told so before anything is generated.
 
@@ -76,8 +86,9 @@ class RewardScorer:
         self._reward.score(call, max(len(call) - 1, 0))
 
 
+@final
 class ModelScorer:
-    """A reward model behind the recipes' `Scorer`."""
+    """A reward model as a `Scorer`."""
 
     def __init__(self, judge: WorkerGroup[FrozenWorker], tokenizer: PreTrainedTokenizerBase) -> None:
         self._judge, self._tokenizer = judge, tokenizer

@@ -1,44 +1,14 @@
-"""What the controller asks of a recipe, and how a recipe reports."""
+"""What the controller asks of a recipe."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from posttrain.domain.facts import FactSink, Span
 from posttrain.engine.journal import Journal
+from posttrain.engine.tracing import StepReport, Trace
 from posttrain.engine.weights.view import PolicyVersion
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one step did: `StepReport(tokens=5120, metrics={"reward/mean": 0.41})`."""
-
-    tokens: int  # spent, by the rule of `facts.Progress`
-    metrics: Mapping[str, float]
-    took: Mapping[str, float] = field(default_factory=dict)  # of the machine's doing: told, and part of no result
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """Spans of one step."""
-
-    sink: FactSink
-    step: int
-
-    @contextmanager
-    def span(self, name: str) -> Iterator[dict[str, Any]]:
-        """Time a hand-off; what is put into the yielded dictionary becomes the span's attributes."""
-        attributes: dict[str, Any] = {}
-        started, begin = time.time(), time.perf_counter()
-        try:
-            yield attributes
-        finally:
-            self.sink(Span(name, self.step, started, time.perf_counter() - begin, attributes))
 
 
 class Reserve(Protocol):
@@ -77,7 +47,7 @@ class Recipe(Protocol):
     """A training method.
 
     Every implementation: what step N does is a function of (seed, N, weights, moments, journal position) and nothing
-    else; `price` is never below what `step` then reports as spent.
+    else; `max_tokens` is never below what `step` then reports as spent.
     """
 
     phase: str  # "sft", "grpo"
@@ -88,17 +58,17 @@ class Recipe(Protocol):
     def roles(self) -> Learners:
         """Whose weights the recipe changes."""
 
-    def price(self, step: int) -> int:
+    def max_tokens(self, step: int) -> int:
         """Tokens the coming step may spend at the most."""
 
     def step(self, step: int, trace: Trace, reserve: Reserve = ...) -> StepReport:
         """Do step `step` (0-based).
 
         Args:
-            reserve: asked before the step may cost more than `price` said.
+            reserve: asked before the step may cost more than `max_tokens` said.
         """
 
-    def serve(self, version: PolicyVersion) -> None:
+    def publish_weights(self, version: PolicyVersion) -> None:
         """Let whoever samples do it with the policy as it is, under this version."""
 
     def rewind(self) -> None:
@@ -113,5 +83,5 @@ class Recipe(Protocol):
     def probe(self, step: int, trace: Trace) -> StepReport | None:
         """Measure the policy after `step` steps, if it is due; changes nothing."""
 
-    def probe_price(self, step: int) -> int:
+    def probe_max_tokens(self, step: int) -> int:
         """Tokens `probe(step)` may spend at the most; 0 when none is due."""

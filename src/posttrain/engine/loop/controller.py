@@ -30,9 +30,10 @@ from posttrain.domain.errors import BudgetExceededError, IntegrityError
 from posttrain.domain.facts import FactSink, Metric, Note, Progress
 from posttrain.domain.jobs import seconds_short, tokens_short
 from posttrain.engine.groups.recording import Recorder
+from posttrain.engine.loop.recipe import Recipe
 from posttrain.engine.memory import peak_memory
-from posttrain.engine.recipes.recipe import Recipe, StepReport, Trace
 from posttrain.engine.selection import Selection
+from posttrain.engine.tracing import StepReport, Trace
 from posttrain.engine.weights.best import BestModel
 from posttrain.engine.weights.checkpoint import TrainState, begin_checkpoint, commit_checkpoint, read_state
 from posttrain.engine.weights.view import PolicyVersion
@@ -77,7 +78,7 @@ class Controller:
     Args:
         recipe: the method, its policy and its journal.
         checkpoints: folder for checkpoints.
-        belongs_to: digest of what decides the result; a checkpoint of anything else is refused.
+        fingerprint: digest of what decides the result; a checkpoint of anything else is refused.
         every: steps between checkpoints.
         sink: where facts go.
         flush: makes the facts said so far durable; called before a checkpoint, which must not cover steps nobody
@@ -92,7 +93,7 @@ class Controller:
 
     recipe: Recipe
     checkpoints: Path
-    belongs_to: str
+    fingerprint: str
     every: int
     sink: FactSink
     orders: Callable[[], Order] = lambda: Order.GO_ON
@@ -117,10 +118,10 @@ class Controller:
             IntegrityError: it is not whole, or belongs to a stage with other parameters, seed or inputs.
         """
         state = read_state(path)
-        if state.belongs_to != self.belongs_to:
+        if state.fingerprint != self.fingerprint:
             raise IntegrityError(
-                f"checkpoint at step {state.step} belongs to another stage ({state.belongs_to[:19]}…, this is "
-                f"{self.belongs_to[:19]}…); start afresh"
+                f"checkpoint at step {state.step} belongs to another stage ({state.fingerprint[:19]}…, this is "
+                f"{self.fingerprint[:19]}…); start afresh"
             )
         self.recipe.roles.restore(path)
         self.recipe.journal.consumed = state.consumed
@@ -146,7 +147,7 @@ class Controller:
         self.meter(self.tokens, 0)
         if self._saved < 0 and self.best:
             self.best.take_from(None)  # whatever a lost process left there
-        self._serve()
+        self._publish_weights()
         while True:
             order = self.orders()
             if order is not Order.GO_ON:
@@ -177,17 +178,17 @@ class Controller:
         report = self.recipe.step(self._step, Trace(self.sink, self._step), self._reserve)
         crashpoint("train.step")
         self._step += 1
-        self._serve()
+        self._publish_weights()
         speed = report.tokens / max(time.perf_counter() - started, 1e-9)
         self._idle &= report.metrics.get("updates") == 0.0
         self._report(report, {**report.took, "tokens_per_second": speed, **peak_memory()})
         self.sink(Progress(self._step, self.recipe.steps, self.recipe.phase, self.tokens, time.time()))
 
-    def _serve(self) -> None:
+    def _publish_weights(self) -> None:
         """The weights of the last update become what the next rollout samples with."""
         trace = Trace(self.sink, max(self._step - 1, 0))
         with trace.span("weights"):
-            self.recipe.serve(PolicyVersion(self._incarnation, self._step))
+            self.recipe.publish_weights(PolicyVersion(self._incarnation, self._step))
         self.recorder.step = self._step
 
     def _probe(self) -> None:
@@ -216,7 +217,7 @@ class Controller:
         """
         limit, step = self.limits.tokens, self._step
         if step == self.recipe.steps - 1:
-            more += self.recipe.probe_price(self.recipe.steps)  # as `_afford` has it
+            more += self.recipe.probe_max_tokens(self.recipe.steps)  # as `_afford` has it
         if limit is not None and self.tokens + spent + more > limit:
             if not refuse:
                 return False
@@ -233,9 +234,9 @@ class Controller:
         """Refuse what could go past a limit: the coming probe and step at their worst."""
         step, limit = self._step, self.limits.tokens
         self.meter(self.tokens, 0)
-        worst = self.recipe.probe_price(step) + (self.recipe.price(step) if step < self.recipe.steps else 0)
+        worst = self.recipe.probe_max_tokens(step) + (self.recipe.max_tokens(step) if step < self.recipe.steps else 0)
         if step == self.recipe.steps - 1:
-            worst += self.recipe.probe_price(self.recipe.steps)  # the last step is not worth much unmeasured
+            worst += self.recipe.probe_max_tokens(self.recipe.steps)  # the last step is not worth much unmeasured
         if limit is not None and self.tokens + worst > limit:
             self._save()
             short = tokens_short("the next step", worst, self.tokens, limit, self.limits.tokens_declared)
@@ -250,7 +251,7 @@ class Controller:
         if self._saved == self._step:
             return
         state = TrainState(
-            self.belongs_to,
+            self.fingerprint,
             self._step,
             self.recipe.journal.consumed,
             self.tokens,

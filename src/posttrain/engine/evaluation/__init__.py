@@ -1,0 +1,1 @@
+"""What a model can: suites of an evaluation, and probes during training."""
