@@ -98,7 +98,7 @@ def open_roles(
         frozen["reward_model"] = pool.start(
             "reward_model", FrozenWorker, reward_model, name="reward_model", micro_batch_tokens=tokens
         )
-    return Roles(learners, frozen, rollout, sleeps=_sleeps(config, pool_of))
+    return Roles(learners, frozen, rollout, sleeps=_sleeps(config, pool_of), micro_batch_tokens=tokens)
 
 
 def _sleeps(config: TrainingConfig, pool_of: PoolOf) -> bool:
