@@ -5,7 +5,7 @@
 Three ways of one step, interleaved: everything after the last response (`waits`), scores and the reference's
 log-probabilities as groups end (`streams`), and gradients too (`gradients`). Loop, training and reference are the real
 ones (0.9 M parameters, 16 prompts x 8). The rollout's pool is a thread whose groups come when those of another machine
-would, spread over so many seconds; the reward sleeps for its time in a thread of its own. The ideal is the longest of
+would, a quarter of the rows decoded at a time; the reward sleeps for its time in a thread of its own. The ideal is the longest of
 decoding, scoring and the rest, as if each could begin with the first token. Medians of wall-clock seconds.
 """
 
@@ -97,7 +97,7 @@ def recipe(folder: Path, tokenizer: PreTrainedTokenizerFast, way: str, tiny: boo
         placement={"policy": {"cpus": 1}, "rollout": {"cpus": 1}},
         kl=KLConfig(coefficient=0.01),
         stream_gradients=way == "gradients",
-        runtime=RuntimeConfig(micro_batch_tokens=32 if tiny else 512),
+        runtime=RuntimeConfig(micro_batch_tokens=32 if tiny else 512, kv_cache=8 * 2**20),  # 32 rows at a time
         optimizer=PolicyGradientOptimizerConfig(learning_rate=1e-5, warmup_steps=0),
     )
     slow = {"seconds": 0.0}

@@ -66,7 +66,7 @@ class Talk(PPO):  # type: ignore[misc]
 class Even(EvenTokens):
     """Scores all of them."""
 
-    def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Score]:
+    def scores(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         return [Score(float((trajectory.response % 2 == 0).mean())) for trajectory in trajectories]
 
 
