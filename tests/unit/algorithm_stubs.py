@@ -19,6 +19,7 @@ from posttrain.engine.algorithms.gae import generalized_advantages, whiten
 from posttrain.engine.algorithms.kl import kl_rewards
 from posttrain.engine.algorithms.objectives import LossParts, PolicyObjective, ValueObjective
 from posttrain.engine.batch import Document, TokenBatch
+from posttrain.engine.config import DistillConfig
 from posttrain.engine.predictions import Need, Predictions
 from posttrain.engine.recipes.algorithm import (
     PROXIMAL,
@@ -34,8 +35,9 @@ from posttrain.engine.recipes.algorithm import (
     ScoredGroup,
     Update,
 )
+from posttrain.engine.recipes.distill import Distill
 
-ONE, TWO, FOUR = (PromptSource(32, samples, 64) for samples in (1, 2, 4))
+TWO, FOUR = (PromptSource(32, samples, 64) for samples in (2, 4))
 ROWS_OF_A_STEP = RowSource(64)
 
 
@@ -219,27 +221,6 @@ class PairObjective:
         return LossParts(loss.sum() / max(self.totals.sequences // 2, 1), {})
 
 
-@dataclass(frozen=True)
-class Distillation(RolloutDefaults):
-    """On the student's own responses, the teacher's likeliest tokens at every place (arXiv 2306.13649)."""
-
-    source: PromptSource = ONE
-
-    def requires(self, step: int) -> Sequence[Column]:
-        return (Column("teacher", "teacher", "topk", wide=64),)
-
-    def keep(self, group: ScoredGroup) -> Drop | None:
-        return None
-
-    def form(self, groups: Sequence[ScoredGroup], seed: int) -> TokenBatch | None:
-        return packed(groups)
-
-    def credit(self, batch: TokenBatch) -> TokenBatch:
-        return batch
-
-    def updates(self, step: int) -> Sequence[Update]:
-        return (Update("policy", partial(PolicyObjective, clip_low=0.2, clip_high=0.2)),)
-
-
-ROLLOUT: tuple[RolloutAlgorithm, ...] = (PPO(), VAPO(), FilteredPPO(), OnlineDPO(), Distillation())
+DISTILL = Distill(DistillConfig(data="d", teacher="t", steps=1))  # was a stub, and is a kind
+ROLLOUT: tuple[RolloutAlgorithm, ...] = (PPO(), VAPO(), FilteredPPO(), OnlineDPO(), DISTILL)
 ROWS: tuple[RowAlgorithm[Labelled], ...] = (KTO(),)

@@ -18,6 +18,7 @@ from posttrain.engine.algorithms.losses import log_ratio
 from posttrain.engine.batch import Provenance, TokenBatch
 from posttrain.engine.groups.worker_group import Future
 from posttrain.engine.loop.roles import Roles
+from posttrain.engine.loop.wide_filling import begin_wide, put_wide, refuse_odd
 from posttrain.engine.predictions import Predictions
 from posttrain.engine.recipes.algorithm import Algorithm, Column, Update
 from posttrain.engine.roles.frozen import FrozenWorker
@@ -101,8 +102,8 @@ class Learning:
 
     def _filled(self, batch: TokenBatch, columns: Sequence[Column]) -> TokenBatch:
         """Every column by its role, side by side where they have devices of their own."""
-        asked: list[tuple[Column, Future[TokenBatch]]] = []
-        for column in columns:
+        wide, asked = begin_wide(batch, columns, self._roles), list[tuple[Column, Future[TokenBatch]]]()
+        for column in (column for column in columns if not column.wide):
             words = (batch, column.name, column.need)
             if column.role in self._roles.frozen:
                 asked.append((column, self._roles.frozen[column.role].nonblocking.map(FrozenWorker.fill, *words)))
@@ -113,7 +114,7 @@ class Learning:
             by_document = column.need == "scores"
             put = batch.with_document_columns if by_document else batch.with_columns
             batch = put(**{column.name: found})
-        return batch
+        return put_wide(batch, wide)
 
     def _updated(self, batch: TokenBatch, step: int, tracer: SampleTracer | None) -> Learned:
         """Every role's mini-batches, those of one number side by side."""
@@ -182,6 +183,7 @@ class Learning:
                     f"{name} needs the role {column.role} for {column.name}, got {', '.join(sorted(there))}; "
                     "open the roles with it"
                 )
+        refuse_odd(columns, self._roles, name)
         for update in updates:
             if update.role not in self._roles.learners:
                 trained = ", ".join(self._roles.learners)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
@@ -19,6 +20,7 @@ from posttrain.engine.roles.update import Update
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights.attestation import Attestation
 from posttrain.engine.weights.stream import Bucket, WeightSource, carried
+from posttrain.engine.wide import fetched
 
 
 @final
@@ -75,13 +77,14 @@ class TrainWorker:
         self, batch: TokenBatch, objective: Objective, *, step: int, part: int = 0, record: bool = False
     ) -> Update:
         """One optimiser step of the whole group on a mini-batch, of which this rank has a shard; see
-        `TrainEngine.step`.
+        `TrainEngine.step`. The shard's rows of wide columns are fetched first.
 
         Raises:
             DivergedError: loss or gradient is NaN or infinite; nothing was updated.
             InputError: the model predicts nothing of what the objective needs.
         """
-        return self.engine.step(batch, objective, step=step, part=part, record=record)
+        whole = replace(batch, wide_columns=fetched(batch.wide_columns))
+        return self.engine.step(whole, objective, step=step, part=part, record=record)
 
     def fill(self, batch: TokenBatch, column: str, need: Need) -> TokenBatch:
         """The batch with a column of what the model predicts as it is, without gradients and dropout."""
@@ -123,6 +126,10 @@ class TrainWorker:
     def wide(self) -> bool:
         """Whether it computes in float32 or more; a float32 master of half-precision weights does not count."""
         return self._wide
+
+    def vocabulary(self) -> int:
+        """Tokens that the model has."""
+        return int(self.engine.model.config.vocab_size)
 
     def context_length(self) -> int:
         """Tokens of prompt and response together that the model was made for."""
