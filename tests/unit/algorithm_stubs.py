@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.engine.algorithms.aggregation import Totals, token_weights
+from posttrain.engine.algorithms.distillation import DistillationObjective
 from posttrain.engine.algorithms.gae import generalized_advantages, whiten
 from posttrain.engine.algorithms.kl import kl_rewards
 from posttrain.engine.algorithms.objectives import LossParts, PolicyObjective, ValueObjective
 from posttrain.engine.batch import Document, TokenBatch
-from posttrain.engine.config import DistillConfig
-from posttrain.engine.predictions import Need, Predictions
+from posttrain.engine.predictions import CANDIDATES, Need, Predictions
 from posttrain.engine.recipes.algorithm import (
     PROXIMAL,
     REFERENCE,
@@ -35,9 +35,8 @@ from posttrain.engine.recipes.algorithm import (
     ScoredGroup,
     Update,
 )
-from posttrain.engine.recipes.distill import Distill
 
-TWO, FOUR = (PromptSource(32, samples, 64) for samples in (2, 4))
+ONE, TWO, FOUR = (PromptSource(32, samples, 64) for samples in (1, 2, 4))
 ROWS_OF_A_STEP = RowSource(64)
 
 
@@ -221,6 +220,30 @@ class PairObjective:
         return LossParts(loss.sum() / max(self.totals.sequences // 2, 1), {})
 
 
-DISTILL = Distill(DistillConfig(data="d", teacher="t", steps=1))  # was a stub, and is a kind
-ROLLOUT: tuple[RolloutAlgorithm, ...] = (PPO(), VAPO(), FilteredPPO(), OnlineDPO(), DISTILL)
+@dataclass(frozen=True)
+class Distillation(RolloutDefaults):
+    """On the student's own responses, the teacher's likeliest tokens at every place (arXiv 2306.13649).
+
+    What came of it is `posttrain.engine.recipes.distill`; the loss here is its own.
+    """
+
+    source: PromptSource = ONE
+
+    def requires(self, step: int) -> Sequence[Column]:
+        return (Column(CANDIDATES, "teacher", "topk", wide=64),)
+
+    def keep(self, group: ScoredGroup) -> Drop | None:
+        return None
+
+    def form(self, groups: Sequence[ScoredGroup], seed: int) -> TokenBatch | None:
+        return packed(groups)
+
+    def credit(self, batch: TokenBatch) -> TokenBatch:
+        return batch
+
+    def updates(self, step: int) -> Sequence[Update]:
+        return (Update("policy", partial(DistillationObjective, divergence="jsd", beta=0.5)),)
+
+
+ROLLOUT: tuple[RolloutAlgorithm, ...] = (PPO(), VAPO(), FilteredPPO(), OnlineDPO(), Distillation())
 ROWS: tuple[RowAlgorithm[Labelled], ...] = (KTO(),)
