@@ -68,7 +68,7 @@ class UnpicklableError(Exception):
 @final
 class Policy:
     def __init__(self, context: RankContext, offset: int = 0, *, fail_on: int = -1) -> None:
-        self.place, self.offset, self.calls = context, offset, list[str]()
+        self.context, self.offset, self.calls = context, offset, list[str]()
         if context.rank == fail_on:
             raise InputError(f"offset must suit rank {fail_on}, got {offset}")
         context.lend(Shared(41 + context.rank))
@@ -154,7 +154,7 @@ class Engine:
     """Another role."""
 
     def __init__(self, context: RankContext) -> None:
-        self.place = context
+        self.context = context
 
     def identity(self) -> tuple[int, str]:
         return os.getpid(), type(self).__name__
@@ -176,6 +176,11 @@ def of_this_module(worker: Any) -> str:
 def of_this_batch(worker: Any, batch: TokenBatch) -> TokenBatch:
     """Adds 1 to the behaviour log-probabilities."""
     return batch.with_columns(behaviour_logprobs=batch.column("behaviour_logprobs") + 1)
+
+
+def read_items(worker: Any, parts: Sequence[Stored[Items]]) -> list[int]:
+    """Every value of parts that other ranks keep, in order."""
+    return sorted(value for part in parts for value in part.value().values)
 
 
 def complain(worker: Any, text: str) -> None:

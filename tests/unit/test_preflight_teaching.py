@@ -71,7 +71,8 @@ def test_a_teacher_is_a_stage_or_a_model_by_its_ref(world: World) -> None:
     assert "teacher: stage large" in world.ok("plan", taught(world, "large", "small"))
     planned = world.json("plan", taught(world, "model:same@1"), "-o", "json")
     (stage,) = [one for one in planned["stages"] if one["name"] == "distill"]
-    assert stage["inputs"]["teacher"]["name"] == "model:same@1"
+    (found,) = [one for one in stage["inputs"] if one["slot"] == "teacher"]
+    assert found["name"] == "model:same@1", found
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_where_a_plan_cannot_tell_the_job_will(world: World) -> None:
     ("old", "new", "told"),
     [
         ("top_k: 8", "top_k: 61", "top_k: must be at most 60, the tokens of the vocabulary, got 61; lower it"),
-        ("top_k: 8", "top_k: 0", "top_k: must be greater than or equal to 1, got 0"),
+        ("top_k: 8", "top_k: 0", "top_k: must be at least 1, got 0"),
         ("teacher: sft, ", "", "teacher: is required; add it"),
         ("top_k: 8", "lag: {steps: 1}", "lag: unknown key here: is of a policy gradient, which alone weighs"),
         ("top_k: 8", "divergence: kl", "divergence: "),
