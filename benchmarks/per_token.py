@@ -35,7 +35,8 @@ from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import GRPOConfig, InitModelConfig, TraceConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
-from posttrain.engine.groups.port import Call, Stored
+from posttrain.engine.groups.port import Call, Flow, Stored
+from posttrain.engine.groups.worker_group import Future
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models import adopt_module
 from posttrain.engine.models.initial import character_tokenizer, initial_model
@@ -44,7 +45,7 @@ from posttrain.engine.rewards.port import Score
 from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.rollout.port import Completion, Generation, InFlight
 from posttrain.engine.samples import Prompt, Trajectory
-from posttrain.engine.scoring import RewardScorer
+from posttrain.engine.scoring import RewardScorer, Stretch
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.tracing import Trace
 from posttrain.engine.weights.view import PolicyVersion
@@ -85,6 +86,16 @@ class Timed:
         """As a pool in this process."""
         return self._counted(self._inner.submit_stored, *words, **named)
 
+    def submit_stream(self, *words: Any, **named: Any) -> list[Flow[Any]]:
+        """As a pool in this process."""
+        found: list[Flow[Any]] = self._counted(self._inner.submit_stream, *words, **named)
+        return found
+
+    def take(self, *words: Any, **named: Any) -> list[Any]:
+        """As a pool in this process."""
+        found: list[Any] = self._counted(self._inner.take, *words, **named)
+        return found
+
     def _counted(self, submit: Callable[..., Any], *words: Any, **named: Any) -> Any:
         begin = time.process_time()
         try:
@@ -98,11 +109,15 @@ class Scored(RewardScorer):
 
     seconds = 0.0
 
-    def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Score]:
-        """As it does."""
+    def begin(
+        self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch
+    ) -> Future[Sequence[Score]]:
+        """As it does, and at once."""
         begin = time.process_time()
         try:
-            return super().__call__(prompts, trajectories)
+            answer = super().begin(prompts, trajectories, stretch)
+            answer.result()
+            return answer
         finally:
             self.seconds += time.process_time() - begin
 

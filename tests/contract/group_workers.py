@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -91,6 +92,26 @@ class Policy:
         total = torch.tensor([self.context.rank + bias])
         dist.all_reduce(total)
         return float(total), dist.get_rank(), dist.get_world_size()
+
+    def each_value(self, items: Items, fail_after: int = -1) -> Iterator[tuple[int, int]]:
+        """The rank and the value of each item of its shard; fails where it has yielded so many."""
+        for count, value in enumerate(items.values):
+            if count == fail_after:
+                raise InputError(f"value must be small, got {value}")
+            yield self.context.rank, value + self.offset
+
+    def vanish_after(self, items: Items, count: int) -> Iterator[int]:
+        """Its process ends behind so many values."""
+        yield from items.values[:count]
+        os.kill(os.getpid(), signal.SIGKILL)
+        yield -1
+
+    def waits(self, items: Items, fence: Path) -> Iterator[int]:
+        """The second value comes when the file is there."""
+        for value in items.values:
+            yield value
+            while not fence.exists():
+                time.sleep(0.01)
 
     def noted(self, word: str) -> list[str]:
         self.calls.append(word)

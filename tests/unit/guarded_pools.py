@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from posttrain.engine.groups.backends.inline import InlineBackend, InlineCall
-from posttrain.engine.groups.port import Answer, Call, Process, Stored
+from posttrain.engine.groups.port import Answer, Call, Flow, Process, Stored
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -74,6 +74,23 @@ class GuardedBackend:
                 answer = Answer(value, call.answer.started, call.answer.seconds)
             kept.append(InlineCall(role, call.rank, call.method, answer, call.failure))
         return kept
+
+    def submit_stream(
+        self,
+        role: str,
+        ranks: Sequence[int],
+        method: Callable[..., Iterator[R]],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> list[Flow[R]]:
+        return self._inner.submit_stream(role, ranks, method, args, kwargs)
+
+    def take(self, flows: Sequence[Flow[R]], timeout: float) -> list[R]:
+        self._guard.working += 1
+        try:
+            return self._inner.take(flows, timeout)
+        finally:
+            self._guard.working -= 1
 
     def wait(self, calls: Sequence[Call[R]], timeout: float) -> list[Answer[R]]:
         return self._inner.wait(calls, timeout)

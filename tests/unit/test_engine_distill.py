@@ -205,8 +205,12 @@ def test_it_is_the_same_step_however_it_is_cut_and_wherever_its_teacher_stands()
     small = weights(recipe(config(runtime={"micro_batch_tokens": 12})))
     guard = Guard()
     pools = {"policy": ResourcePool(GuardedBackend(guard)), "teacher": ResourcePool(GuardedBackend(guard, 3))}
-    apart = weights(recipe(config(), lambda role: pools.get(role, pools["policy"])))
-    for other in (small, apart):
+    homes = lambda role: pools.get(role, pools["policy"])  # noqa: E731
+    apart = weights(recipe(config(), homes))
+    fetched = guard.fetched
+    stretches = weights(recipe(config(runtime={"micro_batch_tokens": 12}), homes))  # of a step, each with its parts
+    assert guard.fetched - fetched > fetched
+    for other in (small, apart, stretches):
         for name, value in whole.items():
             torch.testing.assert_close(other[name], value, atol=1e-5, rtol=0)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -222,10 +222,15 @@ def judged(kind: str = "grpo", **changes: Any) -> OnPolicy:
 def test_a_judge_sleeps_while_others_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the algorithm asks for no column, and before the first step."""
     told: list[str] = []
-    sleep, generate, update = FrozenWorker.sleep, RolloutWorker.generate, TrainWorker.update
+    sleep, stream, update = FrozenWorker.sleep, RolloutWorker.stream, TrainWorker.update
 
     def watched(name: str, real: Any) -> Any:
-        return lambda *given, **named: (told.append(name), real(*given, **named))[1]
+        @wraps(real)
+        def called(*given: Any, **named: Any) -> Any:
+            told.append(name)
+            return real(*given, **named)
+
+        return called
 
     def judge(self: FrozenWorker, batch: TokenBatch, column: str, need: Any) -> TokenBatch:
         told.append("score")
@@ -233,7 +238,7 @@ def test_a_judge_sleeps_while_others_work(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(FrozenWorker, "fill", judge)
     monkeypatch.setattr(FrozenWorker, "sleep", watched("sleep", sleep))
-    monkeypatch.setattr(RolloutWorker, "generate", watched("generate", generate))
+    monkeypatch.setattr(RolloutWorker, "stream", watched("stream", stream))
     monkeypatch.setattr(TrainWorker, "update", watched("update", update))
     recipe = judged(placement={"sleep": True})
     for step in range(2):
@@ -242,7 +247,7 @@ def test_a_judge_sleeps_while_others_work(monkeypatch: pytest.MonkeyPatch) -> No
     for name in told:
         asleep = {"sleep": True, "score": False}.get(name, asleep)
         assert asleep or name in ("sleep", "score"), told
-    assert told.count("generate") == told.count("update") == 2
+    assert told.count("stream") == told.count("update") == 2
 
 
 def test_a_sample_of_a_pair_is_followed_on_its_own() -> None:
@@ -319,17 +324,17 @@ class TestWhoLearnsIsHeldAgainstWhoSampled:
     def told(
         monkeypatch: pytest.MonkeyPatch, off: float, dtype: torch.dtype = torch.float32
     ) -> tuple[list[str], float]:
-        generate = RolloutWorker.generate
+        stream = RolloutWorker.stream
 
-        def shifted(self: RolloutWorker, *given: Any, **named: Any) -> Rollouts:
-            found = generate(self, *given, **named)
-            for answer in found.trajectories:
-                for segment in answer.segments:
-                    if segment.logprobs is not None:
-                        segment.logprobs[:] -= off
-            return found
+        def shifted(self: RolloutWorker, *given: Any, **named: Any) -> Iterator[Rollouts]:
+            for found in stream(self, *given, **named):
+                for answer in found.trajectories:
+                    for segment in answer.segments:
+                        if segment.logprobs is not None:
+                            segment.logprobs[:] -= off
+                yield found
 
-        monkeypatch.setattr(RolloutWorker, "generate", shifted)
+        monkeypatch.setattr(RolloutWorker, "stream", shifted)
         config = GRPOConfig(
             data="d", reward="r", steps=3, prompts_per_step=3, group_size=2, max_new_tokens=8, mini_batches=1
         )

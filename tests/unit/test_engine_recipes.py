@@ -32,6 +32,7 @@ from posttrain.engine.config import (
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.recording import Recorder
+from posttrain.engine.groups.worker_group import Future
 from posttrain.engine.loop.controller import Controller, Order, Outcome
 from posttrain.engine.loop.from_rows import FromRows
 from posttrain.engine.loop.on_policy import OnPolicy
@@ -68,7 +69,17 @@ BEST_OF_N = Path(__file__).resolve().parents[2] / "examples" / "04-best-of-n" / 
 class EvenTokens:
     """Scores by the share of even tokens; every ninth response has no score."""
 
-    def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Score]:
+    def groups(self, prompts: int, tokens: int) -> int:
+        return prompts
+
+    def apart_from(self, rollout: Any) -> bool:
+        return True
+
+    def begin(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Any) -> Future[Any]:
+        scores = self.scores(trajectories)
+        return Future(lambda: scores, lambda: True)
+
+    def scores(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         shares = [float((trajectory.response % 2 == 0).mean()) for trajectory in trajectories]
         return [Score(None if i % 9 == 8 else share) for i, share in enumerate(shares)]
 
@@ -79,7 +90,7 @@ class EvenTokens:
 class NoScores(EvenTokens):
     """Has no opinion of any response."""
 
-    def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Score]:
+    def scores(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         return [Score(None, status="none") for _ in trajectories]
 
 
@@ -203,7 +214,7 @@ class TestPPO:
         assert phases == {"rollout", "reward", "form", "columns", "advantage", "update"}
         calls = {span.name for span in spans if span.attributes.get("kind") == "call"}
         assert calls == {
-            "rollout.generate", "reward_model.fill", "critic.fill", "reference.fill", "critic.update", "policy.update",
+            "rollout.stream", "reward_model.fill", "critic.fill", "reference.fill", "critic.update", "policy.update",
         }  # fmt: skip
         samples = [fact for fact in facts if isinstance(fact, Sample)]
         assert len(samples) == 6

@@ -27,6 +27,7 @@ from posttrain.engine.evaluation.probe import AccuracyProbe
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.rank_context import RankContext
+from posttrain.engine.groups.worker_group import Future
 from posttrain.engine.loop.controller import CONTROLLER_METRICS, Controller, Limits, Order, Outcome
 from posttrain.engine.loop.from_rows import FromRows
 from posttrain.engine.loop.on_policy import OnPolicy
@@ -45,7 +46,7 @@ from posttrain.engine.rollout.generating import generate
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Prompt, Trajectory
-from posttrain.engine.scoring import RewardScorer
+from posttrain.engine.scoring import RewardScorer, Stretch
 from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig, ProbeConfig, RuntimeConfig
 from posttrain.engine.tracing import Trace
 from posttrain.engine.weights.checkpoint import read_state
@@ -82,8 +83,15 @@ class FixedScorer:
     def __init__(self, values: Callable[..., Sequence[float | None]]) -> None:
         self._values = values
 
-    def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Score]:
-        return [Score(value) for value in self._values(prompts, trajectories)]
+    def groups(self, prompts: int, tokens: int) -> int:
+        return prompts  # at once, since a function may look at the place
+
+    def apart_from(self, rollout: Any) -> bool:
+        return True
+
+    def begin(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Any) -> Future[Any]:
+        scores = [Score(value) for value in self._values(prompts, trajectories)]
+        return Future(lambda: scores, lambda: True)
 
     def text(self, trajectory: Trajectory) -> str:
         return " ".join(map(str, trajectory.response.tolist()))
@@ -356,7 +364,7 @@ class TestSeveralEndsOfSequence:
     def test_the_reward_does_not_see_it(self) -> None:
         reward = ScriptedReward(lambda call: [0.0] * len(call))
         found = generate(self.rollout(), [[1]], samples=2, sampling=SamplingParams(max_new_tokens=4))
-        RewardScorer(reward, TOKENIZER)([PROMPTS[0]] * 2, found)
+        RewardScorer(reward, TOKENIZER).begin([PROMPTS[0]] * 2, found, Stretch(0, 2)).result()
         assert list(reward.calls[0].completions) == ["1", "1"]
 
     def test_the_probe_does_not_see_it(self) -> None:

@@ -283,12 +283,17 @@ def test_what_the_limit_cut_does_not_go_on() -> None:
 
 def test_turns_draw_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
-    real = RolloutWorker.generate
+    first_turn, others = RolloutWorker.stream, RolloutWorker.generate
+
+    def stream(self: RolloutWorker, prompts: Any, sampling: Any, samples: int) -> Any:
+        seeds.append(sampling.seed)
+        return first_turn(self, prompts, sampling, samples)
 
     def generate(self: RolloutWorker, prompts: Any, sampling: Any, samples: int) -> Any:
         seeds.append(sampling.seed)
-        return real(self, prompts, sampling, samples)
+        return others(self, prompts, sampling, samples)
 
+    monkeypatch.setattr(RolloutWorker, "stream", stream)
     monkeypatch.setattr(RolloutWorker, "generate", generate)
     talk().step(0, quiet(0))
     first, second = seeds

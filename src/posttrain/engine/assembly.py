@@ -103,7 +103,7 @@ def open_roles(
         )
     if teacher is not None:
         frozen["teacher"] = _open_teacher(config, teacher, policy, pool_of("teacher").by_rank(), tokens)
-    return Roles(learners, frozen, rollout, sleeps=_sleeps(config, pool_of))
+    return Roles(learners, frozen, rollout, sleeps=_sleeps(config, pool_of), micro_batch_tokens=tokens)
 
 
 def _open_teacher(

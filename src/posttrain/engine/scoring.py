@@ -1,27 +1,53 @@
-"""From trajectories to scores: a reward function reads text, a reward model reads tokens."""
+"""From trajectories to scores: a reward function reads text, a reward model reads tokens.
+
+What is sampled together is scored in stretches of the data stream, each as soon as its last response is there. How
+long a stretch is follows from the stage alone, so what is scored in one call does not depend on who was fast.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol, final
 
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.engine.batch import Document, TokenBatch
-from posttrain.engine.groups.worker_group import WorkerGroup
+from posttrain.engine.groups.port import Backend
+from posttrain.engine.groups.worker_group import Future, WorkerGroup
 from posttrain.engine.models.chat import decode_response
-from posttrain.engine.rewards.port import RewardCall, RewardFunction, Score, probe_call
+from posttrain.engine.rewards.port import RewardCall, RewardFunction, Score, probe_call, refuse_failures
 from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.samples import Prompt, Trajectory
+
+_STRETCHES = 8  # of what is sampled together, at the most
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Which responses of those that are sampled together: `Stretch(first=64, total=256)`."""
+
+    first: int
+    total: int
 
 
 class Scorer(Protocol):
     """Scores responses. Wraps a reward function and the tokenizer, or a reward model."""
 
-    def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> Sequence[Score]:
-        """One score per trajectory; `prompts` is parallel to it."""
+    def groups(self, prompts: int, tokens: int) -> int:
+        """How many groups are scored together, where so many are sampled together, of so many tokens each at most."""
+
+    def apart_from(self, rollout: Backend) -> bool:
+        """Whether it can score while that rollout works, and takes none of its memory."""
+
+    def begin(
+        self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch
+    ) -> Future[Sequence[Score]]:
+        """One score per trajectory; `prompts` is parallel to it. Stretches come in order, each once."""
 
     def text(self, trajectory: Trajectory) -> str:
         """A response as text."""
@@ -34,6 +60,7 @@ class RewardScorer:
         reward: the function.
         tokenizer: makes tokens readable.
         errors_max: share of a step's completions that may fail to be scored.
+        processes: that score side by side.
         tell: called with one line when completions failed and the step goes on all the same, for the first such step.
     """
 
@@ -43,16 +70,29 @@ class RewardScorer:
         tokenizer: PreTrainedTokenizerBase,
         *,
         errors_max: float = 0.0,
+        processes: int = 1,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._reward, self._tokenizer = reward, tokenizer
+        self._reward, self._tokenizer, self._processes = reward, tokenizer, processes
         self._errors_max, self._tell, self._told = errors_max, tell, False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")  # one call at a time, in order
+        self._scored: list[Score] = []  # of what is sampled together, so far
 
-    def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Score]:
-        """One score per trajectory; those that failed are left out of their groups.
+    def groups(self, prompts: int, tokens: int) -> int:
+        """See `Scorer`; at least one for each process."""
+        return max(-(-prompts // _STRETCHES), self._processes)
 
-        Raises:
-            RewardError: more of them failed than may, or all; see `RewardFunction.score`.
+    def apart_from(self, rollout: Backend) -> bool:
+        """It has processes of its own."""
+        return True
+
+    def begin(
+        self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch
+    ) -> Future[Sequence[Score]]:
+        """See `Scorer`; those that failed are left out of their groups.
+
+        `result` raises RewardError where more failed than may, or all of those that were sampled together; see
+        `RewardFunction.score`.
         """
         call = RewardCall(
             prompts=[prompt.text for prompt in prompts],
@@ -61,15 +101,33 @@ class RewardScorer:
             prompt_ids=[t.prompt.tolist() for t in trajectories],
             completion_ids=[t.response.tolist() for t in trajectories],
         )
-        scores = self._reward.score(call, int(self._errors_max * len(call) + 1e-9))
-        failed = [score for score in scores if score.failed]
-        if failed and not self._told:
+        places = range(stretch.first, stretch.first + len(call))
+        whole, allowed = len(call) == stretch.total, int(self._errors_max * stretch.total + 1e-9)
+        answer = self._thread.submit(self._reward.score, call, allowed, None if whole else places)
+
+        def wait() -> Sequence[Score]:
+            scores = answer.result()
+            self._accept(scores, stretch, allowed)
+            return scores
+
+        return Future(wait, answer.done)
+
+    def _accept(self, scores: Sequence[Score], stretch: Stretch, allowed: int) -> None:
+        """Judge the failures of a step by all of its stretches so far.
+
+        Raises:
+            RewardError: too many, or all.
+        """
+        self._scored = [*(self._scored if stretch.first else ()), *scores]
+        last = len(self._scored) == stretch.total
+        refuse_failures(self._scored, stretch.total if last else None, allowed)
+        failed = [score for score in self._scored if score.failed]
+        if last and failed and not self._told:
             self._told = True
             self._tell(
-                f"{failed[0].message}; {len(failed)} of {len(scores)} completions of this step are left out of their "
+                f"{failed[0].message}; {len(failed)} of {stretch.total} completions of this step are left out of their "
                 "groups, later ones are counted as reward/errors and reward/timeouts"
             )
-        return scores
 
     def text(self, trajectory: Trajectory) -> str:
         """A response as the reward reads it."""
@@ -88,26 +146,49 @@ class RewardScorer:
 
 @final
 class ModelScorer:
-    """A reward model as a `Scorer`."""
+    """A reward model as a `Scorer`.
 
-    def __init__(self, judge: WorkerGroup[FrozenWorker], tokenizer: PreTrainedTokenizerBase) -> None:
-        self._judge, self._tokenizer = judge, tokenizer
+    Args:
+        judge: its ranks.
+        tokenizer: makes tokens readable.
+        tokens: that fill a micro-batch on each of them.
+    """
 
-    def __call__(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Score]:
-        """One score per trajectory, read after its last token.
+    def __init__(
+        self, judge: WorkerGroup[FrozenWorker], tokenizer: PreTrainedTokenizerBase, *, tokens: int = 16384
+    ) -> None:
+        self._judge, self._tokenizer, self._tokens = judge, tokenizer, tokens * judge.ranks
 
-        Raises:
-            DivergedError: one is no number: such a model judges nothing, and no response goes without for it.
+    def groups(self, prompts: int, tokens: int) -> int:
+        """See `Scorer`; enough to fill a micro-batch on every rank."""
+        return max(-(-prompts // _STRETCHES), -(-self._tokens // tokens))
+
+    def apart_from(self, rollout: Backend) -> bool:
+        """Where it stands in another pool."""
+        return self._judge.backend is not rollout
+
+    def begin(
+        self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch
+    ) -> Future[Sequence[Score]]:
+        """See `Scorer`; read after the last token.
+
+        `result` raises DivergedError where one is no number: such a model judges nothing, and no response goes without
+        for it.
         """
         batch = TokenBatch.pack([Document(t.prompt, t.response) for t in trajectories])
-        judged = self._judge.map(FrozenWorker.fill, batch, "scores", "scores")
-        scores: list[float] = judged.column("scores").tolist()
-        odd = next((place for place, value in enumerate(scores) if not math.isfinite(value)), None)
-        if odd is not None:
-            raise DivergedError(
-                f"the reward model must score with finite numbers, got {scores[odd]} for response {odd}"
-            )
-        return [Score(value) for value in scores]
+        judged = self._judge.nonblocking.map(FrozenWorker.fill, batch, "scores", "scores")
+
+        def wait() -> Sequence[Score]:
+            scores: list[float] = judged.result().column("scores").tolist()
+            odd = next((place for place, value in enumerate(scores) if not math.isfinite(value)), None)
+            if odd is not None:
+                raise DivergedError(
+                    f"the reward model must score with finite numbers, got {scores[odd]} for response "
+                    f"{stretch.first + odd}"
+                )
+            return [Score(value) for value in scores]
+
+        return Future(wait, judged.done)
 
     def text(self, trajectory: Trajectory) -> str:
         """A response as text."""

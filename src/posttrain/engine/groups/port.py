@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -87,6 +87,25 @@ class Call(Protocol[R_co]):
         """The answer, where it has been fetched."""
 
 
+class Flow(Protocol[R_co]):
+    """A generator running on one rank, whose answers come as it yields them."""
+
+    @property
+    def role(self) -> str:
+        """Of the worker."""
+
+    @property
+    def rank(self) -> int:
+        """Of the worker."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether its last answer was taken."""
+
+    def taken(self) -> Answer[int]:
+        """How many answers were taken, and what they took together."""
+
+
 class Backend(Protocol):
     """Processes (or one) in which workers live, one place per rank.
 
@@ -132,6 +151,21 @@ class Backend(Protocol):
         self, role: str, ranks: Sequence[int], method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Call[Stored[R]]]:
         """As `submit`, but what is returned stays where it is."""
+
+    def submit_stream(
+        self,
+        role: str,
+        ranks: Sequence[int],
+        method: Callable[..., Iterator[R]],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> list[Flow[R]]:
+        """As `submit`, of a method that yields. A rank goes on while what it yielded waits to be taken, where it has a
+        process of its own; other calls to that rank wait until it has ended.
+        """
+
+    def take(self, flows: Sequence[Flow[R]], timeout: float) -> list[R]:
+        """What has come since; waits `timeout` seconds at most for the first of it, and not where all have ended."""
 
     def wait(self, calls: Sequence[Call[R]], timeout: float) -> list[Answer[R]]:
         """The answers, in the order of the calls; `timeout` in seconds."""

@@ -6,6 +6,7 @@
     shards  = policy.each(TrainWorker.save, folder)                      # every rank; collectives go here
     length  = policy.within(30).one(TrainWorker.context_length)          # one rank, no collective; at most 30 seconds
     future  = rollout.nonblocking.map(RolloutWorker.generate, prompts)   # returns at once; future.result() waits
+    groups  = rollout.stream(RolloutWorker.stream, prompts)              # of a generator; groups.take(1.0) as they come
 
 The method is an ordinary attribute of an ordinary class. So a type checker refuses a misspelt method, a wrong argument
 and a batch of the wrong type; go-to-definition lands in the worker; and a traceback shows the worker's own frames.
@@ -15,12 +16,12 @@ Nothing is registered, generated or bound anew.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, final
 
 from posttrain.domain.errors import DeadlineError, InputError
-from posttrain.engine.groups.port import Answer, Backend, Call, Gatherable, Shardable, Stored, StoredShard
+from posttrain.engine.groups.port import Answer, Backend, Call, Flow, Gatherable, Shardable, Stored, StoredShard
 from posttrain.engine.groups.recording import Recorder
 from posttrain.pacing.balancing import Assignment, CostModel, balance
 
@@ -73,6 +74,55 @@ class Future(Generic[R]):
         if self._settled is None:
             self._settled = (self._wait(),)
         return self._settled[0]
+
+
+@final
+class Stream(Generic[R]):
+    """The answers of all ranks to one call of a generator, as they come; in no order.
+
+    Args:
+        handle: of the group.
+        method: its name, for errors and the record.
+        flows: one for each rank.
+        begun: when it was called, by the wall clock and by the performance counter.
+        imbalance: of the split.
+    """
+
+    def __init__(
+        self, handle: GroupHandle, method: str, flows: Sequence[Flow[R]], begun: tuple[float, float], imbalance: float
+    ) -> None:
+        self._handle, self._method, self._flows = handle, method, flows
+        self._begun, self._imbalance, self._heard = begun, imbalance, begun[1]
+        self._recorded = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether every rank's last answer was taken."""
+        return self._recorded
+
+    def take(self, timeout: float) -> list[R]:
+        """What has come since; waits `timeout` seconds at most for the first of it.
+
+        Raises:
+            DeadlineError: nothing came for as long as the group's deadline.
+            WorkerLostError: a worker's process is gone.
+            Exception: whatever a worker raised, with its role, rank and traceback.
+        """
+        handle, now = self._handle, time.perf_counter()
+        found = handle.backend.take(self._flows, timeout)
+        if not self._recorded and all(flow.ended for flow in self._flows):
+            self._recorded = True
+            took, ranks = [flow.taken() for flow in self._flows], [flow.rank for flow in self._flows]
+            words = (handle.role, handle.backend.pool, self._method, ranks, took, self._begun, self._imbalance)
+            handle.recorder.call(*words)
+        if found or self._recorded:
+            self._heard = time.perf_counter()
+        elif now - self._heard > handle.deadline:
+            raise DeadlineError(
+                f"{handle.role} must answer {self._method} within {handle.deadline:g} seconds, said nothing for "
+                f"{now - self._heard:.3g}; give the call a longer deadline"
+            )
+        return found
 
 
 @final
@@ -231,6 +281,18 @@ class WorkerGroup(Generic[W]):
         parallelism, consecutive ranks get the same shard and the first of them answers.
         """
         return self.nonblocking.map(method, batch, *args, **kwargs).result()
+
+    def stream(
+        self, method: Callable[Concatenate[W, B, P], Iterator[R]], batch: B, *args: P.args, **kwargs: P.kwargs
+    ) -> Stream[R]:
+        """Split a batch as `map` does, for a method that yields; returns at once."""
+        handle, begun = self._handle, (time.time(), time.perf_counter())
+        assignment = balance(handle.costs.costs(batch.item_lengths), handle.backend.ranks)
+        flows: list[Flow[R]] = []
+        for rank, shard in enumerate(assignment.shards):
+            part = (batch.select_items(shard), *args)
+            flows += handle.backend.submit_stream(handle.role, (rank,), method, part, kwargs)
+        return Stream(handle, method.__name__, flows, begun, assignment.imbalance)
 
     def each(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Every rank with the same arguments; the answers in rank order."""

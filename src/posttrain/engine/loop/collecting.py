@@ -12,25 +12,22 @@ function of the seed and the policies, and never of how long a call takes.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import final
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.facts import Span
 from posttrain.domain.seeds import derive_seed
-from posttrain.engine.groups.worker_group import Future
 from posttrain.engine.journal import Journal
 from posttrain.engine.loop.environment import Environment
 from posttrain.engine.loop.held_groups import Held, read_held, write_held
+from posttrain.engine.loop.incoming import Incoming
 from posttrain.engine.loop.roles import Roles
 from posttrain.engine.recipes.algorithm import RolloutAlgorithm, ScoredGroup
-from posttrain.engine.rewards.port import Score
-from posttrain.engine.rollout.batches import PromptBatch, Rollouts
+from posttrain.engine.rollout.batches import PromptBatch
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Group, Prompt
@@ -39,18 +36,6 @@ from posttrain.engine.tracing import Trace
 from posttrain.pacing.admission import Buffer, Pace
 
 Ask = Callable[[int, int], bool]  # tokens spent here, and those that may be: whether the budget has them
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """A call that runs."""
-
-    batch: int
-    keys: tuple[int, ...]
-    prompts: tuple[Prompt, ...]
-    answer: Future[Rollouts]
-    begun: tuple[float, float]  # seconds since the epoch, and of the performance counter
 
 
 @final
@@ -75,6 +60,7 @@ class Collector:
         journal: where it is in the data.
         buffer: what waits to be trained.
         environment: what is observed between two responses; None: there is one response.
+        kept: told of every group that is, in the order of the data stream.
     """
 
     algorithm: RolloutAlgorithm
@@ -85,12 +71,13 @@ class Collector:
     journal: Journal
     buffer: Buffer[ScoredGroup]
     environment: Environment | None = None
+    kept: Callable[[ScoredGroup], None] = lambda group: None
     version: int = 0  # that samples, in steps trained
     spent: int = 0  # tokens, since the last `mark`
     counts: Counter[str] = field(default_factory=Counter)  # of the rollout's engine since then, see `RolloutEngine`
     dropped: dict[int, list[tuple[ScoredGroup, str]]] = field(default_factory=dict)  # by batch, each with the reason
     _rounds: dict[int, int] = field(default_factory=dict)  # times that a batch was asked for
-    _running: Sampling | None = None
+    _running: Incoming | None = None
     _marked: _Standing | None = None
     _taken: list[ScoredGroup] = field(default_factory=list)  # by the step that goes on
 
@@ -116,6 +103,7 @@ class Collector:
 
     def finish(self, step: int, trace: Trace, reserve: Ask) -> None:
         """Wait until everything is there that this version of the policy may sample after `step`."""
+        self._begin(step + 1, trace, reserve)  # what ran may have ended meanwhile
         while self._running is not None:
             self._settle(trace, self._running)
             self._begin(step + 1, trace, reserve)
@@ -201,16 +189,25 @@ class Collector:
             self._rounds[batch] = again + 1
             self._running = self._sampling(batch, count)
 
-    def _sampling(self, batch: int, count: int) -> Sampling:
-        source, taken = self.algorithm.source, self.journal.take(count)
+    def _sampling(self, batch: int, count: int) -> Incoming:
+        source, taken, scorer = self.algorithm.source, self.journal.take(count), self.scorer
         keys = tuple(position for position, _ in taken)
         chosen = tuple(self.prompts[row] for _, row in taken)
         self.buffer.start(keys, batch, self.version)
         asked = PromptBatch(tuple(tuple(prompt.tokens) for prompt in chosen), keys)
         drawn = self._drawn(derive_seed(self.seed, "rollout"))  # a position in the stream never repeats
-        begun = time.time(), time.perf_counter()
-        answer = self.roles.sampler.nonblocking.map(RolloutWorker.generate, asked, drawn, source.samples)
-        return Sampling(batch, keys, chosen, answer, begun)
+        longest = max(source.document(len(prompt)) for prompt in asked.tokens)
+        return Incoming(
+            batch,
+            keys,
+            chosen,
+            self.roles.sampler.stream(RolloutWorker.stream, asked, drawn, source.samples),
+            source.samples,
+            scorer,
+            together=scorer.groups(count, longest * source.samples) if scorer else count,
+            early=source.turns == 1 and scorer is not None and scorer.apart_from(self.roles.sampler.backend),
+            went_on=partial(self._all_turns, chosen) if source.turns > 1 else None,
+        )
 
     def _drawn(self, seed: int) -> SamplingParams:
         source = self.algorithm.source
@@ -246,33 +243,40 @@ class Collector:
             for at, group in enumerate(groups)
         ]
 
-    def _settle(self, trace: Trace, running: Sampling) -> None:
-        """Wait for what runs, score it, keep or drop it."""
-        self._running = None
-        found = running.answer.result()
-        self.counts.update(found.counts)
-        about = {"trajectories": len(found.trajectories), "tokens": found.tokens, "batch": running.batch}
-        started, begin = running.begun
-        trace.sink(Span("rollout", trace.step, started, time.perf_counter() - begin, about))
-        none, groups = (Score(None),) * self.algorithm.source.samples, list(found.groups)
+    def _all_turns(self, prompts: Sequence[Prompt], groups: list[Group], trace: Trace) -> list[Group]:
         for turn in range(1, self.algorithm.source.turns):
-            groups = self._went_on(groups, running.prompts, turn, trace)
-        asked = zip(running.prompts, groups, strict=True)
-        scored = self._scored([ScoredGroup(p, group, none, running.batch) for p, group in asked], trace)
-        for key, group in zip(running.keys, scored, strict=True):
+            groups = self._went_on(groups, prompts, turn, trace)
+        return groups
+
+    def _settle(self, trace: Trace, running: Incoming) -> None:
+        """Wait for what runs, keep or drop it."""
+        while not running.over:
+            self._keep(running, running.take(trace))
+        self._ended(running)
+
+    def look(self, trace: Trace, seconds: float) -> bool:
+        """Take what has come meanwhile, in at most so many seconds; whether more is on its way."""
+        running = self._running
+        if running is None:
+            return False
+        found, more = running.look(trace, seconds)
+        self._keep(running, found)
+        if running.over:
+            self._ended(running)
+        return more
+
+    def _keep(self, running: Incoming, groups: Sequence[ScoredGroup]) -> None:
+        for group in groups:
             self.spent += group.tokens
             verdict = self.algorithm.keep(group)
             if verdict is None:
-                self.buffer.complete(key, group)
+                self.buffer.complete(group.group.key, group)
+                self.kept(group)
             else:
-                self.buffer.drop(key)
+                self.buffer.drop(group.group.key)
                 self.dropped.setdefault(running.batch, []).append((group, verdict.reason))
 
-    def _scored(self, groups: Sequence[ScoredGroup], trace: Trace) -> list[ScoredGroup]:
-        if self.scorer is None:
-            return list(groups)
-        with trace.span("reward"):
-            prompts = [group.prompt for group in groups for _ in group.scores]
-            scores = iter(self.scorer(prompts, [answer for group in groups for answer in group.answers]))
+    def _ended(self, running: Incoming) -> None:
+        self.counts.update(running.counts)
+        self._running = None
         self.roles.rest()
-        return [replace(group, scores=tuple(islice(scores, len(group.scores)))) for group in groups]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -17,17 +17,20 @@ from posttrain.engine.algorithms.kl import kl_estimate
 from posttrain.engine.algorithms.losses import log_ratio
 from posttrain.engine.batch import Provenance, TokenBatch
 from posttrain.engine.groups.worker_group import Future
+from posttrain.engine.loop.columns import Columns, Form, ask
 from posttrain.engine.loop.roles import Roles
-from posttrain.engine.loop.wide_filling import begin_wide, put_wide, refuse_odd
+from posttrain.engine.loop.wide_filling import refuse_odd
 from posttrain.engine.predictions import Predictions
-from posttrain.engine.recipes.algorithm import Algorithm, Column, Update
-from posttrain.engine.roles.frozen import FrozenWorker
+from posttrain.engine.recipes.algorithm import Algorithm, Column, ScoredGroup, Update
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.roles.update import Update as Done
 from posttrain.engine.tracing import SampleTracer, Trace
 
 # k3 is about half the square of how far two log-probabilities are apart: root mean squares of 1e-3, and of 0.1.
 _ROUNDING, _HALF_ROUNDING = 5e-7, 5e-3
+_LOOK = 0.02  # seconds for what comes meanwhile, between two looks at an update
+
+Meanwhile = Callable[[Trace, float], bool]
 
 
 @final
@@ -50,14 +53,27 @@ class Learning:
         roles: who learns, and who fills columns.
         steps: of the stage.
         seed: the stage's.
-        compares: whether what learns has the weights that sampled, so that both must agree.
+        lag: steps that sampling is ahead; with none, what learns has the weights that sampled, so both must agree.
+        meanwhile: what is done while an update is waited for: it takes so many seconds at the most, and says whether
+            there is more to do.
 
     Raises:
         InputError: the algorithm needs a role that is not there.
     """
 
-    def __init__(self, algorithm: Algorithm, roles: Roles, steps: int, seed: int, *, compares: bool = False) -> None:
-        self._algorithm, self._roles, self._seed, self._compares = algorithm, roles, seed, compares
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        roles: Roles,
+        steps: int,
+        seed: int,
+        *,
+        lag: int = 0,
+        meanwhile: Meanwhile = lambda trace, seconds: False,
+    ) -> None:
+        self._algorithm, self._roles, self._seed, self._compares = algorithm, roles, seed, not lag
+        self.columns = Columns(algorithm, roles, lag)
+        self._meanwhile = meanwhile
         for step in {0, steps - 1}:
             self._refuse_missing(step)
 
@@ -65,8 +81,19 @@ class Learning:
         """Tokens that are trained on at the most, where the documents have `tokens`."""
         return tokens * sum(update.epochs for update in self._algorithm.updates(step))
 
-    def learn(self, batch: TokenBatch | None, step: int, trace: Trace, tracer: SampleTracer | None = None) -> Learned:
+    def learn(
+        self,
+        batch: TokenBatch | None,
+        step: int,
+        trace: Trace,
+        tracer: SampleTracer | None = None,
+        groups: Sequence[ScoredGroup] = (),
+        form: Form | None = None,
+    ) -> Learned:
         """Fill, credit, update.
+
+        Args:
+            groups, form: see `Columns.fill`.
 
         Raises:
             DivergedError: loss or gradient is NaN or infinite.
@@ -77,13 +104,13 @@ class Learning:
         columns = self._algorithm.requires(step)
         if columns:
             with trace.span("columns") as span:
-                batch = self._filled(batch, columns)
+                batch = self.columns.fill(batch, step, groups, form)
                 span |= {"columns": [column.name for column in columns]}
             self._roles.rest()
         with trace.span("advantage"):
             batch = self._algorithm.credit(batch)
         with trace.span("update"):
-            learned = self._updated(batch, step, tracer)
+            learned = self._updated(batch, step, trace, tracer)
         self._compare(learned.first, trace)
         return replace(learned, metrics={**_distance(batch), **_staleness(batch), **learned.metrics})
 
@@ -91,32 +118,17 @@ class Learning:
         """`probe/loss` of the stage's own model on a batch, and what its objective reports besides; nothing learns."""
         role = next(iter(self._roles.learners))
         batch = replace(batch, provenance=Provenance(role=role))
-        batch = self._algorithm.credit(self._filled(batch, self._algorithm.requires(0)))
+        batch = self._algorithm.credit(ask(self._roles, batch, self._algorithm.requires(0)).filled())
         [update] = (update for update in self._algorithm.updates(0) if update.role == role)
         objective = update.objective(Totals.of(batch))
-        asked = self._filled(batch, [Column(f"predicted_{need}", role, need) for need in sorted(objective.needs)])
+        named = [Column(f"predicted_{need}", role, need) for need in sorted(objective.needs)]
+        asked = ask(self._roles, batch, named).filled()
         found = Predictions(**{need: asked.column(f"predicted_{need}") for need in objective.needs})
         parts = objective(batch, found)
         values = {"loss": parts.loss, **parts.sums}
         return {f"probe/{name}": float(value) for name, value in values.items()}
 
-    def _filled(self, batch: TokenBatch, columns: Sequence[Column]) -> TokenBatch:
-        """Every column by its role, side by side where they have devices of their own."""
-        wide, asked = begin_wide(batch, columns, self._roles), list[tuple[Column, Future[TokenBatch]]]()
-        for column in (column for column in columns if not column.wide):
-            words = (batch, column.name, column.need)
-            if column.role in self._roles.frozen:
-                asked.append((column, self._roles.frozen[column.role].nonblocking.map(FrozenWorker.fill, *words)))
-            else:
-                asked.append((column, self._roles.learners[column.role].nonblocking.map(TrainWorker.fill, *words)))
-        for column, answer in asked:
-            found = answer.result().column(column.name)
-            by_document = column.need == "scores"
-            put = batch.with_document_columns if by_document else batch.with_columns
-            batch = put(**{column.name: found})
-        return put_wide(batch, wide)
-
-    def _updated(self, batch: TokenBatch, step: int, tracer: SampleTracer | None) -> Learned:
+    def _updated(self, batch: TokenBatch, step: int, trace: Trace, tracer: SampleTracer | None) -> Learned:
         """Every role's mini-batches, those of one number side by side."""
         updates, main = self._algorithm.updates(step), next(iter(self._roles.learners))
         plans = [list(self._mini_batches(batch, update, step)) for update in updates]
@@ -131,12 +143,17 @@ class Learning:
                     begun.append((update, self._begin(update, *found, step=step, part=part, tracer=follows)))
                     trained += sum(found[0].lengths)
             for update, answer in begun:
-                done = answer.result()
+                done = self._settled(answer, trace)
                 reports[update.role].append(done.metrics)
                 if tracer and update.role == main:
                     tracer.consumed(done.batch, part)
         own = reports.get(main, [])
         return Learned(_means(reports, main), trained, len(own), own[0] if own else {})
+
+    def _settled(self, answer: Future[Done], trace: Trace) -> Done:
+        while not answer.done() and self._meanwhile(trace, _LOOK):
+            pass
+        return answer.result()
 
     def _compare(self, first: Mapping[str, float], trace: Trace) -> None:
         """Tell, once, that who learns computes other log-probabilities than who sampled with the same weights."""

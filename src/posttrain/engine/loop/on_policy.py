@@ -13,6 +13,7 @@ trained; the weights of a step are published when nothing runs, so a batch is of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from posttrain.domain.errors import InputError
@@ -21,6 +22,7 @@ from posttrain.engine.config import DataflowConfig, OnPolicyConfig, SamplingConf
 from posttrain.engine.evaluation.probe import Probe, ProbeSchedule
 from posttrain.engine.journal import Journal
 from posttrain.engine.loop.collecting import Collector
+from posttrain.engine.loop.columns import Form
 from posttrain.engine.loop.environment import Environment
 from posttrain.engine.loop.learning import Learning
 from posttrain.engine.loop.recipe import Reserve, free
@@ -75,7 +77,7 @@ class OnPolicy:
         self._trace: TraceConfig = getattr(config, "trace", TraceConfig(groups=0))
         self._most = config.tokens_per_step if isinstance(config, DataflowConfig) else None
         lag = own.lag.steps if own and own.lag else 0
-        self._learning = Learning(algorithm, roles, config.steps, seed, compares=not lag)
+        self._learning = Learning(algorithm, roles, config.steps, seed, lag=lag, meanwhile=self._look)
         if lag and roles.sampler.one(RolloutWorker.view) == "alias":
             raise InputError(f"lag {lag} needs a rollout with weights of its own, got one that reads the policy's")
         if own and own.lag and own.lag.correction != "bypass" and PROXIMAL not in algorithm.requires(config.steps - 1):
@@ -87,7 +89,8 @@ class OnPolicy:
         turns = algorithm.source.turns
         if turns > 1 and environment is None:
             raise InputError(f"{type(algorithm).__name__} samples {turns} turns, got no environment; give it one")
-        self._ahead = Collector(algorithm, roles, prompts, scorer, seed, self.journal, buffer, environment)
+        told = self._offer if algorithm.groupwise else _untold
+        self._ahead = Collector(algorithm, roles, prompts, scorer, seed, self.journal, buffer, environment, told)
 
     def max_tokens(self, step: int) -> int:
         """What is sampled from now to the end of the step: every prompt read once, every response at the token limit;
@@ -114,9 +117,11 @@ class OnPolicy:
         every = [*groups, *(group for group, _ in dropped)]
         tracer = self._tracer(every, {group.group.key: why for group, why in dropped}, step)
         with trace.span("form") as span:
-            batch = self._algorithm.form(groups, derive_seed(self._seed, "form", step))
+            form = self._form(step)
+            batch = form(groups)
             span |= {"groups": len(groups), "dropped": len(dropped), "documents": len(batch) if batch else 0}
-        learned = self._learning.learn(batch, step, trace, tracer)
+        by_group = form if self._algorithm.groupwise else None
+        learned = self._learning.learn(batch, step, trace, tracer, groups, by_group)
         tracer.report(trace, self._scorer)
         ahead.finish(step, trace, lambda spent, more: reserve(spent + learned.tokens, more, refuse=False))
         tokens = ahead.spent + learned.tokens
@@ -139,6 +144,7 @@ class OnPolicy:
 
     def rewind(self) -> None:
         """What the step sampled is sampled again by whoever goes on."""
+        self._learning.columns.forget()
         self._ahead.rewind()
 
     def save(self, path: Path) -> Mapping[str, str]:
@@ -157,6 +163,17 @@ class OnPolicy:
         """The probe's limit where one is due."""
         return self._probe.max_tokens(step)
 
+    def _form(self, step: int) -> Form:
+        return partial(self._algorithm.form, seed=derive_seed(self._seed, "form", step))
+
+    def _offer(self, group: ScoredGroup) -> None:
+        """What a kept group makes whole is predicted while others are sampled."""
+        self._learning.columns.offer(group, self._form(group.step))
+
+    def _look(self, trace: Trace, seconds: float) -> bool:
+        """Take what was sampled ahead meanwhile."""
+        return self._ahead.look(trace, seconds)
+
     def _training(self, step: int) -> int:
         """Tokens that a step trains on at the most: what waits for it, and what it lacks at the token limit."""
         source, waiting = self._algorithm.source, self._ahead.waiting(step)
@@ -169,3 +186,7 @@ class OnPolicy:
         followed = groups[: self._trace.followed(len(groups))]
         clip = next((update.clip for update in self._algorithm.updates(step) if update.clip), None)
         return SampleTracer(followed, step, self._algorithm.unused(step), clip, dropped)
+
+
+def _untold(group: ScoredGroup) -> None:
+    """Its documents are not formed before those of the step."""

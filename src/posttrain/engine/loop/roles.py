@@ -31,6 +31,7 @@ class Roles:
     frozen: Mapping[str, WorkerGroup[FrozenWorker]] = field(default_factory=dict)
     rollout: WorkerGroup[RolloutWorker] | None = None
     sleeps: bool = False  # frozen roles leave their memory when their phase is over
+    micro_batch_tokens: int = 0  # that a rank computes at once; 0: not known, so everything is asked for at once
 
     @property
     def made(self) -> WorkerGroup[TrainWorker]:
@@ -47,6 +48,10 @@ class Roles:
         if self.rollout is None:
             raise InputError("an algorithm that samples needs a rollout, got roles without one; open them with it")
         return self.rollout
+
+    def group(self, role: str) -> WorkerGroup[TrainWorker] | WorkerGroup[FrozenWorker]:
+        """Whoever predicts for a role."""
+        return self.frozen[role] if role in self.frozen else self.learners[role]
 
     def rest(self) -> None:
         """The frozen roles have said what the step needs of them: where roles sleep, they do until the next."""

@@ -1,4 +1,4 @@
-"""Wide columns of a step's batch: a role computes them and keeps them, the batch is told where they are."""
+"""Wide columns of a batch: a role computes them and keeps them, and the batch is told where they are."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from posttrain.engine.loop.roles import Roles
 from posttrain.engine.recipes.algorithm import Column
 from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.wide import Place, WideColumn, WideRows
-
-Begun = list[tuple[Column, Future[list[StoredShard[WideRows]]]]]
 
 
 def refuse_odd(columns: Sequence[Column], roles: Roles, algorithm: str) -> None:
@@ -38,21 +36,16 @@ def refuse_odd(columns: Sequence[Column], roles: Roles, algorithm: str) -> None:
             )
 
 
-def begin_wide(batch: TokenBatch, columns: Sequence[Column], roles: Roles) -> Begun:
-    """Ask for every wide column; the answers stay where they are computed."""
-    asked = [column for column in columns if column.wide]
-    groups = [roles.frozen[column.role].nonblocking for column in asked]
-    return [(c, group.map_stored(FrozenWorker.hold, batch, c.wide)) for c, group in zip(asked, groups, strict=True)]
+def hold(roles: Roles, batch: TokenBatch, column: Column) -> Future[TokenBatch]:
+    """Ask for a wide column. The answer is the batch with the places of its rows, which stay with whoever computes."""
+    kept = roles.frozen[column.role].nonblocking.map_stored(FrozenWorker.hold, batch, column.wide)
+    return Future(lambda: _placed(batch, column, kept.result()), kept.done)
 
 
-def put_wide(batch: TokenBatch, begun: Begun) -> TokenBatch:
-    """The batch with the places of what was asked for."""
-    counts = batch.response_lengths.tolist()
-    for column, answer in begun:
-        places: dict[int, Place] = {}
-        for shard in answer.result():
-            for at, document in enumerate(batch.documents_of(shard.items)):
-                places[document] = Place(shard.part, at, counts[document])
-        held = tuple(places[document] for document in range(batch.documents))
-        batch = batch.with_wide(column.name, WideColumn(column.wide, held))
-    return batch
+def _placed(batch: TokenBatch, column: Column, shards: Sequence[StoredShard[WideRows]]) -> TokenBatch:
+    counts, places = batch.response_lengths.tolist(), dict[int, Place]()
+    for shard in shards:
+        for at, document in enumerate(batch.documents_of(shard.items)):
+            places[document] = Place(shard.part, at, counts[document])
+    held = tuple(places[document] for document in range(batch.documents))
+    return batch.with_wide(column.name, WideColumn(column.wide, held))

@@ -10,7 +10,7 @@ Every method is a function of its arguments and the algorithm's configuration, s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar, final
 
 import numpy as np
@@ -99,6 +99,10 @@ class ScoredGroup:
         again = sum(sample.last.read_again for sample in self.group.samples)
         return len(self.prompt.tokens) + again + sum(sample.generated for sample in self.group.samples)
 
+    def scored(self, scores: tuple[Score, ...]) -> ScoredGroup:
+        """The same samples with these scores."""
+        return replace(self, scores=scores)
+
     @property
     def rewards(self) -> npt.NDArray[np.float64]:
         """[samples], NaN where there is no score."""
@@ -159,6 +163,12 @@ class RolloutAlgorithm(Algorithm, Protocol):
     def source(self) -> PromptSource:
         """How much is sampled."""
 
+    @property
+    def groupwise(self) -> bool:
+        """Whether `form` makes the documents of each group by itself, one after the other; then columns of a step are
+        filled while groups of it are sampled.
+        """
+
     def keep(self, group: ScoredGroup) -> Drop | None:
         """Why a group is dropped and another one sampled in its place; None: it is trained on."""
 
@@ -200,6 +210,8 @@ class RowDefaults:
 
 class RolloutDefaults:
     """What a `RolloutAlgorithm` says unless it says otherwise: every sample is a document, and needs nothing."""
+
+    groupwise: bool = False
 
     def requires(self, step: int) -> Sequence[Column]:
         """Nothing."""

@@ -19,7 +19,9 @@ from posttrain.engine.recipes.policy_gradient import Sampling
 
 @final
 class Distill(Sampling[DistillConfig]):
-    """From a frozen teacher."""
+    """From a frozen teacher, which reads what was sampled while more is."""
+
+    groupwise = True
 
     def requires(self, step: int) -> Sequence[Column]:
         """The teacher's likeliest tokens."""

@@ -53,6 +53,8 @@ class PolicyGradient(Sampling[C]):
     Others have no gradient and are not computed; the loss is divided by all of them all the same.
     """
 
+    groupwise = True
+
     def requires(self, step: int) -> Sequence[Column]:
         """The reference, with a KL penalty; the policy as the step began, where another one sampled."""
         lag = self.config.lag

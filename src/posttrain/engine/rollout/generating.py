@@ -7,7 +7,7 @@ too long, log-probabilities that are no numbers. Each ends the call in one line 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -47,20 +47,32 @@ def generate(
         IntegrityError: another version answered; somebody re-pointed weights that a zero-copy engine reads.
     """
     work = plan_generations(prompts, samples, sampling, prompt_keys, limits, context_length=engine.context_length)
+    found = {asked.id: answer for some in answers(engine, work, version, patience) for asked, answer in some}
+    return [found[generation.id] for generation in work]
+
+
+def answers(
+    engine: RolloutEngine, work: Sequence[Generation], version: str, patience: float = PATIENCE
+) -> Iterator[list[tuple[Generation, Trajectory]]]:
+    """What an engine answers, as it does. What was not taken when this is closed is taken back.
+
+    Raises:
+        JobFailedError, IntegrityError: see `generate`.
+    """
     engine.submit(work)
-    waiting = {generation.id: generation for generation in work}
-    answers: dict[str, Trajectory] = {}
+    waiting, known = {generation.id: generation for generation in work}, set[str]()
     try:
         while waiting:
+            found: list[tuple[Generation, Trajectory]] = []
             for done in _next(engine, waiting, patience):
-                _check(engine.name, done, waiting, answers, version)
-                del waiting[done.id]
-                answers[done.id] = done.trajectory
+                _check(engine.name, done, waiting, known, version)
+                found.append((waiting.pop(done.id), done.trajectory))
+                known.add(done.id)
+            yield found
     finally:
         if waiting:
             engine.abort(list(waiting))
             engine.completed(0)
-    return [answers[generation.id] for generation in work]
 
 
 def plan_generations(
@@ -125,16 +137,14 @@ def _next(engine: RolloutEngine, waiting: dict[str, Generation], patience: float
             )
 
 
-def _check(
-    engine: str, done: Completion, waiting: dict[str, Generation], answers: dict[str, Trajectory], version: str
-) -> None:
+def _check(engine: str, done: Completion, waiting: dict[str, Generation], known: set[str], version: str) -> None:
     """Hold an answer against what was asked for.
 
     Raises:
         JobFailedError, IntegrityError: see `generate`.
     """
     if done.id not in waiting:
-        what = "twice" if done.id in answers else "without being asked"
+        what = "twice" if done.id in known else "without being asked"
         raise JobFailedError(f"rollout engine {engine} must answer every sample once, got {done.id} {what}; mend it")
     asked = waiting[done.id]
     reason = _fault(done.trajectory, asked)

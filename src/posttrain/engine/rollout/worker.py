@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import final
 
@@ -15,11 +15,11 @@ from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.loading import load_tokenizer
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.rollout.batches import PromptBatch, Rollouts
-from posttrain.engine.rollout.generating import generate
+from posttrain.engine.rollout.generating import answers, generate, plan_generations
 from posttrain.engine.rollout.opening import decoding_fallbacks, open_rollout
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
 from posttrain.engine.rollout.stopping import StopStrings
-from posttrain.engine.samples import groups_of
+from posttrain.engine.samples import Trajectory, groups_of
 from posttrain.engine.weights.attestation import Attestation, attest_views, differing_aliases
 from posttrain.engine.weights.stream import Bucket, WeightSource, exchange
 from posttrain.engine.weights.view import PolicyVersion, Standing, View
@@ -134,16 +134,12 @@ class RolloutWorker:
         Raises:
             InputError, JobFailedError, IntegrityError: see `generating.generate`.
         """
-        if sampling.truncates:
-            raise InputError(
-                "training must sample from the whole distribution, got top_k, top_p or min_p: the ratio of the loss "
-                "would be of another one; leave them to evaluation"
-            )
+        _refuse_truncated(sampling)
         provenance = Provenance(role="rollout", rank=self._rank)
         if not len(prompts):
             return Rollouts((), provenance)
         before = self._engine.counts()
-        answers = generate(
+        found = generate(
             self._engine,
             prompts.tokens,
             samples=samples,
@@ -151,8 +147,32 @@ class RolloutWorker:
             prompt_keys=prompts.keys,
             version=str(self._version),
         )
-        counts = {name: count - before.get(name, 0) for name, count in self._engine.counts().items()}
-        return Rollouts(groups_of(answers, prompts.keys, samples), provenance, counts)
+        return Rollouts(groups_of(found, prompts.keys, samples), provenance, self._counted(before))
+
+    def stream(self, prompts: PromptBatch, sampling: SamplingParams, samples: int) -> Iterator[Rollouts]:
+        """As `generate`, each group when its last sample has ended.
+
+        Raises:
+            InputError, JobFailedError, IntegrityError: see `generating.generate`.
+        """
+        _refuse_truncated(sampling)
+        if not len(prompts):
+            return
+        engine, before = self._engine, self._engine.counts()
+        length = engine.context_length
+        work = plan_generations(prompts.tokens, samples, sampling, prompts.keys, None, context_length=length)
+        rows: dict[int, dict[int, Trajectory]] = {key: {} for key in prompts.keys}
+        for found in answers(engine, work, str(self._version)):
+            for asked, answer in found:
+                rows[asked.key][asked.sample] = answer
+            whole = [key for key in dict.fromkeys(asked.key for asked, _ in found) if len(rows[key]) == samples]
+            if whole:
+                flat = [rows[key].pop(sample) for key in whole for sample in range(samples)]
+                counts, before = self._counted(before), engine.counts()
+                yield Rollouts(groups_of(flat, whole, samples), Provenance(role="rollout", rank=self._rank), counts)
+
+    def _counted(self, before: Mapping[str, int]) -> dict[str, int]:
+        return {name: count - before.get(name, 0) for name, count in self._engine.counts().items()}
 
     def _say(self, version: PolicyVersion) -> None:
         """From now on this version samples; nothing is in work between two calls."""
@@ -166,3 +186,11 @@ class RolloutWorker:
         held = dict(self._module.named_parameters())
         for shard in bucket.shards():
             put(held, shard)
+
+
+def _refuse_truncated(sampling: SamplingParams) -> None:
+    if sampling.truncates:
+        raise InputError(
+            "training must sample from the whole distribution, got top_k, top_p or min_p: the ratio of the loss would "
+            "be of another one; leave them to evaluation"
+        )

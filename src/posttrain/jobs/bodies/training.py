@@ -205,7 +205,7 @@ def _on_policy(
     train = _prompts(job, "data", tokenizer, context, config.response_tokens, None)
     scorer: Scorer | None = None
     if judged:
-        scorer = ModelScorer(roles.frozen["reward_model"], tokenizer)
+        scorer = ModelScorer(roles.frozen["reward_model"], tokenizer, tokens=roles.micro_batch_tokens)
     elif config.reward:
         scorer = _reward_function(job, config, config.reward, tokenizer, train, stack)
     probe = _probe(job, config, tokenizer, context)
@@ -233,7 +233,7 @@ def _reward_function(
     def tell(line: str) -> None:
         job.sink(Note(line, time.time(), "warning"))
 
-    scorer = RewardScorer(opened, tokenizer, errors_max=config.reward_errors_max, tell=tell)
+    scorer = RewardScorer(opened, tokenizer, errors_max=config.reward_errors_max, processes=ranks, tell=tell)
     scorer.smoke_test(train)
     return scorer
 

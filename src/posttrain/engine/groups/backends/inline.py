@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, final
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.groups.failures import WorkerLostError, blame
-from posttrain.engine.groups.port import Answer, Call, Process, Stored
+from posttrain.engine.groups.port import Answer, Call, Flow, Process, Stored
 from posttrain.engine.groups.rank_context import RankContext
 
 R = TypeVar("R")
@@ -55,6 +55,40 @@ class InlineCall(Generic[R]):
     def answered(self) -> Answer[R] | None:
         """None after a failure."""
         return self.answer
+
+
+@final
+@dataclass(slots=True)
+class InlineFlow(Generic[R]):
+    """A generator that goes on while somebody takes from it."""
+
+    role: str
+    rank: int
+    method: str
+    answers: Iterator[R]
+    ended: bool = False
+    _count: int = 0
+    _started: float = field(default_factory=time.time)
+    _seconds: float = 0.0
+
+    def taken(self) -> Answer[int]:
+        """See `Flow`."""
+        return Answer(self._count, self._started, self._seconds)
+
+    def next(self) -> list[R]:
+        """The next answer; none where it has ended."""
+        begin = time.perf_counter()
+        try:
+            return [next(self.answers)]
+        except StopIteration:
+            self.ended, self._count = True, self._count - 1
+            return []
+        except Exception as error:
+            self.ended = True
+            blame(error, self.role, self.rank, self.method, os.getpid())
+            raise
+        finally:
+            self._count, self._seconds = self._count + 1, self._seconds + time.perf_counter() - begin
 
 
 @final
@@ -108,6 +142,28 @@ class InlineBackend:
             calls.append(InlineCall(role, rank, call.method, kept, call.failure))
         return calls
 
+    def submit_stream(
+        self,
+        role: str,
+        ranks: Sequence[int],
+        method: Callable[..., Iterator[R]],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> list[Flow[R]]:
+        """See `Backend.submit_stream`; nothing has begun when this returns."""
+        self._refuse_closed(role, ranks[0])
+        name = method.__name__
+        return [InlineFlow(role, r, name, iter(method(self._workers[role, r], *args, **kwargs))) for r in ranks]
+
+    def take(self, flows: Sequence[Flow[R]], timeout: float) -> list[R]:
+        """See `Backend.take`; computes the next answer, one rank after the other, however long that takes."""
+        for flow in flows:
+            assert isinstance(flow, InlineFlow)
+            while not flow.ended:
+                if found := flow.next():
+                    return found
+        return []
+
     def wait(self, calls: Sequence[Call[R]], timeout: float) -> list[Answer[R]]:
         """See `Backend.wait`; there is nothing left to wait for, so deadlines are the group's to notice afterwards."""
         answers: list[Answer[R]] = []
@@ -128,8 +184,7 @@ class InlineBackend:
     def _run(
         self, role: str, rank: int, method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> InlineCall[R]:
-        if self._closed:
-            raise WorkerLostError(f"{role} rank {rank} is gone: its pool {self.pool} was closed; start a new pool")
+        self._refuse_closed(role, rank)
         started, begin = time.time(), time.perf_counter()
         try:
             value = method(self._workers[role, rank], *args, **kwargs)
@@ -137,3 +192,7 @@ class InlineBackend:
             blame(error, role, rank, method.__name__, os.getpid())
             return InlineCall(role, rank, method.__name__, None, error)
         return InlineCall(role, rank, method.__name__, Answer(value, started, time.perf_counter() - begin), None)
+
+    def _refuse_closed(self, role: str, rank: int) -> None:
+        if self._closed:
+            raise WorkerLostError(f"{role} rank {rank} is gone: its pool {self.pool} was closed; start a new pool")

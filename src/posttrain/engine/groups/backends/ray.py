@@ -10,7 +10,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, final
 
@@ -20,12 +20,12 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from posttrain.domain.errors import InfrastructureError, InputError
-from posttrain.engine.groups.backends.ray_calls import RayCall, settle
+from posttrain.engine.groups.backends.ray_calls import RayCall, RayFlow, settle, take
 from posttrain.engine.groups.backends.ray_host import Host
 from posttrain.engine.groups.backends.ray_placement import RankResources, release, reserve
 from posttrain.engine.groups.failures import WorkerLostError
 from posttrain.engine.groups.payload import Parcel, check_importable, pack
-from posttrain.engine.groups.port import Answer, Call, Process, Stored
+from posttrain.engine.groups.port import Answer, Call, Flow, Process, Stored
 from posttrain.engine.groups.rank_context import RankContext
 
 R = TypeVar("R")
@@ -129,6 +129,30 @@ class RayBackend:
             outcome, stored = self._hosts[rank].keep.options(num_returns=2).remote(role, sent)
             calls.append(RayCall[Stored[R]](role, self.processes[rank], name, outcome, parcel.size, stored))
         return calls
+
+    def submit_stream(
+        self,
+        role: str,
+        ranks: Sequence[int],
+        method: Callable[..., Iterator[R]],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> list[Flow[R]]:
+        """See `Backend.submit_stream`."""
+        parcel, sent = self._prepared(role, ranks, method, args, kwargs)
+        name, flows = method.__name__, list[Flow[R]]()
+        for rank in ranks:
+            outcomes = self._hosts[rank].stream.options(num_returns="streaming").remote(role, sent)
+            flows.append(RayFlow[R](role, self.processes[rank], name, outcomes, parcel.size))
+        return flows
+
+    def take(self, flows: Sequence[Flow[R]], timeout: float) -> list[R]:
+        """See `Backend.take`."""
+        mine: list[RayFlow[R]] = [flow for flow in flows if isinstance(flow, RayFlow)]
+        assert len(mine) == len(flows), "flows of another back-end"
+        if self._broken and not all(flow.ended for flow in mine):
+            self._usable(mine[0].role)
+        return take(mine, timeout, self._give_up)
 
     def wait(self, calls: Sequence[Call[R]], timeout: float) -> list[Answer[R]]:
         """See `Backend.wait`."""

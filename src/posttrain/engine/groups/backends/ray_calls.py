@@ -88,6 +88,73 @@ class RayCall(Generic[R]):
         return lost
 
 
+@final
+class RayFlow(Generic[R]):
+    """A generator running on one rank.
+
+    Args:
+        outcomes: Ray's generator of references to its outcomes.
+        size: bytes of the arguments.
+    """
+
+    def __init__(self, role: str, process: Process, method: str, outcomes: Any, size: int) -> None:
+        self.role, self.rank, self.outcomes, self.ended = role, process.rank, outcomes, False
+        self._process, self._method, self._size = process, method, size
+        self._taken = Answer(0, time.time(), 0.0, size)
+
+    def taken(self) -> Answer[int]:
+        """See `Flow`."""
+        return self._taken
+
+    def next(self) -> list[R]:
+        """What is there; none where it has ended.
+
+        Raises:
+            WorkerLostError: its process is gone.
+            Exception: what the worker raised.
+        """
+        try:
+            reference = next(self.outcomes)
+        except StopIteration:
+            self.ended = True
+            return []
+        call = RayCall[R](self.role, self._process, self._method, reference, self._size)
+        call.settle()
+        if call.failure is not None:
+            self.ended = True
+            raise call.failure
+        answer, before = call.answered(), self._taken
+        assert answer is not None
+        started = before.started if before.value else answer.started
+        seconds, bytes_in = before.seconds + answer.seconds, before.bytes_in + answer.bytes_in
+        self._taken = Answer(before.value + 1, started, seconds, self._size, bytes_in)
+        return [answer.value]
+
+
+def take(flows: Sequence[RayFlow[R]], timeout: float, give_up: Callable[[str], None]) -> list[R]:
+    """What has come of them; waits `timeout` seconds at most for the first of it.
+
+    Args:
+        give_up: told why the pool cannot be used any longer.
+
+    Raises:
+        WorkerLostError: a process is gone.
+        Exception: what a worker raised.
+    """
+    found, deadline = list[R](), time.monotonic() + timeout
+    while waiting := [flow for flow in flows if not flow.ended]:
+        left = 0.0 if found else max(deadline - time.monotonic(), 0.0)
+        ready, _ = ray.wait([flow.outcomes for flow in waiting], num_returns=1, timeout=left)
+        if not ready:
+            break
+        try:
+            found += next(flow for flow in waiting if flow.outcomes is ready[0]).next()
+        except WorkerLostError as lost:
+            give_up(str(lost))
+            raise
+    return found
+
+
 def settle(calls: Sequence[RayCall[Any]], timeout: float, give_up: Callable[[str], None]) -> None:
     """Wait until every call has an answer.
 

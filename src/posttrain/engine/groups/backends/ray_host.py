@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, final
@@ -117,6 +117,24 @@ class Host:
         """As `call`; two values for the object store, of which the controller fetches the first only."""
         outcome = self._run(role, parcel)
         return Outcome(outcome.started, outcome.seconds, None, outcome.failure), outcome.answer
+
+    def stream(self, role: str, parcel: Parcel) -> Iterator[Outcome]:
+        """As `call`, of a method that yields: an outcome for each answer."""
+        answers: Iterator[Any] | None = None
+        while True:
+            started, begin = time.time(), time.perf_counter()
+            try:
+                if answers is None:
+                    method, args, kwargs = unpack(parcel, fetch)
+                    answers = iter(method(self._worker(role), *args, **kwargs))
+                value = next(answers)
+                outcome = Outcome(started, time.perf_counter() - begin, pack(value))
+            except StopIteration:
+                return
+            except Exception as error:
+                yield Outcome(started, time.perf_counter() - begin, failure=_failure(error))
+                return
+            yield outcome
 
     def close(self) -> None:
         """Let go of the workers and leave the process group."""

@@ -1,0 +1,187 @@
+"""The columns that an algorithm requires, filled in stretches of a step's groups while others are still sampled.
+
+A stretch holds as many kept groups, in the order of the data stream, as fill a micro-batch on every rank of whoever
+predicts. So which documents are computed together follows from what was sampled, and never from who was fast; and
+one process computes them as several do. Roles that share the rollout's pool compute when it has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+
+from posttrain.domain.errors import InputError
+from posttrain.engine.batch import TokenBatch
+from posttrain.engine.groups.worker_group import Future
+from posttrain.engine.loop.roles import Roles
+from posttrain.engine.loop.wide_filling import hold
+from posttrain.engine.recipes.algorithm import Algorithm, Column, ScoredGroup
+from posttrain.engine.roles.frozen import FrozenWorker
+from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.wide import joined
+
+Form = Callable[[Sequence[ScoredGroup]], TokenBatch | None]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Columns of some documents that are being computed."""
+
+    batch: TokenBatch
+    answers: Mapping[Column, Future[TokenBatch]]
+
+    def filled(self) -> TokenBatch:
+        """The documents with their columns, when all are there."""
+        batch = self.batch
+        for column, answer in self.answers.items():
+            batch = _with(batch, column, [answer.result()])
+        return batch
+
+
+def ask(roles: Roles, batch: TokenBatch, columns: Sequence[Column]) -> Asked:
+    """Every column by its role, side by side where they have devices of their own."""
+    answers: dict[Column, Future[TokenBatch]] = {}
+    for column in columns:
+        words = (batch, column.name, column.need)
+        if column.wide:
+            answers[column] = hold(roles, batch, column)
+        elif column.role in roles.frozen:
+            answers[column] = roles.frozen[column.role].nonblocking.map(FrozenWorker.fill, *words)
+        else:
+            answers[column] = roles.learners[column.role].nonblocking.map(TrainWorker.fill, *words)
+    return Asked(batch, answers)
+
+
+@final
+@dataclass(slots=True)
+class _Stretch:
+    """Groups whose documents are computed together."""
+
+    groups: list[ScoredGroup] = field(default_factory=list)
+    tokens: int = 0
+    asked: Asked | None = None
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        return tuple(group.group.key for group in self.groups)
+
+
+@final
+class Columns:
+    """What the steps of one stage require.
+
+    Args:
+        algorithm: says which columns.
+        roles: fill them.
+        lag: steps that sampling may be ahead; where it is, only frozen roles know what they will say.
+    """
+
+    def __init__(self, algorithm: Algorithm, roles: Roles, lag: int = 0) -> None:
+        self._algorithm, self._roles, self._lag = algorithm, roles, lag
+        self._coming: dict[int, list[_Stretch]] = {}  # by step
+
+    def offer(self, group: ScoredGroup, form: Form) -> None:
+        """A group was kept, in the order of the data stream: what it makes whole is asked for, of those who can answer
+        while others are sampled.
+
+        Args:
+            form: makes the documents of some groups, of each by itself.
+        """
+        early, size = self._early(group.step), self._size(group.step)
+        if not (early and size):
+            return
+        stretch = _put(self._coming.setdefault(group.step, []), group, size)
+        if stretch.tokens < size:
+            return
+        batch = form(stretch.groups)
+        if batch is not None:
+            stretch.asked = ask(self._roles, batch, early)
+
+    def forget(self) -> None:
+        """What was asked for is not trained on."""
+        self._coming.clear()
+
+    def fill(
+        self, batch: TokenBatch, step: int, groups: Sequence[ScoredGroup] = (), form: Form | None = None
+    ) -> TokenBatch:
+        """The documents of a step with its columns.
+
+        Args:
+            groups: that they were formed of, in the order of the data stream.
+            form: makes the documents of some of them, of each by itself; None: nobody can.
+
+        Raises:
+            InputError: `form` makes other documents of all groups than of each.
+        """
+        columns, known, size = self._algorithm.requires(step), self._coming.pop(step, []), self._size(step)
+        stretches: list[_Stretch] = []
+        for group in groups if form and size else ():
+            _put(stretches, group, size)
+        if form is None or len(stretches) < 2:
+            return ask(self._roles, batch, columns).filled()
+        asked = {stretch.keys: stretch.asked for stretch in known}
+        parts = [self._part(stretch, asked.get(stretch.keys), columns, form) for stretch in stretches]
+        return _attached(batch, [part.filled() for part in parts if part], columns, type(self._algorithm).__name__)
+
+    def _part(self, stretch: _Stretch, asked: Asked | None, columns: Sequence[Column], form: Form) -> Asked | None:
+        """The rest of a stretch's columns, asked for besides."""
+        batch = asked.batch if asked else form(stretch.groups)
+        if batch is None:
+            return None
+        there = asked.answers if asked else {}
+        rest = ask(self._roles, batch, [column for column in columns if column not in there])
+        return Asked(batch, {**there, **rest.answers})
+
+    def _early(self, step: int) -> list[Column]:
+        """The columns that can be filled while the rollout works."""
+        rollout = self._roles.sampler.backend
+        return [
+            column
+            for column in self._algorithm.requires(step)
+            if self._roles.group(column.role).backend is not rollout
+            and (not self._lag or column.role in self._roles.frozen)
+        ]
+
+    def _size(self, step: int) -> int:
+        """Tokens that fill a micro-batch on every rank of those who are asked; 0: nobody is."""
+        ranks = [self._roles.group(column.role).ranks for column in self._algorithm.requires(step)]
+        return self._roles.micro_batch_tokens * max(ranks, default=0)
+
+
+def _put(stretches: list[_Stretch], group: ScoredGroup, size: int) -> _Stretch:
+    """Into the last stretch, or into a new one where that is full."""
+    if not stretches or stretches[-1].tokens >= size:
+        stretches.append(_Stretch())
+    stretches[-1].groups.append(group)
+    stretches[-1].tokens += sum(map(len, group.answers))
+    return stretches[-1]
+
+
+def _attached(batch: TokenBatch, parts: Sequence[TokenBatch], columns: Sequence[Column], name: str) -> TokenBatch:
+    """The columns of the parts, in the documents of the whole.
+
+    Raises:
+        InputError: those are others.
+    """
+    ids, lengths = [i for part in parts for i in part.sample_ids], [n for part in parts for n in part.lengths]
+    if ids != list(batch.sample_ids) or lengths != list(batch.lengths):
+        raise InputError(
+            f"{name} says that it forms documents by group, so those of a step must be those of its groups one after "
+            f"the other, got {len(batch.lengths)} documents and {len(lengths)}; set groupwise to False"
+        )
+    for column in columns:
+        batch = _with(batch, column, parts)
+    return batch
+
+
+def _with(batch: TokenBatch, column: Column, parts: Sequence[TokenBatch]) -> TokenBatch:
+    """A column of the parts, which are the batch's documents one after the other."""
+    if column.wide:
+        return batch.with_wide(column.name, joined([part.wide_columns for part in parts])[column.name])
+    found = torch.cat([part.column(column.name) for part in parts])
+    put = batch.with_document_columns if column.need == "scores" else batch.with_columns
+    return put(**{column.name: found})

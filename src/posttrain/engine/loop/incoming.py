@@ -1,0 +1,140 @@
+"""A call of the rollout that goes on: its groups come as they end, and are scored while others are sampled.
+
+::
+
+    rollout ─▶ groups, in any order ─▶ stretches of the stream, each when its last group is there ─▶ scores, in order
+
+What is scored together, and the order in which groups are handed on, follow the data stream and never the clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+from posttrain.domain.facts import Span
+from posttrain.engine.groups.worker_group import Future, Stream
+from posttrain.engine.recipes.algorithm import ScoredGroup
+from posttrain.engine.rewards.port import Score
+from posttrain.engine.rollout.batches import Rollouts
+from posttrain.engine.samples import Group, Prompt
+from posttrain.engine.scoring import Scorer, Stretch
+from posttrain.engine.tracing import Trace
+
+_PATIENCE = 60.0  # seconds between two looks at a stream, which has a deadline of its own
+
+
+@final
+@dataclass(slots=True)
+class Incoming:
+    """What one call of the rollout samples, on its way to the buffer.
+
+    Args:
+        batch: the step that it is to be trained in.
+        keys: of its prompts, in the order of the data stream.
+        prompts: parallel to them.
+        stream: the call.
+        samples: of each prompt.
+        scorer: None: nobody scores.
+        together: groups that are scored in one call.
+        early: whether they are while the rollout works; else when it has ended.
+        went_on: what becomes of all of them before they are scored, where samples have several turns.
+    """
+
+    batch: int
+    keys: Sequence[int]
+    prompts: Sequence[Prompt]
+    stream: Stream[Rollouts]
+    samples: int
+    scorer: Scorer | None
+    together: int
+    early: bool
+    went_on: Callable[[list[Group], Trace], list[Group]] | None = None
+    counts: Counter[str] = field(default_factory=Counter)  # of the rollout's engine, see `RolloutEngine`
+    _begun: tuple[float, float] = field(default_factory=lambda: (time.time(), time.perf_counter()))
+    _came: dict[int, Group] = field(default_factory=dict)
+    _sampled: bool = False
+    _given: int = 0  # groups that the scorer has
+    _scoring: deque[tuple[list[ScoredGroup], Future[Sequence[Score]]]] = field(default_factory=deque)
+    _taken: int = 0
+    _scores_begun: tuple[float, float] | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether every group was taken, and the rollout has ended."""
+        return self._sampled and self._taken == len(self.keys)
+
+    def take(self, trace: Trace, seconds: float = _PATIENCE) -> list[ScoredGroup]:
+        """Groups with their scores, in the order of the data stream; those that are known since.
+
+        Args:
+            seconds: to wait for the rollout, at the most; where it has ended, scores are waited for all the same.
+
+        Raises:
+            Exception: what the rollout, an environment or the reward raised.
+        """
+        ended = self._sampled
+        if not ended:
+            self._receive(trace, seconds)
+        self._give()
+        return self._scored(trace, wait=ended)
+
+    def look(self, trace: Trace, seconds: float) -> tuple[list[ScoredGroup], bool]:
+        """As `take`, without waiting for a score; and whether the rollout goes on."""
+        if not self._sampled:
+            self._receive(trace, seconds)
+        self._give()
+        return self._scored(trace, wait=False), not self._sampled
+
+    def _receive(self, trace: Trace, seconds: float) -> None:
+        for found in self.stream.take(seconds):
+            self.counts.update(found.counts)
+            self._came |= {group.key: group for group in found.groups}
+        if not self.stream.ended:
+            return
+        self._sampled = True
+        groups = [self._came[key] for key in self.keys]
+        rows = [sample for group in groups for sample in group.samples]
+        told = {"trajectories": len(rows), "tokens": sum(row.generated for row in rows), "batch": self.batch}
+        started, begin = self._begun
+        trace.sink(Span("rollout", trace.step, started, time.perf_counter() - begin, told))
+        if self.went_on:
+            self._came = {group.key: group for group in self.went_on(groups, trace)}
+
+    def _give(self) -> None:
+        """Hand whole stretches to the scorer, in order."""
+        if not (self._sampled or (self.early and self.scorer)):
+            return
+        while self._given < len(self.keys):
+            chosen = range(self._given, min(self._given + self.together, len(self.keys)))
+            if any(self.keys[at] not in self._came for at in chosen):
+                return
+            none = (Score(None),) * self.samples
+            groups = [ScoredGroup(self.prompts[at], self._came[self.keys[at]], none, self.batch) for at in chosen]
+            self._scoring.append((groups, self._begin(groups)))
+            self._given = chosen.stop
+
+    def _begin(self, groups: Sequence[ScoredGroup]) -> Future[Sequence[Score]]:
+        scores = [score for group in groups for score in group.scores]
+        if self.scorer is None:
+            return Future(lambda: scores, lambda: True)
+        self._scores_begun = self._scores_begun or (time.time(), time.perf_counter())
+        prompts = [group.prompt for group in groups for _ in group.scores]
+        answers = [answer for group in groups for answer in group.answers]
+        stretch = Stretch(self._given * self.samples, len(self.keys) * self.samples)
+        return self.scorer.begin(prompts, answers, stretch)
+
+    def _scored(self, trace: Trace, *, wait: bool) -> list[ScoredGroup]:
+        found: list[ScoredGroup] = []
+        while self._scoring and (wait or self._scoring[0][1].done()):
+            groups, answer = self._scoring.popleft()
+            scores = iter(answer.result())
+            found += [group.scored(tuple(next(scores) for _ in group.scores)) for group in groups]
+        self._taken += len(found)
+        if found and self._taken == len(self.keys) and self._scores_begun:
+            started, begin = self._scores_begun
+            trace.sink(Span("reward", trace.step, started, time.perf_counter() - begin, {"batch": self.batch}))
+        return found

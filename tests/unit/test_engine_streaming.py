@@ -1,0 +1,237 @@
+"""Groups come from the rollout as they end: what is scored and predicted meanwhile follows the stream, no clock."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_engine_lag import APART, told
+from test_engine_recipes import PROMPTS, TINY, TOKENIZER, quiet
+from test_engine_training import Desk
+from torch import Tensor
+
+from posttrain.domain.errors import InputError
+from posttrain.engine.assembly import open_roles
+from posttrain.engine.config import CriticConfig, GRPOConfig, PPOConfig
+from posttrain.engine.groups.backends.inline import InlineBackend
+from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.groups.port import Flow
+from posttrain.engine.groups.worker_group import Future
+from posttrain.engine.loop.on_policy import OnPolicy
+from posttrain.engine.models.initial import initial_model
+from posttrain.engine.models.source import ModelSource, ScalarSource
+from posttrain.engine.recipes.algorithm import ScoredGroup, pack
+from posttrain.engine.recipes.grpo import GRPO
+from posttrain.engine.recipes.ppo import PPO
+from posttrain.engine.rewards.port import RewardError, Score
+from posttrain.engine.rewards.scripted import ScriptedReward
+from posttrain.engine.roles.frozen import FrozenWorker
+from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.rollout.batches import Rollouts
+from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.samples import Prompt, Trajectory
+from posttrain.engine.scoring import RewardScorer, Stretch
+from posttrain.engine.settings import PolicyGradientOptimizerConfig, RuntimeConfig
+from posttrain.engine.weights.view import PolicyVersion
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    folder = tmp_path_factory.mktemp("model")
+    initial_model(TINY, TOKENIZER, 0).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return ModelSource(folder, "float32")
+
+
+class Shuffled(InlineBackend):  # type: ignore[misc]
+    """What a stream yields comes in another order, at moments of its own."""
+
+    def __init__(self, seed: int, pool: str) -> None:
+        super().__init__(pool=pool)
+        self._dice, self._held = random.Random(seed), list[Any]()
+
+    def take(self, flows: Sequence[Flow[Any]], timeout: float) -> list[Any]:
+        while found := super().take(flows, timeout):
+            self._held += found
+        self._dice.shuffle(self._held)
+        count = self._dice.randint(0, len(self._held)) if len(self._held) > 1 else 1
+        given, self._held = self._held[:count], self._held[count:]
+        for flow in flows:
+            flow.ended = flow.ended and not self._held  # type: ignore[misc]
+        return given
+
+
+class Even:
+    """Scores by the share of even tokens, a few groups at a time."""
+
+    def __init__(self, together: int = 1) -> None:
+        self.asked: list[tuple[tuple[int, ...], Stretch]] = []
+        self._together = together
+
+    def groups(self, prompts: int, tokens: int) -> int:
+        return self._together
+
+    def apart_from(self, rollout: Any) -> bool:
+        return True
+
+    def begin(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch) -> Future[Any]:
+        self.asked.append((tuple(int(t.response[0]) for t in trajectories), stretch))
+        scores = [Score(float((trajectory.response % 2 == 0).mean())) for trajectory in trajectories]
+        return Future(lambda: scores, lambda: True)
+
+    def text(self, trajectory: Trajectory) -> str:
+        return ""
+
+
+def ppo(
+    model: ModelSource, seed: int | None = None, scorer: Any = None, apart: bool = True, **changes: Any
+) -> OnPolicy:
+    """With a critic and a reference; stretches of a group or two."""
+    options: dict[str, Any] = {
+        "data": "d", "reward": "r", "steps": 4, "prompts_per_step": 5, "group_size": 2, "max_new_tokens": 6,
+        "critic": CriticConfig(optimizer=PolicyGradientOptimizerConfig(learning_rate=2e-2)),
+        "optimizer": PolicyGradientOptimizerConfig(learning_rate=2e-2, warmup_steps=2),
+        "runtime": RuntimeConfig(micro_batch_tokens=24), "placement": APART if apart else "collocated", **changes,
+    }  # fmt: skip
+    config = PPOConfig(**options)
+    away = ResourcePool(InlineBackend(pool="rollout") if seed is None else Shuffled(seed, "rollout"))
+    here = ResourcePool(InlineBackend(pool="policy"))
+    critic = ScalarSource(model.folder, "float32")
+    roles = open_roles(config, model, 11, lambda r: away if apart and r == "rollout" else here, critic=critic)
+    return OnPolicy(config, PPO(config), roles, PROMPTS, scorer or Even(), 11)
+
+
+def ended(desk: Desk) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
+    desk.run()
+    return desk.weights(), told(desk)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_whoever_ends_first_changes_no_bit(model: ModelSource, tmp_path: Path, lag: int) -> None:
+    ahead = {"lag": {"steps": lag}} if lag else {}
+    plain = Even()
+    weights, metrics = ended(Desk(tmp_path / "plain", ppo(model, scorer=plain, **ahead)))
+    assert len(plain.asked) == 4 * 5, "a group at a time"
+    for seed in range(4):
+        scorer = Even()
+        others, told_there = ended(Desk(tmp_path / f"{seed}", ppo(model, seed, scorer, **ahead)))
+        assert scorer.asked == plain.asked, "the same responses together, in the same order"
+        assert told_there == metrics
+        assert all(torch.equal(value, others[name]) for name, value in weights.items())
+
+
+def test_one_pool_computes_what_two_do(model: ModelSource, tmp_path: Path) -> None:
+    weights, metrics = ended(Desk(tmp_path / "apart", ppo(model)))
+    others, told_there = ended(Desk(tmp_path / "together", ppo(model, apart=False)))
+    assert told_there == metrics
+    assert all(torch.equal(value, others[name]) for name, value in weights.items())
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which groups came, and what was filled, in order."""
+    found: list[str] = []
+    stream, frozen, learner = RolloutWorker.stream, FrozenWorker.fill, TrainWorker.fill
+
+    def streamed(self: RolloutWorker, *given: Any) -> Iterator[Rollouts]:
+        for one in stream(self, *given):
+            found.extend("group" for _ in one.groups)
+            yield one
+        found.append("ended")
+
+    def fill(self: FrozenWorker, batch: Any, column: str, need: Any) -> Any:
+        found.append(column)
+        return frozen(self, batch, column, need)
+
+    def values(self: TrainWorker, batch: Any, column: str, need: Any) -> Any:
+        found.append(column)
+        return learner(self, batch, column, need)
+
+    monkeypatch.setattr(RolloutWorker, "stream", streamed)
+    monkeypatch.setattr(FrozenWorker, "fill", fill)
+    monkeypatch.setattr(TrainWorker, "fill", values)
+    return found
+
+
+def test_reference_and_values_are_computed_while_others_are_sampled(model: ModelSource, events: list[str]) -> None:
+    ppo(model).step(0, quiet(0))
+    early = events[: events.index("ended")]
+    assert early.count("group") == 5
+    assert early.count("values") == early.count("reference_logprobs") >= 2
+    assert events.count("values") == events.count("reference_logprobs") > early.count("values"), "the rest afterwards"
+
+
+def test_with_lag_the_reference_is_asked_early_and_who_learns_is_not(model: ModelSource, events: list[str]) -> None:
+    made = ppo(model, lag={"steps": 1})
+    made.publish_weights(PolicyVersion(0, 0))
+    made.step(0, quiet(0))
+    early = events[: events.index("ended")]
+    assert "reference_logprobs" in early
+    assert "values" not in early
+
+
+def test_roles_in_the_rollouts_pool_wait_until_it_has_ended(model: ModelSource, events: list[str]) -> None:
+    ppo(model, apart=False).step(0, quiet(0))
+    assert set(events[: events.index("ended")]) == {"group"}
+    assert events.count("values") > 1
+
+
+def test_documents_that_are_not_formed_by_group_are_refused(model: ModelSource) -> None:
+    class Best(GRPO):  # type: ignore[misc]
+        """Keeps what is best of all groups, and says that it does not."""
+
+        def form(self, groups: Sequence[ScoredGroup], seed: int) -> Any:
+            best = max(float(group.rewards.max()) for group in groups)
+            return pack(groups, lambda group: [i for i, r in enumerate(group.rewards) if r == best])
+
+    options = {"prompts_per_step": 5, "group_size": 2, "max_new_tokens": 6, "kl": {"coefficient": 0.1}}
+    runtime = RuntimeConfig(micro_batch_tokens=16)
+    config = GRPOConfig(data="d", reward="r", steps=2, placement=APART, runtime=runtime, **options)  # type: ignore[arg-type]
+    away, here = ResourcePool(InlineBackend(pool="rollout")), ResourcePool(InlineBackend(pool="policy"))
+    roles = open_roles(config, model, 11, lambda role: away if role == "rollout" else here)
+    with pytest.raises(InputError, match=r"Best says that it forms documents by group, .* set groupwise to False"):
+        OnPolicy(config, Best(config), roles, PROMPTS, Even(), 11).step(0, quiet(0))
+    Best.groupwise = False
+    assert OnPolicy(config, Best(config), roles, PROMPTS, Even(), 11).step(0, quiet(0)).tokens > 0
+
+
+class TestFailures:
+    """Those of a step are judged together, though they are asked for in stretches."""
+
+    ROWS = [Prompt((1, 5), row={"answer": "1"})] * 4
+
+    def answers(self) -> list[Trajectory]:
+        return [Trajectory.answer((1, 5), [7, 2], [-0.5, -0.5], truncated=False) for _ in range(4)]
+
+    def scored(self, failing: set[int], errors_max: float, **more: Any) -> list[Score]:
+        seen = iter(range(100))
+
+        def score(call: Any) -> list[Any]:
+            return [math.nan if next(seen) in failing else 1.0 for _ in call.rows]
+
+        scorer, found = RewardScorer(ScriptedReward(score), TOKENIZER, errors_max=errors_max, **more), list[Score]()
+        for first in range(0, 16, 4):
+            found += scorer.begin(self.ROWS, self.answers(), Stretch(first, 16)).result()
+        return found
+
+    def test_as_many_as_may_of_all(self) -> None:
+        lines: list[str] = []
+        found = self.scored({1, 2, 9}, 0.2, tell=lines.append)
+        assert [score.failed for score in found].count(True) == 3
+        [line] = lines
+        assert "got nan as score of completion 1" in line
+        assert "; 3 of 16 completions of this step are left out of their groups" in line
+
+    def test_one_more_ends_it(self) -> None:
+        with pytest.raises(RewardError, match=r"4 completions failed, at most 3 may"):
+            self.scored({1, 2, 9, 10}, 0.2)
+
+    def test_all_of_them_end_it_whatever_is_allowed(self) -> None:
+        with pytest.raises(RewardError, match="16 of 16 completions failed"):
+            self.scored(set(range(16)), 1.0)
+        assert len(self.scored(set(range(15)), 1.0)) == 16
