@@ -113,15 +113,16 @@ def _open_teacher(
     pool: ResourcePool,
     tokens: int,
 ) -> WorkerGroup[FrozenWorker]:
-    """It names tokens that the policy has."""
+    """It names tokens that the policy has, and says how likely they are at the policy's temperature."""
+    known, warmth = policy.one(TrainWorker.vocabulary), config.temperature
     return pool.start(
         "teacher",
         FrozenWorker,
         model,
         name="teacher",
-        temperature=config.temperature,
+        temperature=warmth,
         micro_batch_tokens=tokens,
-        vocabulary=policy.one(TrainWorker.vocabulary),
+        vocabulary=known,
     )
 
 
