@@ -64,6 +64,13 @@ class Credulous(Broken):
             return None
 
 
+class Impatient(Broken):
+    """Updates with every part."""
+
+    def step(self, *words: Any, more: bool = False, **options: Any) -> Any:
+        return self._inner.step(*words, **options)
+
+
 @pytest.mark.parametrize(
     ("broken", "held"),
     [
@@ -72,6 +79,7 @@ class Credulous(Broken):
         (Learning, contract.predicts_in_the_order_of_the_batch),
         (Amnesic, contract.goes_on_from_a_checkpoint),
         (Credulous, contract.leaves_nothing_of_a_diverged_step),
+        (Impatient, contract.sums_what_comes_in_parts),
     ],
 )
 def test_an_engine_that_breaks_a_promise_is_found(

@@ -203,7 +203,7 @@ class OnlineDPO(RolloutDefaults):
         return batch
 
     def updates(self, step: int) -> Sequence[Update]:
-        return (Update("policy", partial(PairObjective, beta=self.beta), streamable=True),)
+        return (Update("policy", partial(PairObjective, beta=self.beta)),)
 
 
 @dataclass(frozen=True)

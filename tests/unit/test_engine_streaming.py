@@ -16,8 +16,18 @@ from test_engine_training import Desk
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
+from posttrain.domain.facts import Sample
+from posttrain.engine.algorithms.gae import whiten
 from posttrain.engine.assembly import open_roles
-from posttrain.engine.config import CriticConfig, GRPOConfig, PPOConfig
+from posttrain.engine.config import (
+    CriticConfig,
+    DAPOConfig,
+    GroupConfig,
+    GRPOConfig,
+    PPOConfig,
+    ReinforcePlusPlusConfig,
+    TraceConfig,
+)
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.port import Flow
@@ -26,8 +36,11 @@ from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.initial import initial_model
 from posttrain.engine.models.source import ModelSource, ScalarSource
 from posttrain.engine.recipes.algorithm import ScoredGroup, pack
+from posttrain.engine.recipes.dapo import DAPO
+from posttrain.engine.recipes.dr_grpo import DrGRPO
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.recipes.ppo import PPO
+from posttrain.engine.recipes.rloo import RLOO
 from posttrain.engine.rewards.port import RewardError, Score
 from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.roles.frozen import FrozenWorker
@@ -235,3 +248,106 @@ class TestFailures:
         with pytest.raises(RewardError, match="16 of 16 completions failed"):
             self.scored(set(range(16)), 1.0)
         assert len(self.scored(set(range(15)), 1.0)) == 16
+
+
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "grpo": (GRPOConfig, GRPO, {}),
+    "grpo with kl": (GRPOConfig, GRPO, {"kl": {"coefficient": 0.1}, "aggregation": "seq-mean-token-mean"}),
+    "dr_grpo": (GroupConfig, DrGRPO, {"kl": {"coefficient": 0.1}}),
+    "rloo": (GroupConfig, RLOO, {}),
+    "dapo": (DAPOConfig, DAPO, {"overlong": {"buffer": 2}}),
+}
+
+
+def group(model: ModelSource, kind: str, seed: int | None = None, **changes: Any) -> OnPolicy:
+    """An algorithm whose credit is a group's own affair, in two pools; stretches of a group or two."""
+    config_class, algorithm, options = KINDS[kind]
+    given: dict[str, Any] = {
+        "data": "d", "reward": "r", "steps": 4, "prompts_per_step": 5, "group_size": 3, "max_new_tokens": 6,
+        "optimizer": PolicyGradientOptimizerConfig(learning_rate=2e-2, warmup_steps=2),
+        "runtime": RuntimeConfig(micro_batch_tokens=40), "placement": APART, "trace": TraceConfig(groups="all"),
+        **options, **changes,
+    }  # fmt: skip
+    config = config_class(**given)
+    away = ResourcePool(InlineBackend(pool="rollout") if seed is None else Shuffled(seed, "rollout"))
+    here = ResourcePool(InlineBackend(pool="policy"))
+    roles = open_roles(config, model, 11, lambda role: away if role == "rollout" else here)
+    return OnPolicy(config, algorithm(config), roles, PROMPTS, Even(), 11)
+
+
+class TestGradients:
+    """Summed while others are sampled, divided once."""
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_they_are_those_of_the_whole(self, model: ModelSource, tmp_path: Path, kind: str) -> None:
+        plain, metrics = ended(Desk(tmp_path / "whole", group(model, kind)))
+        desk = Desk(tmp_path / "streamed", group(model, kind, stream_gradients=True))
+        streamed, told_there = ended(desk)
+        for name, value in plain.items():
+            torch.testing.assert_close(streamed[name], value, atol=2e-4, rtol=0)
+        for one, two in zip(metrics, told_there, strict=True):
+            assert one.keys() == two.keys()
+            assert two == pytest.approx(one, abs=2e-3)
+        traced = {sample.id: sample for sample in desk.facts if isinstance(sample, Sample)}
+        assert traced, "samples are followed all the same"
+        assert all(len(sample.ratios) == len(sample.tokens) for sample in traced.values() if "update" in sample.fate)
+        assert any("mini-batch 1" in sample.fate for sample in traced.values()), "a step had several stretches"
+
+    def test_whoever_ends_first_changes_no_bit(self, model: ModelSource, tmp_path: Path) -> None:
+        weights, metrics = ended(Desk(tmp_path / "plain", group(model, "dapo", stream_gradients=True)))
+        for seed in range(3):
+            others, there = ended(Desk(tmp_path / f"{seed}", group(model, "dapo", seed, stream_gradients=True)))
+            assert there == metrics
+            assert all(torch.equal(value, others[name]) for name, value in weights.items())
+
+    def test_they_begin_while_others_are_sampled(
+        self, model: ModelSource, events: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        update = TrainWorker.update
+
+        def watched(self: TrainWorker, *given: Any, **named: Any) -> Any:
+            events.append("part" if named.get("more") else "update")
+            return update(self, *given, **named)
+
+        monkeypatch.setattr(TrainWorker, "update", watched)
+        group(model, "grpo", stream_gradients=True).step(0, quiet(0))
+        assert "part" in events[: events.index("ended")]
+        assert events[-1] == "update", "weights change when all are there"
+        assert events.count("update") == 1
+
+    @pytest.mark.parametrize(
+        ("kind", "options", "why"),
+        [
+            (PPOConfig, {}, "stream_gradients needs one update whose terms share a denominator, got ppo"),
+            (ReinforcePlusPlusConfig, {}, "given to each group by itself, got reinforce_plus_plus"),
+            (GRPOConfig, {"mini_batches": 2}, "one optimiser step for each step, got mini_batches 2; set it to 1"),
+            (GRPOConfig, {"lag": {"steps": 1}}, "a rollout that samples what the step trains, got lag 1"),
+            (GRPOConfig, {"placement": "collocated"}, "a policy in a pool of its own, got it in the pool main with"),
+        ],
+    )
+    def test_where_they_cannot_the_plan_says_so(self, kind: Any, options: dict[str, Any], why: str) -> None:
+        with pytest.raises(ValueError, match=why):
+            kind(**{"data": "d", "reward": "r", "steps": 4, "placement": APART, "stream_gradients": True, **options})
+
+    def test_credit_that_looks_at_other_groups_is_refused(self, model: ModelSource) -> None:
+        class Whitened(GRPO):  # type: ignore[misc]
+            def credit(self, batch: Any) -> Any:
+                credited = super().credit(batch)
+                return credited.with_columns(advantages=whiten(credited.column("advantages"), credited.response_mask))
+
+        class Twice(GRPO):  # type: ignore[misc]
+            def updates(self, step: int) -> Any:
+                return (*super().updates(step), *super().updates(step))
+
+        class Across(GRPO):  # type: ignore[misc]
+            groupwise = False
+
+        for odd, why in (
+            (Whitened, "Whitened, whose advantages of all groups differ by"),
+            (Twice, "needs one update whose terms share a denominator, in one mini-batch, got Twice"),
+            (Across, "needs documents that are formed by group, got Across"),
+        ):
+            made = group(model, "grpo", stream_gradients=True)
+            config = made._algorithm.config  # type: ignore[attr-defined]
+            with pytest.raises(InputError, match=why):
+                OnPolicy(config, odd(config), made.roles, PROMPTS, Even(), 11).step(0, quiet(0))

@@ -10,6 +10,7 @@ zero may then be dropped without changing anything (`recipes.grpo`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,14 @@ from torch import Tensor
 from posttrain.engine.batch import TokenBatch
 
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+# what `token_weights` divides by: of a loss whose every term is, gradients of parts may be summed and then divided
+DENOMINATORS: dict[str, Literal["tokens", "sequences"]] = {
+    "token-mean": "tokens",
+    "seq-mean-token-mean": "sequences",
+    "seq-mean-token-sum-norm": "sequences",
+}
 
 
 @dataclass(frozen=True, slots=True)

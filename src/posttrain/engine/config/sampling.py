@@ -108,7 +108,7 @@ class SamplingConfig(TrainingConfig):
     def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Without what is not asked for: equal requests have equal digests, also beside releases that knew less."""
         said: dict[str, Any] = handler(self)
-        return said if self.stop else {name: value for name, value in said.items() if name != "stop"}
+        return {name: value for name, value in said.items() if value or name not in ("stop", "stream_gradients")}
 
     @property
     def samples(self) -> int:
@@ -182,11 +182,16 @@ class OnPolicyConfig(SamplingConfig):
     trained.
     """
 
+    # why gradients cannot be summed group by group; empty: every term of the loss shares one denominator, and a group's
+    # credit is its own affair
+    not_streamable: ClassVar[str] = "credit that is given to each group by itself; this kind does not say that it does"
+
     reward_model: Word | None = None  # that scores in the place of `reward`
     mini_batches: Rows = 1  # optimiser steps per rollout batch (and epoch)
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: float = Field(default=0.2, gt=0, le=1e6)
     lag: LagConfig | None = None  # None: a step samples what it trains
+    stream_gradients: bool = False  # summed while other groups of the step are still sampled
     trace: TraceConfig = TraceConfig()
 
     @model_validator(mode="after")
@@ -218,6 +223,25 @@ class OnPolicyConfig(SamplingConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _gradients_can_stream(self) -> Self:
+        if not self.stream_gradients:
+            return self
+        at = {role: self.placement.pool_of(role).name for role in ("policy", "rollout")}
+        reason = self.not_streamable
+        if not reason and self.mini_batches > 1:
+            reason = f"one optimiser step for each step, got mini_batches {self.mini_batches}; set it to 1"
+        if not reason and self.lag:
+            reason = f"a rollout that samples what the step trains, got lag {self.lag.steps}; drop one of them"
+        if not reason and at["policy"] == at["rollout"]:
+            reason = (
+                f"a policy in a pool of its own, got it in the pool {at['rollout']} with the rollout; write placement: "
+                "{policy: {…}, rollout: {…}}"
+            )
+        if reason:
+            raise ValueError(f"stream_gradients needs {reason}")
+        return self
+
     @property
     def documents(self) -> int:
         """Of one optimiser step, at the most."""
@@ -241,12 +265,16 @@ class OnPolicyConfig(SamplingConfig):
 class GroupConfig(OnPolicyConfig):
     """A baseline from the other samples of the same prompt, and a KL penalty in the reward where one is asked for."""
 
+    not_streamable: ClassVar[str] = ""
+
     group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 8  # samples per prompt; a group of one has no baseline
     kl: RewardKLConfig | None = None
 
 
 class GRPOConfig(OnPolicyConfig):
     """GRPO with clip-higher (DAPO); groups without reward spread have no policy gradient and are not computed."""
+
+    not_streamable: ClassVar[str] = ""
 
     group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 8  # samples per prompt; a group of one has no baseline
     clip_high: float = Field(default=0.28, gt=0, le=1e6)
@@ -267,6 +295,8 @@ class OverlongConfig(Frozen):
 
 class DAPOConfig(OnPolicyConfig):
     """DAPO: clip-higher, token mean, groups without reward spread replaced by others, overlong responses dearer."""
+
+    not_streamable: ClassVar[str] = ""
 
     group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 16  # samples per prompt
     clip_high: float = Field(default=0.28, gt=0, le=1e6)
@@ -290,6 +320,10 @@ class DAPOConfig(OnPolicyConfig):
 class ReinforcePlusPlusConfig(OnPolicyConfig):
     """REINFORCE++: no critic; returns of penalised rewards, normalised over the whole step."""
 
+    not_streamable: ClassVar[str] = (
+        "credit that is given to each group by itself, got reinforce_plus_plus, which normalises over the whole step"
+    )
+
     group_size: Rows = 1  # samples per prompt
     baseline: Literal["none", "group"] = "none"  # group: the reward minus its group's mean, before it is normalised
     gamma: float = Field(default=1.0, gt=0, le=1)  # per token
@@ -304,6 +338,11 @@ class ReinforcePlusPlusConfig(OnPolicyConfig):
 
 class PPOConfig(OnPolicyConfig):
     """PPO with a critic."""
+
+    not_streamable: ClassVar[str] = (
+        "one update whose terms share a denominator, got ppo: a policy and a critic, whose advantages are of the whole "
+        "step"
+    )
 
     more_passes: ClassVar[str] = "; epochs are passes over the prompts, and those over a rollout batch are ppo_epochs"
     group_size: Rows = 4  # samples per prompt; no baseline comes from them, so one is enough

@@ -41,6 +41,10 @@ class Asked:
             batch = _with(batch, column, [answer.result()])
         return batch
 
+    def ready(self, columns: Sequence[Column]) -> bool:
+        """Whether all of these are there."""
+        return all(column in self.answers and self.answers[column].done() for column in columns)
+
 
 def ask(roles: Roles, batch: TokenBatch, columns: Sequence[Column]) -> Asked:
     """Every column by its role, side by side where they have devices of their own."""
@@ -78,10 +82,11 @@ class Columns:
         algorithm: says which columns.
         roles: fill them.
         lag: steps that sampling may be ahead; where it is, only frozen roles know what they will say.
+        always: stretches are formed where no column is required, too.
     """
 
-    def __init__(self, algorithm: Algorithm, roles: Roles, lag: int = 0) -> None:
-        self._algorithm, self._roles, self._lag = algorithm, roles, lag
+    def __init__(self, algorithm: Algorithm, roles: Roles, lag: int = 0, *, always: bool = False) -> None:
+        self._algorithm, self._roles, self._lag, self._always = algorithm, roles, lag, always
         self._coming: dict[int, list[_Stretch]] = {}  # by step
 
     def offer(self, group: ScoredGroup, form: Form) -> None:
@@ -92,7 +97,7 @@ class Columns:
             form: makes the documents of some groups, of each by itself.
         """
         early, size = self._early(group.step), self._size(group.step)
-        if not (early and size):
+        if not ((early or self._always) and size):
             return
         stretch = _put(self._coming.setdefault(group.step, []), group, size)
         if stretch.tokens < size:
@@ -105,27 +110,35 @@ class Columns:
         """What was asked for is not trained on."""
         self._coming.clear()
 
+    def whole(self, step: int) -> list[Asked]:
+        """The stretches of a step that are whole, in order, with what was asked for."""
+        return [stretch.asked for stretch in self._coming.get(step, []) if stretch.asked]
+
     def fill(
         self, batch: TokenBatch, step: int, groups: Sequence[ScoredGroup] = (), form: Form | None = None
     ) -> TokenBatch:
-        """The documents of a step with its columns.
+        """The documents of a step with its columns; see `parts`."""
+        parts = [part.filled() for part in self.parts(batch, step, groups, form)]
+        return attached(batch, parts, self._algorithm.requires(step), type(self._algorithm).__name__)
+
+    def parts(self, batch: TokenBatch, step: int, groups: Sequence[ScoredGroup], form: Form | None) -> list[Asked]:
+        """The stretches of a step, all of whose columns are asked for.
 
         Args:
+            batch: its documents.
             groups: that they were formed of, in the order of the data stream.
             form: makes the documents of some of them, of each by itself; None: nobody can.
 
-        Raises:
-            InputError: `form` makes other documents of all groups than of each.
         """
         columns, known, size = self._algorithm.requires(step), self._coming.pop(step, []), self._size(step)
         stretches: list[_Stretch] = []
         for group in groups if form and size else ():
             _put(stretches, group, size)
-        if form is None or len(stretches) < 2:
-            return ask(self._roles, batch, columns).filled()
         asked = {stretch.keys: stretch.asked for stretch in known}
+        if form is None or (not asked.keys() & {stretch.keys for stretch in stretches} and len(stretches) < 2):
+            return [ask(self._roles, batch, columns)]
         parts = [self._part(stretch, asked.get(stretch.keys), columns, form) for stretch in stretches]
-        return _attached(batch, [part.filled() for part in parts if part], columns, type(self._algorithm).__name__)
+        return [part for part in parts if part]
 
     def _part(self, stretch: _Stretch, asked: Asked | None, columns: Sequence[Column], form: Form) -> Asked | None:
         """The rest of a stretch's columns, asked for besides."""
@@ -149,6 +162,7 @@ class Columns:
     def _size(self, step: int) -> int:
         """Tokens that fill a micro-batch on every rank of those who are asked; 0: nobody is."""
         ranks = [self._roles.group(column.role).ranks for column in self._algorithm.requires(step)]
+        ranks += [self._roles.made.ranks] if self._always else []
         return self._roles.micro_batch_tokens * max(ranks, default=0)
 
 
@@ -161,7 +175,7 @@ def _put(stretches: list[_Stretch], group: ScoredGroup, size: int) -> _Stretch:
     return stretches[-1]
 
 
-def _attached(batch: TokenBatch, parts: Sequence[TokenBatch], columns: Sequence[Column], name: str) -> TokenBatch:
+def attached(batch: TokenBatch, parts: Sequence[TokenBatch], columns: Sequence[Column], name: str) -> TokenBatch:
     """The columns of the parts, in the documents of the whole.
 
     Raises:

@@ -18,6 +18,7 @@ from posttrain.engine.algorithms.losses import log_ratio
 from posttrain.engine.batch import Provenance, TokenBatch
 from posttrain.engine.groups.worker_group import Future
 from posttrain.engine.loop.columns import Columns, Form, ask
+from posttrain.engine.loop.gradients import Gradients
 from posttrain.engine.loop.roles import Roles
 from posttrain.engine.loop.wide_filling import refuse_odd
 from posttrain.engine.predictions import Predictions
@@ -54,6 +55,8 @@ class Learning:
         steps: of the stage.
         seed: the stage's.
         lag: steps that sampling is ahead; with none, what learns has the weights that sampled, so both must agree.
+        streams: gradients are summed as groups come.
+        followed: samples at the beginning of a step whose way is traced.
         meanwhile: what is done while an update is waited for: it takes so many seconds at the most, and says whether
             there is more to do.
 
@@ -69,10 +72,13 @@ class Learning:
         seed: int,
         *,
         lag: int = 0,
+        streams: bool = False,
+        followed: int = 0,
         meanwhile: Meanwhile = lambda trace, seconds: False,
     ) -> None:
         self._algorithm, self._roles, self._seed, self._compares = algorithm, roles, seed, not lag
-        self.columns = Columns(algorithm, roles, lag)
+        self.columns = Columns(algorithm, roles, lag, always=streams)
+        self.gradients = Gradients(algorithm, roles, self.columns, steps, followed) if streams else None
         self._meanwhile = meanwhile
         for step in {0, steps - 1}:
             self._refuse_missing(step)
@@ -101,6 +107,12 @@ class Learning:
         if batch is None:
             return Learned({})
         batch = replace(batch, provenance=Provenance(step=step))
+        if self.gradients and form:
+            with trace.span("update"):
+                done = self.gradients.finish(batch, step, groups, form, tracer)
+            self._compare(done.metrics, trace)
+            told = {**_distance(done.batch), **done.metrics}
+            return Learned(told, done.tokens, 1 if done.tokens else 0, done.metrics)
         columns = self._algorithm.requires(step)
         if columns:
             with trace.span("columns") as span:
@@ -113,6 +125,12 @@ class Learning:
             learned = self._updated(batch, step, trace, tracer)
         self._compare(learned.first, trace)
         return replace(learned, metrics={**_distance(batch), **_staleness(batch), **learned.metrics})
+
+    def forget(self) -> None:
+        """What was computed of groups that are not trained on."""
+        self.columns.forget()
+        if self.gradients:
+            self.gradients.forget()
 
     def measure(self, batch: TokenBatch) -> dict[str, float]:
         """`probe/loss` of the stage's own model on a batch, and what its objective reports besides; nothing learns."""

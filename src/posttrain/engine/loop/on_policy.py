@@ -77,7 +77,10 @@ class OnPolicy:
         self._trace: TraceConfig = getattr(config, "trace", TraceConfig(groups=0))
         self._most = config.tokens_per_step if isinstance(config, DataflowConfig) else None
         lag = own.lag.steps if own and own.lag else 0
-        self._learning = Learning(algorithm, roles, config.steps, seed, lag=lag, meanwhile=self._look)
+        streams = bool(own and own.stream_gradients)
+        followed = self._trace.followed(algorithm.source.prompts) * algorithm.source.samples
+        words = algorithm, roles, config.steps, seed
+        self._learning = Learning(*words, lag=lag, streams=streams, followed=followed, meanwhile=self._look)
         if lag and roles.sampler.one(RolloutWorker.view) == "alias":
             raise InputError(f"lag {lag} needs a rollout with weights of its own, got one that reads the policy's")
         if own and own.lag and own.lag.correction != "bypass" and PROXIMAL not in algorithm.requires(config.steps - 1):
@@ -144,7 +147,7 @@ class OnPolicy:
 
     def rewind(self) -> None:
         """What the step sampled is sampled again by whoever goes on."""
-        self._learning.columns.forget()
+        self._learning.forget()
         self._ahead.rewind()
 
     def save(self, path: Path) -> Mapping[str, str]:
@@ -169,6 +172,8 @@ class OnPolicy:
     def _offer(self, group: ScoredGroup) -> None:
         """What a kept group makes whole is predicted while others are sampled."""
         self._learning.columns.offer(group, self._form(group.step))
+        if self._learning.gradients:
+            self._learning.gradients.offer(group.step)
 
     def _look(self, trace: Trace, seconds: float) -> bool:
         """Take what was sampled ahead meanwhile."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar, final
+from typing import Literal, Protocol, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -135,7 +135,9 @@ class Update:
     objective: Callable[[Totals], Objective]  # of one mini-batch
     epochs: int = 1  # passes over the batch
     mini_batches: int = 1  # optimiser steps per pass
-    streamable: bool = False  # its gradients may be summed as groups arrive: credit is a group's own affair
+    # what every term of its loss is divided by, of `Totals`, where credit is given to each group by itself: then
+    # gradients may be summed as groups come; None: they may not
+    streamable: Literal["tokens", "sequences"] | None = None
     computes: Callable[[TokenBatch], Sequence[int]] = every_item  # items that have a gradient
     clip: tuple[float, float] | None = None  # how far its ratio may leave 1, for traces; None: it has no such clip
 

@@ -29,7 +29,7 @@ class Distill(Sampling[DistillConfig]):
 
     def updates(self, step: int) -> Sequence[Update]:
         """The policy, on everything that it sampled."""
-        return (Update("policy", self.objective, mini_batches=self.config.mini_batches, streamable=True),)
+        return (Update("policy", self.objective, mini_batches=self.config.mini_batches),)
 
     def objective(self, totals: Totals) -> DistillationObjective:
         """Token mean."""

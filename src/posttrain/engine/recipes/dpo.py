@@ -50,7 +50,7 @@ class DPO(RowDefaults):
     def updates(self, step: int) -> Sequence[Update]:
         """The policy."""
         objective = partial(DPOObjective, beta=self.config.beta, smoothing=self.config.label_smoothing)
-        return (Update("policy", objective, streamable=True),)
+        return (Update("policy", objective),)
 
 
 @final

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from posttrain.engine.algorithms.advantages import Estimator, by_group, has_signal
-from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.algorithms.aggregation import DENOMINATORS, Totals
 from posttrain.engine.algorithms.kl import kl_estimate
 from posttrain.engine.algorithms.objectives import PolicyObjective, old_logprobs
 from posttrain.engine.batch import TokenBatch
@@ -95,6 +96,11 @@ class GroupBaseline(PolicyGradient[C]):
     def rewards(self, batch: TokenBatch) -> Tensor:
         """[D] float64: what each response is worth."""
         return penalised(batch, getattr(self.config, "kl", None))
+
+    def updates(self, step: int) -> Sequence[Update]:
+        """The policy; every term of its loss is divided by one number."""
+        shared = DENOMINATORS[self.objective(Totals(1, 1, 1, 1)).aggregation]
+        return [replace(update, streamable=shared) for update in super().updates(step)]
 
     def report(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         """The share of groups without a signal."""

@@ -53,7 +53,7 @@ class RewardModel(RowDefaults):
 
     def updates(self, step: int) -> Sequence[Update]:
         """The reward model."""
-        return (Update("reward_model", PreferenceObjective, streamable=True),)
+        return (Update("reward_model", PreferenceObjective),)
 
 
 def paired(pairs: Sequence[Preference], provenance: Provenance) -> TokenBatch:

@@ -34,4 +34,4 @@ class SFT(RowDefaults):
 
     def updates(self, step: int) -> Sequence[Update]:
         """The policy."""
-        return (Update("policy", SupervisedObjective, streamable=True),)
+        return (Update("policy", SupervisedObjective),)

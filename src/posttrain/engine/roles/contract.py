@@ -31,6 +31,7 @@ from posttrain.engine.models.exported import Shard, put
 from posttrain.engine.predictions import Predictions
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.roles.port import TrainEngine
+from posttrain.engine.roles.update import Division
 from posttrain.engine.weights.attestation import Attestation, attest
 
 VOCABULARY = 61
@@ -171,6 +172,27 @@ def leaves_nothing_of_a_diverged_step(bench: Bench) -> None:
     _require(_equal(bench.weights(engine), bench.weights(other)), "a diverged step leaves no gradient and no moment")
 
 
+def sums_what_comes_in_parts(bench: Bench) -> None:
+    """A mini-batch in parts, one of them empty: the update and the metrics of the whole, and nothing before."""
+    whole, parted = bench.engine(), bench.engine()
+    one = bench.train(whole, range(1))
+    mine, before = bench.shard(), bench.weights(parted)
+    total = Totals.of(whole_batch())
+    sums = SupervisedObjective(Totals(1, 1, 1, 1))
+    half = len(mine) // 2
+    for number, part in enumerate((range(half), range(0), range(half, len(mine)))):
+        parted.step(mine.select_items(part), sums, step=0, part=number, more=True)
+    _require(_equal(bench.weights(parted), before), "an update that has not come whole changes no weight")
+    division = Division(total.tokens, total.computed)
+    two = dict(parted.step(mine.select_items([]), sums, step=0, divide=division).metrics)
+    _require(one.keys() == two.keys(), "metrics have the same names")
+    _require(all(abs(one[n] - two[n]) <= 1e-4 * max(1.0, abs(one[n])) for n in one), "metrics are the whole's")
+    _require(_close(bench.weights(whole), bench.weights(parted)), "parts add up to the whole's update")
+    for engine in (whole, parted):
+        bench.train(engine, range(1, 2))
+    _require(_close(bench.weights(whole), bench.weights(parted)), "nothing of the parts is left in the next update")
+
+
 def goes_on_from_a_checkpoint(bench: Bench) -> None:
     """Bit for bit; one without the role is refused."""
     folder = bench.folder / f"checkpoint-{bench.context.size}"
@@ -208,6 +230,7 @@ HELD: tuple[Callable[[Bench], None], ...] = (
     leaves_nothing_of_a_diverged_step,
     goes_on_from_a_checkpoint,
     records_what_the_step_found,
+    sums_what_comes_in_parts,
 )
 
 

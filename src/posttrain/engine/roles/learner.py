@@ -27,6 +27,7 @@ from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models.activation_checkpointing import checkpoint_activations
 from posttrain.engine.models.costs import cost_model
 from posttrain.engine.models.sharding import FullySharded, Sharding, Unsharded, local
+from posttrain.engine.roles.update import Division
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights.checkpoint import read_role, write_role
 from posttrain.pacing.balancing import micro_batches
@@ -98,6 +99,7 @@ class Learner:
             fused=context.size == 1,
         )
         self._module = module
+        self._kept: dict[str, Tensor] = {}  # sums of the parts of an update that has not come whole
         module.train(dropout)
 
     def split(self, batch: TokenBatch) -> tuple[tuple[tuple[int, ...], ...], list[TokenBatch]]:
@@ -121,24 +123,29 @@ class Learner:
         *,
         step: int,
         part: int = 0,
+        more: bool = False,
+        divide: Division | None = None,
     ) -> dict[str, float]:
-        """One optimiser step.
+        """One optimiser step, or a part of one.
 
         Args:
             micros: this rank's micro-batches; may be none.
             dummy: computed instead, without effect, while other ranks still have some.
             forward: called once per micro-batch.
             step: 0-based stage step, for the schedule and the dropout key.
-            part: which mini-batch of the step.
+            part: which mini-batch of the step, or which part of one.
+            more: gradients and sums are kept for the next call, and nothing is updated.
+            divide: what they are divided by, those that were kept included.
 
         Returns:
-            `loss`, `grad_norm` (before clipping), `learning_rate`, and the objective's sums, all over every rank.
+            `loss`, `grad_norm` (before clipping), `learning_rate`, and the objective's sums, all over every rank;
+            nothing where there is more.
 
         Raises:
             DivergedError: loss or gradient is NaN or infinite on any rank; nothing was updated on any, and no gradient
                 is left.
         """
-        sums: dict[str, Tensor] = {}
+        sums, self._kept = self._kept, {}
         for index in range(self.sharding.rounds(len(micros))):
             idle = index >= len(micros)
             with self._dropout_key(step, part, index):
@@ -149,6 +156,11 @@ class Learner:
             for name, value in {"loss": parts.loss.detach(), **parts.sums}.items():
                 value = torch.zeros_like(value) if idle else value
                 sums[name] = sums[name] + value if name in sums else value
+        if more:
+            self._kept = sums
+            return {}
+        if divide:
+            sums = self._divided(sums, divide)
         norm = self.sharding.clip_gradients(self._config.max_grad_norm)
         report = self._totals(sums)
         if not (math.isfinite(report["loss"]) and math.isfinite(norm)):
@@ -241,6 +253,13 @@ class Learner:
                     key: _like(trained, moments[f"{name}/{key}"], whole=key == "step") for key in _MOMENTS
                 }
         self.sharding.write_back()
+
+    @torch.no_grad()
+    def _divided(self, sums: Mapping[str, Tensor], divide: Division) -> dict[str, Tensor]:
+        for parameter in self.sharding.parameters().values():
+            if parameter.grad is not None:
+                parameter.grad.div_(divide.loss)
+        return {name: value / (divide.loss if name == "loss" else divide.metrics) for name, value in sums.items()}
 
     def _totals(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Sums over micro-batches → sums over ranks. Equal names on all of them, dummies included."""

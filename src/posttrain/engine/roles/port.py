@@ -11,7 +11,7 @@ from posttrain.engine.batch import TokenBatch
 from posttrain.engine.models.exported import Shard
 from posttrain.engine.models.predicting import Model
 from posttrain.engine.predictions import Need, Predictions
-from posttrain.engine.roles.update import Update
+from posttrain.engine.roles.update import Division, Update
 
 
 class TrainEngine(Protocol):
@@ -22,6 +22,7 @@ class TrainEngine(Protocol):
     * is called by all ranks in the same order (`forward`, `step` and `write_model` are collective, whatever a rank's
       shard; one may be empty), and predicts and updates what one rank with all shards would, up to rounding;
     * sums gradients over ranks and micro-batches: the objective has divided them by the totals of the whole;
+    * sums the gradients of a mini-batch that comes in parts (`more`), and divides them once;
     * changes nothing, weights, moments and gradients, where a step diverges;
     * exports each element of each tensor from exactly one rank, under the names and in the layout of the Hugging Face
       module, tied tensors once: what is fused, transposed or split inside comes out as it was read;
@@ -38,7 +39,15 @@ class TrainEngine(Protocol):
         """
 
     def step(
-        self, batch: TokenBatch, objective: Objective, *, step: int, part: int = 0, record: bool = False
+        self,
+        batch: TokenBatch,
+        objective: Objective,
+        *,
+        step: int,
+        part: int = 0,
+        record: bool = False,
+        more: bool = False,
+        divide: Division | None = None,
     ) -> Update:
         """One optimiser step of all ranks on a mini-batch, of which this rank has a shard.
 
@@ -48,6 +57,8 @@ class TrainEngine(Protocol):
             step: 0-based stage step, for the schedule and the dropout key.
             part: which mini-batch of the step.
             record: also return the batch with the log-probabilities that the step found, as `current_logprobs`.
+            more: the mini-batch has not come whole: gradients and sums are kept, and added to those of the next call.
+            divide: what gradients, loss and metrics of all its parts are divided by, before gradients are clipped.
 
         Raises:
             DivergedError: loss or gradient is NaN or infinite on any rank.

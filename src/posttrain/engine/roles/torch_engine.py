@@ -20,7 +20,7 @@ from posttrain.engine.models.sequence_parallel import open_sequence_group
 from posttrain.engine.predictions import Need, Predictions
 from posttrain.engine.roles.columns import with_prediction
 from posttrain.engine.roles.learner import Learner
-from posttrain.engine.roles.update import Update
+from posttrain.engine.roles.update import Division, Update
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 
 
@@ -81,7 +81,15 @@ class TorchEngine:
         return Predictions(**{need: gathered.column(need).to(batch.device) for need in needs})
 
     def step(
-        self, batch: TokenBatch, objective: Objective, *, step: int, part: int = 0, record: bool = False
+        self,
+        batch: TokenBatch,
+        objective: Objective,
+        *,
+        step: int,
+        part: int = 0,
+        record: bool = False,
+        more: bool = False,
+        divide: Division | None = None,
     ) -> Update:
         """See `TrainEngine`."""
         shards, micros = self.learner.split(batch)
@@ -94,7 +102,8 @@ class TorchEngine:
                 seen.append(bare.with_columns(current_logprobs=predicted.of("logprobs")))
             return objective(micro, predicted)
 
-        metrics = self.learner.step(micros, self.learner.dummy(batch), forward, step=step, part=part)
+        dummy = self.learner.dummy(batch)
+        metrics = self.learner.step(micros, dummy, forward, step=step, part=part, more=more, divide=divide)
         if not record:
             return Update(metrics)
         found = TokenBatch.gather(seen, shards) if seen else replace(batch, wide_columns={})

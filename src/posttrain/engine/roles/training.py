@@ -16,7 +16,7 @@ from posttrain.engine.predictions import Need
 from posttrain.engine.roles.columns import with_prediction
 from posttrain.engine.roles.port import TrainEngine
 from posttrain.engine.roles.torch_engine import TorchEngine
-from posttrain.engine.roles.update import Update
+from posttrain.engine.roles.update import Division, Update
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights.attestation import Attestation
 from posttrain.engine.weights.stream import Bucket, WeightSource, carried
@@ -74,7 +74,15 @@ class TrainWorker:
             context.lend(self.engine.model)
 
     def update(
-        self, batch: TokenBatch, objective: Objective, *, step: int, part: int = 0, record: bool = False
+        self,
+        batch: TokenBatch,
+        objective: Objective,
+        *,
+        step: int,
+        part: int = 0,
+        record: bool = False,
+        more: bool = False,
+        divide: Division | None = None,
     ) -> Update:
         """One optimiser step of the whole group on a mini-batch, of which this rank has a shard; see
         `TrainEngine.step`. The shard's rows of wide columns are fetched first.
@@ -84,7 +92,7 @@ class TrainWorker:
             InputError: the model predicts nothing of what the objective needs.
         """
         whole = replace(batch, wide_columns=fetched(batch.wide_columns))
-        return self.engine.step(whole, objective, step=step, part=part, record=record)
+        return self.engine.step(whole, objective, step=step, part=part, record=record, more=more, divide=divide)
 
     def fill(self, batch: TokenBatch, column: str, need: Need) -> TokenBatch:
         """The batch with a column of what the model predicts as it is, without gradients and dropout."""

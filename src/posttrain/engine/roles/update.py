@@ -11,6 +11,15 @@ from posttrain.engine.batch import TokenBatch
 
 @final
 @dataclass(frozen=True, slots=True)
+class Division:
+    """What the sums of an update that came in parts are divided by, when its last part is there."""
+
+    loss: float  # and the gradient
+    metrics: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Update:
     """One optimiser step: `Update({"loss": 0.31, "grad_norm": 1.2, "learning_rate": 1e-5, "clip_fraction": 0.01})`.
 
