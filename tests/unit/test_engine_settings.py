@@ -187,9 +187,9 @@ def test_ppo_counts_what_policy_and_critic_train_on() -> None:
     sampled: list[int] = []
 
     class Counting(EvenTokens):
-        def __call__(self, prompts: Any, trajectories: Any) -> Any:
+        def scores(self, trajectories: Any) -> Any:
             sampled.extend(t.generated for t in trajectories)
-            return super().__call__(prompts, trajectories)
+            return super().scores(trajectories)
 
     recipe._ahead.scorer = Counting()
     spent = recipe.step(2, quiet(2)).tokens

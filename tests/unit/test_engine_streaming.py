@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_engine_lag import APART, told
 from test_engine_recipes import PROMPTS, TINY, TOKENIZER, quiet
 from test_engine_training import Desk
@@ -32,6 +35,7 @@ from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.port import Flow
 from posttrain.engine.groups.worker_group import Future
+from posttrain.engine.loop.incoming import Incoming
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.initial import initial_model
 from posttrain.engine.models.source import ModelSource, ScalarSource
@@ -47,9 +51,10 @@ from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.batches import Rollouts
 from posttrain.engine.rollout.worker import RolloutWorker
-from posttrain.engine.samples import Prompt, Trajectory
+from posttrain.engine.samples import Group, Prompt, Trajectory, groups_of
 from posttrain.engine.scoring import RewardScorer, Stretch
 from posttrain.engine.settings import PolicyGradientOptimizerConfig, RuntimeConfig
+from posttrain.engine.tracing import Trace
 from posttrain.engine.weights.view import PolicyVersion
 
 
@@ -351,3 +356,70 @@ class TestGradients:
             config = made._algorithm.config  # type: ignore[attr-defined]
             with pytest.raises(InputError, match=why):
                 OnPolicy(config, odd(config), made.roles, PROMPTS, Even(), 11).step(0, quiet(0))
+
+
+@dataclass
+class Scripted:
+    """A stream whose groups come when a schedule says so; and a scorer whose answers are there when it does."""
+
+    keys: list[int]
+    order: list[int]
+    counts: list[int]  # of groups that come at each look
+    slow: list[int]  # looks that each answer of the scorer takes
+    together: int
+    ended: bool = False
+    asked: list[tuple[list[int], Stretch]] = field(default_factory=list)
+
+    def take(self, timeout: float) -> list[Rollouts]:
+        count = self.counts.pop(0) if self.counts else len(self.order)
+        came, self.order = self.order[:count], self.order[count:]
+        self.ended = not self.order
+        return [Rollouts(tuple(made_group(key) for key in came), counts={"steps": 1})] if came else []
+
+    def groups(self, prompts: int, tokens: int) -> int:
+        return self.together
+
+    def apart_from(self, rollout: Any) -> bool:
+        return True
+
+    def begin(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch) -> Future[Any]:
+        firsts = [int(trajectory.response[0]) for trajectory in trajectories]
+        self.asked.append((firsts, stretch))
+        looks = iter(range(self.slow.pop(0) if self.slow else 0))
+        return Future(lambda: [Score(float(first)) for first in firsts], lambda: next(looks, None) is None)
+
+
+def made_group(key: int) -> Group:
+    return groups_of([Trajectory.answer((1, 5), [key], [-0.5], truncated=False)], [key], 1)[0]
+
+
+@settings(max_examples=1500, deadline=None)
+@given(
+    order=st.integers(1, 9).flatmap(lambda count: st.permutations(range(3, 3 + count))),
+    counts=st.lists(st.integers(0, 3), max_size=20),
+    slow=st.lists(st.integers(0, 3), max_size=9),
+    together=st.integers(1, 4),
+    early=st.booleans(),
+    looks=st.lists(st.booleans(), max_size=30),
+)
+def test_whatever_comes_when_is_handed_on_once_in_the_order_of_the_stream(
+    order: list[int], counts: list[int], slow: list[int], together: int, early: bool, looks: list[bool]
+) -> None:
+    keys = sorted(order)
+    world: Any = Scripted(keys, order, counts, slow, together)
+    facts: list[Any] = []
+    trace = Trace(facts.append, 0)
+    incoming = Incoming(2, keys, [PROMPTS[0]] * len(keys), world, 1, world, together, early)
+    found: list[ScoredGroup] = []
+    schedule = iter(looks)
+    for _ in range(200):
+        if incoming.over:
+            break
+        found += incoming.look(trace, 0.0)[0] if next(schedule, False) else incoming.take(trace)
+    assert [group.group.key for group in found] == keys, "each once, in order"
+    assert [group.rewards.tolist() for group in found] == [[float(key)] for key in keys], "with its own score"
+    assert {group.step for group in found} == {2}
+    cut = [keys[at : at + together] for at in range(0, len(keys), together)]
+    assert [firsts for firsts, _ in world.asked] == cut, "the same are scored together whatever comes when"
+    assert [stretch.first for _, stretch in world.asked] == list(range(0, len(keys), together))
+    assert sorted(span.name for span in facts) == ["reward", "rollout"]

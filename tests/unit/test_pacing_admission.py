@@ -1,4 +1,4 @@
-"""The policy and the buffer of the loop under thousands of schedules: nothing here knows tokens, weights or time."""
+"""Policy, buffer and journal of the loop under thousands of schedules: nothing here knows tokens, weights or time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.domain.errors import InputError
+from posttrain.engine.journal import Journal
 from posttrain.pacing.admission import Buffer, InOrder
 
 
@@ -23,7 +24,8 @@ class World:
     buffer: Buffer[int] = field(init=False)
     step: int = 0  # trained next
     version: int = 0
-    stream: int = 0  # the next key
+    journal: Journal = field(default_factory=lambda: Journal(5, 7))
+    rows: dict[int, int] = field(default_factory=dict)  # key → row of the data set
     running: list[int] = field(default_factory=list)
     rounds: dict[int, int] = field(default_factory=dict)
     batch_of: dict[int, int] = field(default_factory=dict)
@@ -42,8 +44,9 @@ class World:
             self.buffer.give_up(batch)
             return True
         self.rounds[batch] = self.rounds.get(batch, 0) + 1
-        keys = list(range(self.stream, self.stream + count))
-        self.stream += count
+        taken = self.journal.take(count)
+        self.rows |= dict(taken)
+        keys = [key for key, _ in taken]
         self.buffer.start(keys, batch, self.version)
         self.running = keys
         self.batch_of |= dict.fromkeys(keys, batch)
@@ -70,6 +73,16 @@ class World:
         self.step += 1
         return True
 
+    def die(self) -> bool:
+        """Between two steps, when nothing runs; another process goes on with what the checkpoint says."""
+        if self.running:
+            return False
+        held, given_up = self.buffer.ready(), self.buffer.pace(0, 0).given_up
+        self.journal = Journal(5, 7, self.journal.consumed)
+        self.buffer = Buffer(InOrder(self.lag), self.prompts, self.steps)
+        self.buffer.restore(held, given_up, self.journal.consumed - 1)
+        return True
+
     def publish(self) -> bool:
         """Only when nothing runs and nothing more may start: then a batch is of one version."""
         if self.version == self.step or self.running:
@@ -86,7 +99,7 @@ class World:
     prompts=st.integers(1, 4),
     steps=st.integers(1, 6),
     refills=st.integers(0, 2),
-    choices=st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=300),
+    choices=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=300),
 )
 def test_whatever_the_schedule_a_batch_is_of_one_version_and_nothing_is_lost(
     lag: int, prompts: int, steps: int, refills: int, choices: list[tuple[int, bool]]
@@ -97,6 +110,8 @@ def test_whatever_the_schedule_a_batch_is_of_one_version_and_nothing_is_lost(
         if world.step == steps and not world.running:
             break
         which, drop = next(schedule, (0, False))
+        if which == 4:
+            world.die()
         actions = [world.start, lambda drop=drop: world.end_one(drop), world.train, world.publish]
         moved = any(actions[(which + turn) % 4]() for turn in range(4))
         assert moved, "a deadlock"
@@ -106,7 +121,10 @@ def test_whatever_the_schedule_a_batch_is_of_one_version_and_nothing_is_lost(
     assert len(set(taken)) == len(taken), "nothing is trained twice"
     assert not set(taken) & set(world.dropped), "nor is what was dropped"
     left = {entry.key for entry, _ in world.buffer.ready()}
-    assert {*taken, *world.dropped, *left} == set(range(world.stream)), "everything that was started is accounted for"
+    started = set(range(world.journal.consumed))
+    assert {*taken, *world.dropped, *left} == started == world.rows.keys(), "what was started is accounted for"
+    undisturbed = Journal(5, 7).take(world.journal.consumed)
+    assert world.rows == dict(undisturbed), "every row of the stream, in its place, once"
     for step, batch in enumerate(world.trained):
         assert {world.version_of[key] for key in batch} <= {max(0, step - lag)}, "exact lag"
         assert batch == sorted(batch)

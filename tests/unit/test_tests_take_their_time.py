@@ -52,6 +52,7 @@ ALLOWED = {
     ("contract/test_foreground.py", "for _ in answers(name, {}, timeout=1.0):"): NEVER,
     ("contract/test_group_contract.py", 'clusters().backend("late", 8, start_seconds=1)'): NEVER,
     ("contract/test_group_contract.py", "policy.within(0.3).each(gw.Policy.sleep_on, 1, 1.5)"): NEVER,
+    ("contract/test_group_contract.py", 'policy = pools(1).start("policy", gw.Policy).within(0.2)'): NEVER,
     ("contract/test_group_contract.py", "policy.within(0.5).each(gw.Policy.sleep_on, 1, 60.0)"): NEVER,
     (
         "contract/test_reward_cell.py",
