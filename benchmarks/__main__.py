@@ -21,6 +21,7 @@ SUITES = (
     "logprobs",
     "per_token",
     "overlap",
+    "meanwhile",
     "tracing",
     "weights",
     "ledger",

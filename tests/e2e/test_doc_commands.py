@@ -38,6 +38,7 @@ SUITES = {
     "dispatch",
     "controller",
     "overlap",
+    "meanwhile",
     "logprobs",
     "per_token",
     "tracing",

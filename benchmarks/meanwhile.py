@@ -1,0 +1,166 @@
+"""What is done while others are sampled: GRPO with a slow reward and a reference, two pools, emulated decode time.
+
+    python -m benchmarks.meanwhile [--json FILE] [--steps N] [--tiny]
+
+Three ways of one step, interleaved: everything after the last response (`waits`), scores and the reference's
+log-probabilities as groups end (`streams`), and gradients too (`gradients`). Loop, training and reference are the real
+ones (0.9 M parameters, 16 prompts x 8). The rollout's pool is a thread whose groups come when those of another machine
+would, spread over so many seconds; the reward sleeps for its time in a thread of its own. The ideal is the longest of
+decoding, scoring and the rest, as if each could begin with the first token. Medians of wall-clock seconds.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.elsewhere import Elsewhere
+from benchmarks.overlap import SIZE, run
+from benchmarks.sorting_task import exact, render, task, teach
+from posttrain.engine.assembly import open_roles
+from posttrain.engine.config import GRPOConfig, KLConfig
+from posttrain.engine.groups.backends.inline import InlineBackend
+from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.groups.port import Backend
+from posttrain.engine.loop.on_policy import OnPolicy
+from posttrain.engine.models.initial import character_tokenizer, initial_model
+from posttrain.engine.models.source import ModelSource
+from posttrain.engine.recipes.algorithm import RolloutDefaults
+from posttrain.engine.recipes.grpo import GRPO
+from posttrain.engine.rewards.port import RewardCall
+from posttrain.engine.rewards.scripted import ScriptedReward
+from posttrain.engine.samples import Prompt
+from posttrain.engine.scoring import RewardScorer
+from posttrain.engine.settings import PolicyGradientOptimizerConfig, RuntimeConfig
+from posttrain.engine.weights.view import PolicyVersion
+
+WAYS = ("waits", "streams", "gradients")
+SHARES = (0.0, 0.5, 1.0)  # the reward's time, of the decode time, which is twice that of the rest
+
+
+class Late(RewardScorer):
+    """Scores when the rollout has ended."""
+
+    def apart_from(self, rollout: Backend) -> bool:
+        """As if it took its memory."""
+        return False
+
+
+@dataclass(frozen=True)
+class Result:
+    """Medians over steps, in seconds."""
+
+    decode_seconds: float  # emulated
+    reward_seconds: float  # emulated
+    rest_seconds: float  # of a step, measured
+    waits: float
+    streams: float
+    gradients: float
+
+    @property
+    def ideal(self) -> float:
+        """Seconds of a step in which everything runs side by side."""
+        return max(self.decode_seconds, self.reward_seconds, self.rest_seconds)
+
+
+@dataclass
+class Side:
+    """One way of a step."""
+
+    recipe: OnPolicy
+    away: Elsewhere
+    slow: dict[str, float]
+
+
+def recipe(folder: Path, tokenizer: PreTrainedTokenizerFast, way: str, tiny: bool, steps: int) -> Side:
+    """GRPO with a reference, in two pools."""
+    rng = random.Random(3)
+    rows = [task(rng) for _ in range(512)]
+    prompts = [Prompt(tuple(render(tokenizer, row["question"])), row["question"], row) for row in rows]
+    size = {"prompts_per_step": 2, "group_size": 2, "max_new_tokens": 8} if tiny else {"prompts_per_step": 16}
+    config = GRPOConfig(
+        **{"data": "d", "reward": "r", "steps": steps, **size},
+        placement={"policy": {"cpus": 1}, "rollout": {"cpus": 1}},
+        kl=KLConfig(coefficient=0.01),
+        stream_gradients=way == "gradients",
+        runtime=RuntimeConfig(micro_batch_tokens=32 if tiny else 512),
+        optimizer=PolicyGradientOptimizerConfig(learning_rate=1e-5, warmup_steps=0),
+    )
+    slow = {"seconds": 0.0}
+
+    def score(call: RewardCall) -> list[float]:
+        time.sleep(slow["seconds"] * len(call) / config.samples)
+        return [exact(c, str(row["answer"])) for c, row in zip(call.completions, call.rows, strict=True)]
+
+    away, here = Elsewhere("rollout"), ResourcePool(InlineBackend(pool="policy"))
+    pools = {"rollout": ResourcePool(away)}
+    roles = open_roles(config, ModelSource(folder, "float32"), 0, lambda role: pools.get(role, here))
+    scorer = (Late if way == "waits" else RewardScorer)(ScriptedReward(score), tokenizer)
+    algorithm = GRPO(config)
+    if way == "waits":
+        algorithm.groupwise = RolloutDefaults.groupwise  # so that no column is asked for before all groups are there
+    made = OnPolicy(config, algorithm, roles, prompts, scorer, 0)
+    made.publish_weights(PolicyVersion(0, 0))
+    return Side(made, away, slow)
+
+
+def measure(folder: Path, tokenizer: PreTrainedTokenizerFast, share: float, steps: int, tiny: bool) -> Result:
+    """Interleaved steps of the three; the first two of each are not timed."""
+    sides = [recipe(folder, tokenizer, way, tiny, steps + 2) for way in WAYS]
+    for side in sides:
+        run(side.recipe, 0)
+    rest = run(sides[0].recipe, 1) - sides[0].away.generated
+    for side in sides[1:]:
+        run(side.recipe, 1)
+    decode = max(2 * rest, sides[0].away.generated)
+    for side in sides:
+        side.away.decode_seconds, side.slow["seconds"] = decode, share * decode
+    times = [[run(side.recipe, step) for side in sides] for step in range(2, steps + 2)]
+    waits, streams, gradients = (statistics.median(side) for side in zip(*times, strict=True))
+    return Result(decode, share * decode, rest, waits, streams, gradients)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description="What is done while others are sampled")
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--tiny", action="store_true", help="one step of a few rows: that it runs, no figures")
+    options = parser.parse_args()
+    disable_progress_bar()
+    tokenizer = character_tokenizer(SIZE.characters)
+    module = initial_model(SIZE, tokenizer, 0)
+    teach(module, tokenizer, *([2] if options.tiny else []))
+    with tempfile.TemporaryDirectory() as name:
+        module.save_pretrained(name)
+        tokenizer.save_pretrained(name)
+        steps = 1 if options.tiny else options.steps
+        shares = SHARES[1:2] if options.tiny else SHARES
+        results = [measure(Path(name), tokenizer, share, steps, options.tiny) for share in shares]
+    print("decode s  reward s  rest s  waits s  streams s   ratio  gradients s   ratio  ideal")
+    for r in results:
+        print(
+            f"{r.decode_seconds:>8.2f} {r.reward_seconds:>9.2f} {r.rest_seconds:>7.2f} {r.waits:>8.2f} "
+            f"{r.streams:>10.2f}  {r.waits / r.streams:>5.2f}x {r.gradients:>12.2f}  {r.waits / r.gradients:>5.2f}x "
+            f"{r.waits / r.ideal:>5.2f}x"
+        )
+    if options.json:
+        options.json.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
