@@ -199,6 +199,11 @@ def of_this_batch(worker: Any, batch: TokenBatch) -> TokenBatch:
     return batch.with_columns(behaviour_logprobs=batch.column("behaviour_logprobs") + 1)
 
 
+def read_items(worker: Any, parts: Sequence[Stored[Items]]) -> list[int]:
+    """Every value of parts that other ranks keep, in order."""
+    return sorted(value for part in parts for value in part.value().values)
+
+
 def complain(worker: Any, text: str) -> None:
     """On the rank's standard error."""
     print(text, file=sys.stderr, flush=True)

@@ -273,6 +273,27 @@ def test_a_value_is_stored_and_handed_on(shared: Opening, pools: Opening) -> Non
 
 
 @BOTH
+def test_what_ranks_keep_of_a_batch_is_named_by_its_items(shared: Opening) -> None:
+    """A batch is split as ever; the answers stay, and other ranks read them by reference."""
+    spans: list[Span] = []
+
+    def sink(fact: Fact) -> None:
+        assert isinstance(fact, Span)
+        spans.append(fact)
+
+    policy = shared(Recorder(sink)).start("policy", gw.Policy, 100)
+    lengths = [5, 900, 3, 7]
+    shards = policy.nonblocking.map_stored(gw.Policy.shifted, gw.Items.of(lengths), by=1000).result()
+    assert sorted(item for shard in shards for item in shard.items) == [0, 1, 2, 3]
+    for shard in shards:
+        assert shard.part.value().values == tuple(1100 + item for item in shard.items)
+    assert policy.each(gw.read_items, [shard.part for shard in shards]) == [[1100, 1101, 1102, 1103]] * 2
+    few = policy.nonblocking.map_stored(gw.Policy.shifted, gw.Items.of([4]), by=0).result()
+    assert [shard.items for shard in few] == [(0,)], "a rank without items is called, and keeps nothing for anyone"
+    assert all(int(str(span.attributes["bytes_in"])) < 1000 for span in spans)
+
+
+@BOTH
 def test_closing_frees_and_may_be_repeated(pools: Opening) -> None:
     pool = pools(2, "short")
     pids = {process.pid for process in pool.processes} - {os.getpid()}

@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.engine.algorithms.aggregation import Totals, token_weights
+from posttrain.engine.algorithms.distillation import DistillationObjective
 from posttrain.engine.algorithms.gae import generalized_advantages, whiten
 from posttrain.engine.algorithms.kl import kl_rewards
 from posttrain.engine.algorithms.objectives import LossParts, PolicyObjective, ValueObjective
 from posttrain.engine.batch import Document, TokenBatch
-from posttrain.engine.predictions import Need, Predictions
+from posttrain.engine.predictions import CANDIDATES, Need, Predictions
 from posttrain.engine.recipes.algorithm import (
     PROXIMAL,
     REFERENCE,
@@ -221,12 +222,15 @@ class PairObjective:
 
 @dataclass(frozen=True)
 class Distillation(RolloutDefaults):
-    """On the student's own responses, the teacher's likeliest tokens at every place (arXiv 2306.13649)."""
+    """On the student's own responses, the teacher's likeliest tokens at every place (arXiv 2306.13649).
+
+    What came of it is `posttrain.engine.recipes.distill`; the loss here is its own.
+    """
 
     source: PromptSource = ONE
 
     def requires(self, step: int) -> Sequence[Column]:
-        return (Column("teacher", "teacher", "topk", wide=64),)
+        return (Column(CANDIDATES, "teacher", "topk", wide=64),)
 
     def keep(self, group: ScoredGroup) -> Drop | None:
         return None
@@ -238,7 +242,7 @@ class Distillation(RolloutDefaults):
         return batch
 
     def updates(self, step: int) -> Sequence[Update]:
-        return (Update("policy", partial(PolicyObjective, clip_low=0.2, clip_high=0.2)),)
+        return (Update("policy", partial(DistillationObjective, divergence="jsd", beta=0.5)),)
 
 
 ROLLOUT: tuple[RolloutAlgorithm, ...] = (PPO(), VAPO(), FilteredPPO(), OnlineDPO(), Distillation())

@@ -187,6 +187,22 @@ class TestBase:
         world.ok("run", world.write("judged.yaml", yaml.safe_dump({**spec, "name": "judge-only"})))
         assert world.json("export", "judge-only", "out3")["name"] == f"run:{world.newest()}/sft"
 
+    def test_a_teacher_is_no_run_s_last_policy_and_stands_in_the_lineage(self, world: World) -> None:
+        spec = yaml.safe_load(Path("run.yaml").read_text())
+        spec |= {"gates": [], "release": None, "name": "taught"}
+        large = {"kind": "sft", "model": "base", "data": "train", "steps": 3}
+        taught = {"kind": "distill", "model": "sft", "teacher": "large", "data": "train", "steps": 2, "top_k": 8}
+        spec["stages"] = {"sft": spec["stages"]["sft"], "taught": taught, "large": large}
+        world.ok("run", world.write("taught.yaml", yaml.safe_dump(spec)))
+        name = f"run:{world.newest()}/taught"
+        assert world.json("export", "taught", "out4")["name"] == name
+        told = world.ok("lineage", world.newest())
+        assert f"{world.newest()}/large" in told, told
+        assert told.count("made by: sft") == 2, "the student's, and the teacher's"
+        spec["stages"]["taught"]["teacher"] = "model:tiny@1"
+        world.ok("run", world.write("taught.yaml", yaml.safe_dump({**spec, "name": "by-ref"})))
+        assert "model:tiny@1" in world.ok("lineage", world.newest())
+
     def test_a_model_is_no_data_set(self, world: World, shipped: str) -> None:
         path = on(world, "model:tiny", data={"train": "channel:prod", "heldout": "dataset:heldout"})
         result = world("plan", path)

@@ -58,6 +58,9 @@ BASES: dict[str, dict[str, Any]] = {
     "rloo": {**ON_POLICY, "reward": "reward", "mini_batches": 2, "kl": {"coefficient": 0.2}},
     "dapo": {**ON_POLICY, "reward": "reward", "mini_batches": 2, "overlong": {"buffer": 3, "penalty": 0.5}},
     "reinforce_plus_plus": {**ON_POLICY, "reward": "reward", "mini_batches": 2, "kl": {"coefficient": 0.2}},
+    "distill": {
+        **ON_POLICY, "teacher": "teacher", "reward": "reward", "mini_batches": 2, "divergence": "jsd", "top_k": 8,
+    },
     "dpo": {"data": "pairs", "steps": 4, "batch_size": 3, "optimizer": OPTIMIZER, "probe": LOSS},
     "dataflow": {
         **ON_POLICY, "recipe": "flow:flow", "reward": "reward", "settings": {"accept": 0.4}, "tokens_per_step": 9999,
@@ -119,6 +122,8 @@ VALUES: dict[str, Any] = {
     "overlong.penalty": 0.9,
     "gamma": 0.5,
     "beta": 2.0,
+    "distill beta": 0.9,
+    "distill top_k": 2,
     "label_smoothing": 0.3,
     "critic.warmup": 2,
     "settings": {"accept": 0.9},
@@ -165,6 +170,7 @@ OWN_FIELDS: dict[str, tuple[str, ...]] = {
     "rloo": _CLIPPED,
     "dapo": (*_CLIPPED, "refills", "overlong"),
     "reinforce_plus_plus": (*_CLIPPED, "baseline", "gamma"),
+    "distill": ("mini_batches", "group_size", "teacher", "reward", "top_k", "divergence", "beta"),
     "dpo": ("data", "batch_size", "max_length", "probe", "beta", "label_smoothing"),
 }
 # In the plan only: where and how large, which a result does not depend on but for rounding.
@@ -330,6 +336,7 @@ class Shop:
         for seed, shelf in enumerate((self.inputs, self.others)):
             folder = self.run("init_model", normal("init_model"), {}, seed)
             shelf["model"] = InputBlob(put_tree(self.blobs, folder.outputs / "model"), "tree", "model:tiny@1")
+        self.inputs["teacher"], self.others["teacher"] = self.others["model"], self.inputs["model"]
         slots = {"model": "model", "data": "pairs", "probe": "held_pairs"}
         folder = self.run("reward_model", changed("reward_model", {}), slots, 0)
         self.inputs["reward_model"] = InputBlob(put_tree(self.blobs, folder.outputs / "model"), "tree", "model:judge@1")

@@ -49,7 +49,7 @@ def test_collocated_ranks_are_one_pool_and_no_longer_one_process() -> None:
 def test_roles_with_resources_head_pools_and_the_others_live_with_the_policy() -> None:
     spread = placed(SPREAD)
     assert ranks(spread) == {
-        "policy": (4, ("policy", "critic", "reference", "reward_model")),
+        "policy": (4, ("policy", "critic", "reference", "reward_model", "teacher")),
         "rollout": (12, ("rollout",)),
         "reward": (32, ("reward",)),
     }

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.groups.pool import ResourcePool
-from posttrain.engine.groups.port import Stored
+from posttrain.engine.groups.port import Stored, StoredShard
 from posttrain.engine.groups.worker_group import Future, WorkerGroup
 
 class Worker:
@@ -64,6 +64,11 @@ CASES = [
         "a stored value taken for the value",
         "d1: list[dict[str, float]] = group.each_stored(Worker.step, 0.1)",
         "d: list[Stored[dict[str, float]]] = group.each_stored(Worker.step, 0.1)",
+    ),
+    (
+        "a stored shard taken for its value",
+        "f1: list[TokenBatch] = group.nonblocking.map_stored(Worker.logprobs, batch).result()",
+        "f: list[StoredShard[TokenBatch]] = group.nonblocking.map_stored(Worker.logprobs, batch).result()",
     ),
     ("method of another class", "group.each(Other.step, 0.1)", "group.each(Worker.step, 0.1)"),
     ("method by name", "group.each('step', 0.1)", "group.within(3).each(Worker.step, 0.1)"),

@@ -93,6 +93,7 @@ def test_a_stage_leaves_what_its_kind_says() -> None:
         "reward_model": data,
         "dpo": data,
         **dict.fromkeys(("grpo", "dr_grpo", "rloo", "dapo", "reinforce_plus_plus", "ppo"), data | reward),
+        "distill": data | {"teacher": "base"},
         "dataflow": data | {"recipe": "f"},
         "evaluate": {"suites": {"h": data}},
         "init_model": {},

@@ -40,6 +40,7 @@ STAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo with a reward model": ("ppo", {**LONG, "reward_model": "judge"}),
     "sft": ("sft", {}),
     "reward model": ("reward_model", {}),
+    "distill": ("distill", {**LONG, "teacher": "big"}),
 }
 
 
@@ -138,6 +139,17 @@ def test_less_memory_takes_more_computation_then_smaller_micro_batches() -> None
     assert seen == sorted(seen, key=lambda way: (way[0], -way[1]))
     assert seen[0] == (0.0, 16384)
     assert len(set(seen)) == 3 or len(set(seen)) == 4
+
+
+def test_the_object_store_has_room_for_a_teachers_tokens() -> None:
+    """Of a step: 512 responses of 10,000 tokens, 64 of the teacher's at each of them, 8 bytes for each of these."""
+    placement = {"policy": {"gpus": 4}, "teacher": {"gpus": 4}}
+    taught = {**LONG, "teacher": "big", "prompts_per_step": 512}
+    found = settled(load("distill", **taught, placement=placement))
+    assert load("distill", **taught).wide == 512
+    assert size(found, "object_store") == 2 * 2 * shape().parameters + 512 * 10_000 * 64 * 8
+    (why,) = [one.why for one in found.sizes if one.name == "object_store"]
+    assert why == "twice the 14.2 GiB of weights sent to rollouts, 2.4 GiB of a teacher's", why
 
 
 def test_small_models_have_what_they_always_had() -> None:

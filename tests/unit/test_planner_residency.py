@@ -140,6 +140,32 @@ def test_a_role_alone_in_its_pool_has_nobody_to_sleep_for() -> None:
     assert sure(found, "update", "reference") == {"weights": 2 * N}
 
 
+DISTILL = ("policy", "teacher", "rollout")
+
+
+def rows_held(found: Residency) -> dict[tuple[str, str], int]:
+    return {(h.phase, h.role): h.bytes for h in found.held if h.part == "rows"}
+
+
+def test_a_teacher_sleeps_and_its_tokens_stay_until_the_update_is_done() -> None:
+    """Two responses of 5 tokens at 16 bytes."""
+    given = {"samples": 4, "documents": 2, "wide": 16}
+    alone = table(load("distill", DISTILL, **given))
+    assert alone.phases == ("rollout", "teacher", "update")
+    assert sure(alone, "teacher", "teacher") == sure(alone, "update", "teacher") == {"weights": 4 * N}
+    part = 4 * 5 * 16
+    assert rows_held(alone) == {("teacher", "teacher"): part, ("update", "teacher"): part}, "one process has them once"
+    assert any(h.part == "logits" for h in alone.held if (h.phase, h.role) == ("teacher", "teacher"))
+    gone = table(load("distill", DISTILL, {"sleep": True}, **given))
+    assert sure(gone, "update", "teacher") == {}
+    apart = table(load("distill", DISTILL, {"policy": {"ranks": 2}, "teacher": {"ranks": 2}}, **given))
+    half, fetched = part // 2, 5 * 16 + part // 2  # a document of its own, and a part of the teacher's at a time
+    assert rows_held(apart) == {
+        ("teacher", "teacher"): half, ("update", "teacher"): half, ("update", "policy"): fetched
+    }  # fmt: skip
+    assert rows_held(table(load("distill", DISTILL, **given), gpu=True)) == {}, "in the machine's memory, not the GPU's"
+
+
 def test_the_phases_of_ppo_and_of_a_dataflow_nobody_knows() -> None:
     spread = {"rollout": {"gpus": 1}}
     assert table(load("ppo", PPO, spread)).phases == (

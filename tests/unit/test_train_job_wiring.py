@@ -239,6 +239,36 @@ class TestInputs:
         result = run(shop.attempt("unjudged", "grpo", params, ["model", "data", "reward_model"]))
         refused(result, FailureClass.BAD_INPUT, "must score responses, got a model that is no sequence classifier")
 
+    @pytest.mark.parametrize("same", [True, False])
+    def test_a_teacher_has_the_students_tokens(self, shop: Shop, same: bool) -> None:
+        letters = TINY.characters if same else "0123456789Q:"
+        words = {**TINY.model_dump(mode="json"), "characters": letters, "hidden_size": 32, "context_length": 12}
+        other = shop.attempt(f"large-{same}", "init_model", words, [])
+        assert entry.run(str(other.path), init_model.body) == 0
+        shop.inputs["teacher"] = InputBlob(put_tree(shop.blobs, other.outputs / "model"), "tree", "model:large@1")
+        params = {"model": "model", "data": "data", "teacher": "teacher", "steps": 2, "max_new_tokens": 4, "top_k": 3}
+        result = run(shop.attempt(f"taught-{same}", "distill", params, ["model", "data", "teacher"]))
+        if not same:
+            refused(result, FailureClass.BAD_INPUT, "teacher model:large@1 must have the policy's tokenizer")
+            return
+        assert result.status == "succeeded"
+        assert {"loss", "agreement", "teacher_mass", "student_mass", "mismatch_kl"} <= result.metrics.keys()
+        long = run(shop.attempt("long", "distill", {**params, "max_new_tokens": 11}, ["model", "data", "teacher"]))
+        refused(long, FailureClass.BAD_INPUT, "12")
+
+    def test_a_teacher_that_scores_is_refused(self, shop: Shop) -> None:
+        rows = [{"prompt": f"Q:{i}", "chosen": "A:1", "rejected": "A:2"} for i in range(4)]
+        shop.put("pairs", "".join(json.dumps(row) + "\n" for row in rows))
+        words = {"model": "model", "data": "pairs", "steps": 1}
+        judge = shop.attempt("scoring", "reward_model", words, ["model"])
+        order = replace(judge.read_order(), inputs={**judge.read_order().inputs, "data": shop.inputs["pairs"]})
+        judge.write_order(order)
+        assert run(judge).status == "succeeded"
+        shop.inputs["teacher"] = InputBlob(put_tree(shop.blobs, judge.outputs / "model"), "tree", "model:judge@1")
+        params = {"model": "model", "data": "data", "teacher": "teacher", "steps": 1, "max_new_tokens": 4, "top_k": 3}
+        result = run(shop.attempt("untaught", "distill", params, ["model", "data", "teacher"]))
+        refused(result, FailureClass.BAD_INPUT, "teacher model:judge@1 must make text, got a model that scores")
+
 
 def test_a_job_says_how_long_it_ran(made: Shop) -> None:
     assert run(made.sft("timed", params={"steps": 1})).seconds > 0

@@ -21,6 +21,7 @@ from posttrain.domain.edges import IMPORT, ORIGIN, stage_of
 from posttrain.domain.errors import IntegrityError, NotFoundError
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.manifest import model_output
+from posttrain.domain.placement import NAMED_MODELS
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.principals import NOBODY, canonical
 from posttrain.domain.records import Asset, Edge, ReleaseEntry, StageRecord
@@ -185,7 +186,7 @@ def _stage_node(origins: Origins, stage: StageRecord, output: str) -> Node:
 
 
 def _input_node(origins: Origins, stage: StageRecord, edge: Edge) -> Node:
-    made = origins.maker(edge) if edge.slot in ("model", "reward_model") else None
+    made = origins.maker(edge) if edge.slot in ("model", *NAMED_MODELS) else None
     if made:
         return _stage_node(origins, *made)
     meta = stage.inputs.get(edge.slot, {}).get("meta", {})

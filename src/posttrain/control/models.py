@@ -16,6 +16,7 @@ from posttrain.domain.contracts import MODEL
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.manifest import NAMED, InputRef, Manifest, model_output
+from posttrain.domain.placement import NAMED_MODELS
 from posttrain.domain.records import RunRecord
 from posttrain.domain.spelling import nearest
 
@@ -107,6 +108,6 @@ def _main_stage(manifest: Manifest) -> str:
     if manifest.release:
         return manifest.release.model
     makers = [stage for stage in manifest.stages if "model" in stage.outputs]
-    judges = {ref.name for stage in makers for slot, ref in stage.inputs.items() if slot == "reward_model"}
-    policies = [stage.name for stage in makers if stage.name not in judges and not kind_of(stage.kind).scores]
+    helpers = {ref.name for stage in makers for slot, ref in stage.inputs.items() if slot in NAMED_MODELS}
+    policies = [stage.name for stage in makers if stage.name not in helpers and not kind_of(stage.kind).scores]
     return (policies or [stage.name for stage in makers] or [""])[-1]

@@ -16,6 +16,7 @@ from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.kinds import CONTROL, GATE, Driver, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest, model_output, topological
 from posttrain.domain.passes import Passes, passes_of
+from posttrain.domain.placement import NAMED_MODELS
 from posttrain.domain.policies import PinnedPolicy
 from posttrain.domain.rewards import AS_FOUND, JUDGES, Called
 from posttrain.domain.runspec import RunSpec, StageSpec
@@ -220,8 +221,10 @@ class Resolver:
         )
 
     def input(self, name: str, slot: str) -> InputRef:
-        """One input of a stage, pinned."""
-        return self._input(f"stages.{name}.{_place(slot)}", *self._contracts[name].inputs[slot])
+        """One input of a stage, pinned. A judge or a teacher may be a registered model too, by its ref."""
+        field, (kind, word) = f"stages.{name}.{_place(slot)}", self._contracts[name].inputs[slot]
+        named = slot in NAMED_MODELS and ":" in word
+        return self._asset(field, kind, word) if named else self._input(field, kind, word)
 
     def _input(self, field: str, kind: str, word: str) -> InputRef:
         if kind == "model":

@@ -94,6 +94,11 @@ _CRITICAL: Mapping[str, tuple[str, ...]] = {
     "update policy": ("policy",),
     "weights": ("policy", "rollout"),
 }
+_TAUGHT: Mapping[str, tuple[str, ...]] = {
+    **{phase: _SAMPLED[phase] for phase in ("rollout", "reward")},
+    "teacher": ("teacher",),
+    **{phase: _SAMPLED[phase] for phase in ("update", "weights")},
+}
 _PAIRS: Mapping[str, float] = {"chosen": 0.5, "rejected": 0.5}
 
 
@@ -137,6 +142,7 @@ _ALGORITHMS = (
     _own("dapo", "sampling:DAPOConfig", "dapo:DAPO"),
     _own("reinforce_plus_plus", "sampling:ReinforcePlusPlusConfig", "reinforce_plus_plus:ReinforcePlusPlus"),
     _own("ppo", "sampling:PPOConfig", "ppo:PPO", phases=_CRITICAL),
+    _own("distill", "distillation:DistillConfig", "distill:Distill", phases=_TAUGHT),
     _own("dataflow", "sampling:DataflowConfig", "dataflow:Dataflow", phases={}, cheaper=_FLOW),
 )  # fmt: skip
 GATE: Final = StageKind("gate", driver=Driver.CONTROL, outputs={REPORT: "file"})

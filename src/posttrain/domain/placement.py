@@ -23,7 +23,8 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.spelling import nearest
 from posttrain.domain.validation import Frozen
 
-ROLES = ("policy", "critic", "reference", "reward_model", "rollout", "reward")
+ROLES = ("policy", "critic", "reference", "reward_model", "teacher", "rollout", "reward")
+NAMED_MODELS = ("reward_model", "teacher")  # frozen roles whose model an input of that name gives
 COLLOCATED = "collocated"
 MAIN = "main"  # the pool of collocated roles
 
@@ -116,6 +117,7 @@ class Placement(Frozen):
     critic: Resources | None = None
     reference: Resources | None = None
     reward_model: Resources | None = None
+    teacher: Resources | None = None
     rollout: Resources | None = None
     reward: Resources | None = None  # its ranks are scoring processes side by side
     sleep: Literal["auto"] | bool = "auto"  # idle frozen roles of a shared pool leave its memory; auto: on a GPU

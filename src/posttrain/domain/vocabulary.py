@@ -54,6 +54,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             ("reward_funcs", "reward_func", "reward_fn", "reward_function", "reward_weights"), ("reward", "rewards")
         ),
         **dict.fromkeys(("reward_model_path", "reward_pretrain", "rm"), ("reward_model",)),
+        **dict.fromkeys(("teacher_model", "teacher_model_name_or_path", "teacher_path"), ("teacher",)),
         **dict.fromkeys(
             ("dataset", "datasets", "train_dataset", "dataset_name", "train_files", "prompt_data", "data_files"),
             ("data",),
@@ -97,6 +98,7 @@ NOT_HERE: Mapping[str, str] = MappingProxyType(
             ("repetition_penalty", "presence_penalty", "frequency_penalty"),
             "responses are drawn without penalties, from the distribution that the log-probabilities are of",
         ),
+        "lag": "is of a policy gradient, which alone weighs what an older policy sampled",
         "stop": "is of a stage that samples, whose probe it holds for too, and of a suite",
         "stop_token_ids": "a response ends at the tokens that the model's generation_config.json names, and at stop",
     }
@@ -119,6 +121,6 @@ KINDS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(
             ("custom", "user", "best_of_n", "rejection_sampling"), "is kind: dataflow, an algorithm of yours"
         ),
-        **dict.fromkeys(("distill", "gkd", "on_policy_distillation"), "is not there yet"),
+        **dict.fromkeys(("gkd", "distillation", "on_policy_distillation"), "is kind: distill"),
     }
 )

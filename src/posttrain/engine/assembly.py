@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from posttrain.engine.config import PPOConfig, RowsConfig, SamplingConfig, TrainingConfig
 from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.loop.roles import Roles
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.predicting import Model
@@ -51,6 +52,7 @@ def open_roles(
     *,
     critic: ScalarSource | ScalarModel | None = None,
     reward_model: ScalarSource | ScalarModel | None = None,
+    teacher: ModelSource | LanguageModel | None = None,
     engine: RolloutEngine | None = None,
 ) -> Roles:
     """The roles of an algorithm that samples; the policy first, because a rollout beside it reads its weights.
@@ -59,6 +61,7 @@ def open_roles(
         model: the starting policy; also the reference, where the algorithm has a KL penalty.
         critic: what the value model begins with.
         reward_model: where responses are scored by a model.
+        teacher: where the policy learns from one.
         engine: a rollout engine to use instead of one over the policy's weights, in the controller's process.
     """
     policy = pool_of("policy").start(
@@ -98,7 +101,29 @@ def open_roles(
         frozen["reward_model"] = pool.start(
             "reward_model", FrozenWorker, reward_model, name="reward_model", micro_batch_tokens=tokens
         )
+    if teacher is not None:
+        frozen["teacher"] = _open_teacher(config, teacher, policy, pool_of("teacher").by_rank(), tokens)
     return Roles(learners, frozen, rollout, sleeps=_sleeps(config, pool_of), micro_batch_tokens=tokens)
+
+
+def _open_teacher(
+    config: SamplingConfig,
+    model: ModelSource | LanguageModel,
+    policy: WorkerGroup[TrainWorker],
+    pool: ResourcePool,
+    tokens: int,
+) -> WorkerGroup[FrozenWorker]:
+    """It names tokens that the policy has, and says how likely they are at the policy's temperature."""
+    known, warmth = policy.one(TrainWorker.vocabulary), config.temperature
+    return pool.start(
+        "teacher",
+        FrozenWorker,
+        model,
+        name="teacher",
+        temperature=warmth,
+        micro_batch_tokens=tokens,
+        vocabulary=known,
+    )
 
 
 def _sleeps(config: TrainingConfig, pool_of: PoolOf) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
+from posttrain.engine.wide import TopK, WideColumn, joined, rows_of
 
 Tokens = Sequence[int] | npt.NDArray[np.int32]
 
@@ -59,6 +60,7 @@ class TokenBatch:
     rewards             per token
     returns             what the critic is to learn
     advantages          0 outside the response
+    candidates          wide: a teacher's likeliest tokens and their log-probabilities
     ==================  ===========================================================================
     """
 
@@ -68,6 +70,7 @@ class TokenBatch:
     response_mask: Tensor  # [T] bool: the log-probability of this token, predicted from the one before, enters the loss
     token_columns: Mapping[str, Tensor] = field(default_factory=dict)  # [T] each
     document_columns: Mapping[str, Tensor] = field(default_factory=dict)  # [D] each
+    wide_columns: Mapping[str, WideColumn] = field(default_factory=dict)  # [R, k] each, or where it is
     units: tuple[int, ...] | None = None  # documents of each unit, which are never separated; None: each is its own
     unit: int = 2  # documents of a unit, where all are alike: what a dummy has
     sample_ids: tuple[str, ...] = ()  # [D] or none: "<step>.<prompt>.<sample>", what a trace finds them by
@@ -184,6 +187,14 @@ class TokenBatch:
             raise InputError(f"the batch must have a column {name}, got {had}; have it computed before it is needed")
         return found
 
+    def wide(self, name: str) -> TopK:
+        """The rows of a wide column, [R, k]: one for each response token, in their order; on the batch's device.
+
+        Raises:
+            InputError: nobody has put it in, or its rows are in another process.
+        """
+        return rows_of(self.wide_columns, name, self.device)
+
     def sum_by_document(self, values: Tensor) -> Tensor:
         """[T] → [D]: the sum over each document's tokens, differentiable."""
         return values.new_zeros(self.documents).index_add(0, self.document_index, values)
@@ -218,6 +229,15 @@ class TokenBatch:
         """
         return replace(self, document_columns=self._columns(self.document_columns, columns, self.token_columns, "[D]"))
 
+    def with_wide(self, name: str, column: WideColumn) -> TokenBatch:
+        """A batch with this wide column put in or replaced.
+
+        Raises:
+            InputError: not one row for each response token of each document.
+        """
+        column.check(name, self.response_lengths.tolist())
+        return replace(self, wide_columns={**self.wide_columns, name: column})
+
     def seen_by(self, role: str, rank: int = 0) -> TokenBatch:
         """The same batch with `role` and `rank` as its provenance."""
         return replace(self, provenance=replace(self.provenance, role=role, rank=rank))
@@ -240,10 +260,15 @@ class TokenBatch:
         """
         if self.units is None:
             return self._select(items, None)
-        starts = [0, *accumulate(self.units)]
         _refuse_outside(items, len(self.units), "units")
-        documents = [document for item in items for document in range(starts[item], starts[item + 1])]
-        return self._select(documents, tuple(self.units[item] for item in items))
+        return self._select(self.documents_of(items), tuple(self.units[item] for item in items))
+
+    def documents_of(self, items: Sequence[int]) -> Sequence[int]:
+        """The documents of the named units, in the named order."""
+        if self.units is None:
+            return items
+        starts = [0, *accumulate(self.units)]
+        return [document for item in items for document in range(starts[item], starts[item + 1])]
 
     def dummy(self) -> TokenBatch:
         """A unit of documents of two tokens without a response, in this batch's columns; two where it has no units.
@@ -251,17 +276,14 @@ class TokenBatch:
         What a rank without documents computes on, so that every rank takes part in a collective.
         """
         size = self.unit
-        zeros = {
-            "token": {name: values.new_zeros(2 * size) for name, values in self.token_columns.items()},
-            "document": {name: values.new_zeros(size) for name, values in self.document_columns.items()},
-        }
         return TokenBatch(
             tokens=torch.zeros(2 * size, dtype=torch.int64, device=self.device),
             positions=torch.arange(2, device=self.device).repeat(size),
             lengths=(2,) * size,
             response_mask=torch.zeros(2 * size, dtype=torch.bool, device=self.device),
-            token_columns=zeros["token"],
-            document_columns=zeros["document"],
+            token_columns={name: values.new_zeros(2 * size) for name, values in self.token_columns.items()},
+            document_columns={name: values.new_zeros(size) for name, values in self.document_columns.items()},
+            wide_columns={name: column.dummy(size) for name, column in self.wide_columns.items()},
             units=None if self.units is None else (size,),
             unit=size,
         )
@@ -292,7 +314,8 @@ class TokenBatch:
         ids = tuple(self.sample_ids[i] for i in chosen) if self.sample_ids else ()
         versions = tuple(self.versions[i] for i in chosen) if self.versions else ()
         lengths = tuple(self.lengths[i] for i in chosen)
-        return replace(taken, lengths=lengths, sample_ids=ids, versions=versions, units=units)
+        wide = {name: column.select(chosen) for name, column in self.wide_columns.items()}
+        return replace(taken, lengths=lengths, sample_ids=ids, versions=versions, units=units, wide_columns=wide)
 
     def _each(self, token: Callable[[Tensor], Tensor], document: Callable[[Tensor], Tensor]) -> TokenBatch:
         """Every [T] tensor changed by one function, every [D] tensor by the other."""
@@ -315,19 +338,19 @@ def _refuse_outside(chosen: Sequence[int], count: int, what: str) -> None:
 def _concatenate(parts: Sequence[TokenBatch]) -> TokenBatch:
     if len(parts) == 1:
         return parts[0]
-    first = parts[0]
     for what in ("units", "sample_ids", "versions"):  # what only some of them have would be lost, or be another's
         if len({bool(getattr(part, what)) for part in parts}) > 1:
             raise InputError(f"gathered parts must all have {what} or none, got some with and some without")
     return replace(
-        first,
+        parts[0],
         tokens=torch.cat([part.tokens for part in parts]),
         positions=torch.cat([part.positions for part in parts]),
         response_mask=torch.cat([part.response_mask for part in parts]),
         lengths=tuple(chain.from_iterable(part.lengths for part in parts)),
         token_columns=_joined([part.token_columns for part in parts]),
         document_columns=_joined([part.document_columns for part in parts]),
-        units=None if first.units is None else tuple(chain.from_iterable(part.units or () for part in parts)),
+        wide_columns=joined([part.wide_columns for part in parts]),
+        units=None if parts[0].units is None else tuple(chain.from_iterable(part.units or () for part in parts)),
         sample_ids=tuple(chain.from_iterable(part.sample_ids for part in parts)),
         versions=tuple(chain.from_iterable(part.versions for part in parts)),
     )
@@ -342,9 +365,7 @@ def _joined(columns: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 def _inverse(order: Sequence[int]) -> list[int]:
     """Where each of 0, 1, … stands in `order`."""
-    places = [0] * len(order)
-    for place, item in enumerate(order):
-        places[item] = place
+    places: list[int] = np.argsort(order).tolist()
     return places
 
 

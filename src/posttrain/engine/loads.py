@@ -6,7 +6,7 @@ from typing import Literal, TypeVar
 
 from posttrain.domain.contracts import Load
 from posttrain.domain.placement import Placement
-from posttrain.engine.config import EvaluateConfig, OnPolicyConfig, RowsConfig, SamplingConfig
+from posttrain.engine.config import DistillConfig, EvaluateConfig, OnPolicyConfig, RowsConfig, SamplingConfig
 
 DECODED_TOGETHER = 256  # rows; `rollout.port.SamplingParams.batch_size`, which a test compares
 T = TypeVar("T")
@@ -44,6 +44,7 @@ def load_of(kind: str, config: object) -> Load | None:
         reward_timeout=_written(sampled.reward_timeout) if sampled and scored else None,
         scored=scored,
         lag=config.lag.steps if isinstance(config, OnPolicyConfig) and config.lag else 0,
+        wide=config.wide if isinstance(config, DistillConfig) else 0,
     )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
 
-Need = Literal["logprobs", "entropy", "values", "scores", "topk"]
+# topk fills a wide column; candidates are what a model says of the tokens in the wide column of that name
+Need = Literal["logprobs", "entropy", "values", "scores", "topk", "candidates"]
+CANDIDATES: Final = "candidates"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,14 +22,15 @@ class Predictions:
     entropy: Tensor | None = None  # [T] float32: nats of the distribution that each response token was drawn from
     values: Tensor | None = None  # [T] float32: V before each response token
     scores: Tensor | None = None  # [D] float32: a scalar head after each document's last token
+    candidates: Tensor | None = None  # [R, k] float32: log-probabilities of the tokens in the column of that name
 
     def of(self, need: Need) -> Tensor:
         """One of them.
 
         Raises:
-            InputError: it was not asked for.
+            InputError: it was not asked for, or is `topk`, which is a wide column's alone.
         """
-        found: Tensor | None = getattr(self, need)
+        found: Tensor | None = getattr(self, need, None)
         if found is None:
             raise InputError(f"the model must predict {need} for this loss, got none; name it in the objective's needs")
         return found

@@ -28,6 +28,10 @@ values are there besides. Of a process that trains on a CPU, what is said here i
 memory that it took at the most (a test measures it). The logits count twice, in float32; above
 `CHUNKED_LOGITS` of them, a chunk's temporaries and the head's gradient in float32.
 
+A teacher's likeliest tokens stay with it in the machine's memory, 8 bytes each, from the phase `teacher` to the last
+update; each rank that learns has those of its own documents there besides, unless both are one process, and one of
+the teacher's parts while it fetches them. They count where ranks compute on CPUs, at `max_new_tokens` a response.
+
 Asleep, a frozen role of a shared pool leaves its GPU, and on a CPU it is dropped and read again; what is trained, and a
 rollout's copy, stay. Not counted: Python and torch themselves (0.4 GB a process on the CPU), CUDA contexts, allocator
 fragments, collective buffers, data sets, checkpoints being written, and a reward function's own processes.
@@ -259,6 +263,7 @@ class _Pool:
             if role in shapes:
                 found = [*self._persistent(role, shapes[role], active)]
                 found += self._transient(phase, role, shapes[role]) if role in active else []
+                found.append(("rows", self._rows(phase, role), True))
                 for part, size, estimated in found:
                     if size:
                         yield Held(phase, self.pool.name, role, part, size, estimated)
@@ -299,7 +304,20 @@ class _Pool:
             elif phase != "weights":
                 yield from self._forward(shape, backward=False, head=False)
         elif role != "rollout":
-            yield from self._forward(shape, backward=False, head=role == "reference")
+            yield from self._forward(shape, backward=False, head=role in ("reference", "teacher"))
+
+    def _rows(self, phase: str, role: str) -> int:
+        """Bytes of a wide column that a rank holds in the machine's memory."""
+        load, taught = self._load, "teacher" in self._load.roles
+        if not taught or self.device != "cpu":
+            return 0
+        each, teachers = load.response_tokens * load.wide, load.placement.pool_of("teacher").ranks
+        part = each * math.ceil(load.samples / teachers)
+        if role == "teacher" and phase in ("teacher", "update"):
+            return part
+        if role != "policy" or phase != "update" or load.placement.is_inline:
+            return 0
+        return each * math.ceil(load.documents / self._ranks) + part
 
     def _forward(self, shape: Shape, *, backward: bool, head: bool) -> Iterator[tuple[str, int, bool]]:
         layer = 7 * shape.hidden + 5 * (shape.heads + shape.kv_heads) * shape.head_dim + 4 * shape.intermediate

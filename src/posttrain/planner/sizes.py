@@ -12,7 +12,8 @@ activation_             off where a micro-batch of that many tokens fits without
 checkpointing           a third more computation costs less than many small micro-batches
 kv_cache                on a GPU all that is left in the phase `rollout`, on a CPU half of it, in whole 16 MiB
 object_store            a tenth of the machine's memory, at most 8 GiB; twice the weights that are sent to rollouts (the
-                        version before goes late), where that is more, at most three tenths of the memory
+                        version before goes late) and a teacher's likeliest tokens of a step, where that is more, at
+                        most three tenths of the memory
 reward_timeout          10 s, or 20 µs for each token that a batch of responses may hold, where that is more
 ======================  ================================================================================================
 
@@ -291,8 +292,10 @@ def _object_store(load: Load, shapes: Mapping[str, Shape], room: Room) -> Size |
         home = load.placement.pools(load.roles)[load.placement.pool_of("policy").name]
         sent = policy.parameters * width_of(load, device_of(load, home, gpu_there=room.gpu_there))
     usual = min(int(_STORE_SHARE * room.memory), _STORE_USUAL)
-    value = max(usual, min(2 * sent, int(_STORE_MOST * room.memory)))
-    why = f"twice the {gib(sent)} of weights sent to rollouts" if value > usual else "a tenth of memory, at most 8 GiB"
+    rows = load.samples * load.response_tokens * load.wide
+    value = max(usual, min(2 * sent + rows, int(_STORE_MOST * room.memory)))
+    many = f"twice the {gib(sent)} of weights sent to rollouts" + (f", {gib(rows)} of a teacher's" if rows else "")
+    why = many if value > usual else "a tenth of memory, at most 8 GiB"
     return Size("object_store", float(value), "bytes", True, why)
 
 

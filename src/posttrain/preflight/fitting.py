@@ -109,6 +109,17 @@ def model_files(workspace: OpenWorkspace, ref: InputRef, word: str | None, folde
     return ModelFiles(sizes, lambda name: workspace.blobs.get(listing[name].digest) if name in listing else None)
 
 
+def word_of(ref: InputRef, model: str | None) -> str | None:
+    """How the run file names a registered model, where its files may be outside of the store; None: they are in it.
+
+    Args:
+        model: how it names its base, which alone may be a path.
+    """
+    if ref.name.startswith("hf:"):
+        return ref.name
+    return model if ref.name.startswith("path:") else None
+
+
 def read_dataset(workspace: OpenWorkspace, ref: InputRef, word: str | None, folder: Path) -> Rows:
     """The rows of a planned data set, which is in the store or, named by its path, on disk only.
 

@@ -29,20 +29,20 @@ def refuse_judges_without_scores(
         InputError: naming file, stage and judge.
     """
     for stage in manifest.stages:
-        if _SLOT in stage.inputs and not _scores(manifest, stage, workspace, source, model):
+        if _SLOT in stage.inputs and scores(manifest, stage, _SLOT, workspace, source, model) is False:
             raise InputError(
                 f"{source}: stages.{stage.name}.{_SLOT}: must score responses, got {stage.inputs[_SLOT].name}, which "
                 "is no sequence classifier; name a stage of kind reward_model, or a model that such a stage made"
             )
 
 
-def _scores(
-    manifest: Manifest, stage: StageManifest, workspace: OpenWorkspace, source: Path, model: str | None
-) -> bool:
-    """Whether it does; True where nobody knows yet."""
-    ref = stage.inputs[_SLOT]
+def scores(
+    manifest: Manifest, stage: StageManifest, slot: str, workspace: OpenWorkspace, source: Path, model: str | None
+) -> bool | None:
+    """Whether the model in a slot scores responses; None where nobody knows yet."""
+    ref = stage.inputs[slot]
     if ref.source == "stage":
         made = manifest.stage(ref.name).kind
-        return made not in OWN or kind_of(made).scores
+        return kind_of(made).scores if made in OWN else None
     config, _ = stored_config(ref, workspace, source, model)
-    return not config or is_classifier(config)
+    return is_classifier(config) if config else None

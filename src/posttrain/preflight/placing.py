@@ -15,6 +15,7 @@ from posttrain.domain.contracts import Load
 from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import OWN, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
+from posttrain.domain.placement import NAMED_MODELS
 from posttrain.domain.runspec import RunSpec
 from posttrain.execution.machine import Machine, room_of, this_machine
 from posttrain.execution.trainers.native import gpu_visible
@@ -23,7 +24,7 @@ from posttrain.planner.feasibility import gib, infeasible, too_large, unfit
 from posttrain.planner.residency import Residency, Shape, resident
 from posttrain.planner.sizes import Room, Settled, Size, settle, unknown_kinds
 from posttrain.preflight.datasets import Dataset
-from posttrain.preflight.fitting import model_files, origin
+from posttrain.preflight.fitting import model_files, origin, word_of
 from posttrain.preflight.lengths import Lengths
 from posttrain.preflight.outlook import workload
 from posttrain.preflight.rewarding import bytes_of
@@ -173,7 +174,7 @@ def role_shapes(
     """The shape of the model behind each role; roles without a model, or with one of unknown shape, are left out."""
     found: dict[str, Shape] = {}
     for role in load.roles:
-        slot = "reward_model" if role == "reward_model" and "reward_model" in stage.inputs else "model"
+        slot = role if role in NAMED_MODELS and role in stage.inputs else "model"
         shape = _shape(manifest, stage, slot, workspace, source, model) if role != "reward" else None
         if shape is not None:
             found[role] = shape
@@ -194,10 +195,11 @@ def stored_config(
     ref: InputRef, workspace: OpenWorkspace, source: Path, model: str | None
 ) -> tuple[dict[str, Any], int]:
     """A registered model's `config.json` and the bytes of its weights; empty where its bytes are elsewhere."""
-    if ref.digest is None or (model is None and not workspace.blobs.has(ref.digest)):
+    word = word_of(ref, model)
+    if ref.digest is None or (word is None and not workspace.blobs.has(ref.digest)):
         return {}, 0
     with bytes_of(ref):
-        files = model_files(workspace, ref, model, source.parent)
+        files = model_files(workspace, ref, word, source.parent)
         config = _map(files.read(CONFIG))
     return config, sum(size for name, size in files.sizes.items() if name.endswith(".safetensors"))
 
@@ -216,9 +218,9 @@ def fallback_warnings(
         roles: of the stage; `rollout` is among them where it answers prompts.
         source, model: as in `refuse_infeasible`.
     """
-    scalar = {"reward_model"} if "reward_model" in stage.inputs else set()
+    named = [slot for slot in NAMED_MODELS if slot in stage.inputs]
     found = []
-    for slot, readers in (("model", set(roles) - scalar), ("reward_model", scalar)):
+    for slot, readers in (("model", set(roles) - set(named)), *((slot, {slot}) for slot in named)):
         began = origin(manifest, stage, slot)
         if slot not in stage.inputs or isinstance(began, StageManifest):  # what `init_model` makes goes the fast ways
             continue
@@ -233,6 +235,12 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The text part of a configuration of several modalities."""
     part = config.get("text_config")
     return part if isinstance(part, dict) else {}
+
+
+def vocabulary_of(stage: StageManifest) -> int | None:
+    """Tokens of the model that a stage makes from nothing; None: it makes none."""
+    shape = _made_from_nothing(stage.params) if kind_of(stage.kind).from_nothing else None
+    return shape.vocabulary if shape else None
 
 
 def _made_from_nothing(params: Mapping[str, Any]) -> Shape | None:

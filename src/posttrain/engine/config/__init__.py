@@ -3,6 +3,7 @@
 One class per kind of stage. A field's comment gives meaning, unit and the reason for its default.
 """
 
+from posttrain.engine.config.distillation import DistillConfig
 from posttrain.engine.config.evaluation import EvaluateConfig, SuiteConfig
 from posttrain.engine.config.initial import InitModelConfig
 from posttrain.engine.config.rows import (
@@ -45,6 +46,7 @@ __all__ = [
     "DAPOConfig",
     "DPOConfig",
     "DataflowConfig",
+    "DistillConfig",
     "EvaluateConfig",
     "GRPOConfig",
     "GroupConfig",

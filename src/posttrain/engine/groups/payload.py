@@ -40,6 +40,11 @@ class StoredAway(Generic[R]):
     handle: Any
     fetch: Fetch
 
+    @property
+    def here(self) -> bool:
+        """Never: it is fetched anew each time."""
+        return False
+
     def value(self) -> R:
         """Fetch the value: a copy, the caller's own."""
         value: R = unpack(self.fetch(self.handle), self.fetch)

@@ -53,8 +53,20 @@ class Answer(Generic[R_co]):
 class Stored(Protocol[R_co]):
     """A value that stayed where it was computed. It travels as a reference, from rank to rank, past the controller."""
 
+    @property
+    def here(self) -> bool:
+        """Whether `value` is the thing itself, in this process, and no copy of it."""
+
     def value(self) -> R_co:
         """Fetch it; called by the worker that was given the reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredShard(Generic[R_co]):
+    """What one rank keeps of a batch that was split: `StoredShard(part, items=(0, 3))`."""
+
+    part: Stored[R_co]
+    items: tuple[int, ...]  # of the whole batch, in the order of the part
 
 
 class Call(Protocol[R_co]):

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, final
 
 from posttrain.domain.errors import DeadlineError, InputError
-from posttrain.engine.groups.port import Answer, Backend, Call, Flow, Gatherable, Shardable, Stored
+from posttrain.engine.groups.port import Answer, Backend, Call, Flow, Gatherable, Shardable, Stored, StoredShard
 from posttrain.engine.groups.recording import Recorder
 from posttrain.pacing.balancing import Assignment, CostModel, balance
 
@@ -135,12 +135,10 @@ class NonBlocking(Generic[W]):
     def map(self, method: Callable[Concatenate[W, B, P], G], batch: B, *args: P.args, **kwargs: P.kwargs) -> Future[G]:
         """As `WorkerGroup.map`."""
         handle = self._handle
-        assignment = balance(handle.costs.costs(batch.item_lengths), handle.shards)
-        parts: list[B] = [batch] if handle.shards == 1 else [batch.select_items(shard) for shard in assignment.shards]
+        assignment, parts = self._split(batch)
         begun = (time.time(), time.perf_counter())
         calls: list[Call[G]] = []
-        for shard, part in enumerate(parts):
-            ranks = range(shard * handle.sequence_parallel, (shard + 1) * handle.sequence_parallel)
+        for ranks, part in parts:
             calls += handle.backend.submit(handle.role, ranks, method, (part, *args), kwargs)
 
         def combine(answers: Sequence[G]) -> G:
@@ -151,6 +149,26 @@ class NonBlocking(Generic[W]):
             return gathered
 
         return self._future(calls, method, begun, combine, assignment)
+
+    def map_stored(
+        self, method: Callable[Concatenate[W, B, P], R], batch: B, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[list[StoredShard[R]]]:
+        """As `map`, but what the ranks return stays there: references, each with the items that it was computed from.
+        Ranks without items are called, and not among them.
+        """
+        handle = self._handle
+        assignment, parts = self._split(batch)
+        begun = (time.time(), time.perf_counter())
+        calls: list[Call[Stored[R]]] = []
+        for ranks, part in parts:
+            calls += handle.backend.submit_stored(handle.role, ranks, method, (part, *args), kwargs)
+
+        def kept(answers: Sequence[Stored[R]]) -> list[StoredShard[R]]:
+            first = answers[:: handle.sequence_parallel]  # the ranks of one shard agree
+            shards = zip(first, assignment.shards, strict=True)
+            return [StoredShard(part, tuple(items)) for part, items in shards if items]
+
+        return self._future(calls, method, begun, kept, assignment)
 
     def each(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[list[R]]:
         """As `WorkerGroup.each`."""
@@ -174,6 +192,13 @@ class NonBlocking(Generic[W]):
         begun = (time.time(), time.perf_counter())
         calls = handle.backend.submit_stored(handle.role, range(handle.backend.ranks), method, args, kwargs)
         return self._future(calls, method, begun, list)
+
+    def _split(self, batch: B) -> tuple[Assignment, list[tuple[range, B]]]:
+        """Which ranks get which part of a batch."""
+        handle, size = self._handle, self._handle.sequence_parallel
+        assignment = balance(handle.costs.costs(batch.item_lengths), handle.shards)
+        parts: list[B] = [batch] if handle.shards == 1 else [batch.select_items(shard) for shard in assignment.shards]
+        return assignment, [(range(at * size, (at + 1) * size), part) for at, part in enumerate(parts)]
 
     def _future(
         self,

@@ -17,9 +17,11 @@ from posttrain.domain.errors import InputError
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.groups.worker_group import Future
 from posttrain.engine.loop.roles import Roles
+from posttrain.engine.loop.wide_filling import hold
 from posttrain.engine.recipes.algorithm import Algorithm, Column, ScoredGroup
 from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.wide import joined
 
 Form = Callable[[Sequence[ScoredGroup]], TokenBatch | None]
 
@@ -36,9 +38,7 @@ class Asked:
         """The documents with their columns, when all are there."""
         batch = self.batch
         for column, answer in self.answers.items():
-            found = answer.result().column(column.name)
-            put = batch.with_document_columns if column.need == "scores" else batch.with_columns
-            batch = put(**{column.name: found})
+            batch = _with(batch, column, [answer.result()])
         return batch
 
     def ready(self, columns: Sequence[Column]) -> bool:
@@ -51,7 +51,9 @@ def ask(roles: Roles, batch: TokenBatch, columns: Sequence[Column]) -> Asked:
     answers: dict[Column, Future[TokenBatch]] = {}
     for column in columns:
         words = (batch, column.name, column.need)
-        if column.role in roles.frozen:
+        if column.wide:
+            answers[column] = hold(roles, batch, column)
+        elif column.role in roles.frozen:
             answers[column] = roles.frozen[column.role].nonblocking.map(FrozenWorker.fill, *words)
         else:
             answers[column] = roles.learners[column.role].nonblocking.map(TrainWorker.fill, *words)
@@ -186,7 +188,14 @@ def attached(batch: TokenBatch, parts: Sequence[TokenBatch], columns: Sequence[C
             f"the other, got {len(batch.lengths)} documents and {len(lengths)}; set groupwise to False"
         )
     for column in columns:
-        found = torch.cat([part.column(column.name) for part in parts])
-        put = batch.with_document_columns if column.need == "scores" else batch.with_columns
-        batch = put(**{column.name: found})
+        batch = _with(batch, column, parts)
     return batch
+
+
+def _with(batch: TokenBatch, column: Column, parts: Sequence[TokenBatch]) -> TokenBatch:
+    """A column of the parts, which are the batch's documents one after the other."""
+    if column.wide:
+        return batch.with_wide(column.name, joined([part.wide_columns for part in parts])[column.name])
+    found = torch.cat([part.column(column.name) for part in parts])
+    put = batch.with_document_columns if column.need == "scores" else batch.with_columns
+    return put(**{column.name: found})

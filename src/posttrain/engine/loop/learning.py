@@ -20,6 +20,7 @@ from posttrain.engine.groups.worker_group import Future
 from posttrain.engine.loop.columns import Columns, Form, ask
 from posttrain.engine.loop.gradients import Gradients
 from posttrain.engine.loop.roles import Roles
+from posttrain.engine.loop.wide_filling import refuse_odd
 from posttrain.engine.predictions import Predictions
 from posttrain.engine.recipes.algorithm import Algorithm, Column, ScoredGroup, Update
 from posttrain.engine.roles.training import TrainWorker
@@ -217,6 +218,7 @@ class Learning:
                     f"{name} needs the role {column.role} for {column.name}, got {', '.join(sorted(there))}; "
                     "open the roles with it"
                 )
+        refuse_odd(columns, self._roles, name)
         for update in updates:
             if update.role not in self._roles.learners:
                 trained = ", ".join(self._roles.learners)

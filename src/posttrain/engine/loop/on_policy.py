@@ -74,7 +74,7 @@ class OnPolicy:
         self._probe = ProbeSchedule.of(probe, config.probe, config.steps)
         roles.rest()
         own = config if isinstance(config, OnPolicyConfig) else None
-        self._trace = own.trace if own else TraceConfig(groups=0)
+        self._trace: TraceConfig = getattr(config, "trace", TraceConfig(groups=0))
         self._most = config.tokens_per_step if isinstance(config, DataflowConfig) else None
         lag = own.lag.steps if own and own.lag else 0
         streams = bool(own and own.stream_gradients)

@@ -11,6 +11,7 @@ from torch import Tensor
 from posttrain.domain.errors import InputError
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.models.language_model import LanguageModel, OutputHead
+from posttrain.engine.wide import TopK
 
 # Above this many logits (128 MiB in float32) they are computed in chunks and again in backward: at a vocabulary of 32 k
 # that takes 0.3 of the memory, at 150 k 0.2. Below it the plain path is faster.
@@ -53,43 +54,127 @@ def token_logprobs_and_entropy(
     Raises:
         InputError: as `token_logprobs`.
     """
-    return _compute(model, batch, temperature, response_only, entropy=True)
+    return _compute(model, batch, temperature, response_only, entropy=True)[:2]
 
 
-def _compute(
-    model: LanguageModel, batch: TokenBatch, temperature: float, response_only: bool, *, entropy: bool
-) -> tuple[Tensor, Tensor]:
+def candidate_logprobs(
+    model: LanguageModel, batch: TokenBatch, candidates: Tensor, temperature: float = 1.0, *, entropy: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of given tokens at every response token, and of the response tokens themselves; differentiable.
+
+    Args:
+        candidates: [R, k], tokens at each of the R response tokens.
+
+    Returns:
+        ([T], [T], [R, k]) float32: `token_logprobs` of the response; the entropies, 0 where they are not asked for;
+        the candidates'.
+
+    Raises:
+        InputError: as `token_logprobs`.
+    """
+    return _compute(model, batch, temperature, response_only=True, entropy=entropy, candidates=candidates)
+
+
+@torch.no_grad()
+def likeliest_tokens(
+    model: LanguageModel, batch: TokenBatch, top: int, temperature: float = 1.0, vocabulary: int | None = None
+) -> TopK:
+    """The `top` likeliest tokens at every response token, likeliest first, with their log-probabilities.
+
+    Logits are computed in chunks, unless the model's output head is no plain matrix.
+
+    Args:
+        vocabulary: tokens from this one on are left out, as a smaller model does not have them; what they have of the
+            probability is nobody's.
+
+    Returns:
+        [R, top] of the R response tokens.
+
+    Raises:
+        InputError: as `token_logprobs`, or `top` is not of this vocabulary.
+    """
+    most = min(model.vocab_size, vocabulary or model.vocab_size)
+    if not 1 <= top <= most:
+        raise InputError(f"top_k must be 1 to {most}, the tokens of the vocabulary, got {top}; change it")
+    _check(model, batch, temperature)
+    index, head = batch.response_mask.nonzero()[:, 0], model.head
+    if head is None:
+        whole = model.logits(batch.tokens, batch.positions, batch.lengths, index - 1)
+        rows = chunk_rows(model.vocab_size, 1)
+    else:
+        whole = model.hidden_states(batch.tokens, batch.positions, batch.lengths)[index - 1]
+        rows = chunk_rows(*head.layer.weight.shape)
+    ids, logprobs = [], []
+    for part in torch.split(whole, rows):
+        logits = _precise(part if head is None else head.logits(part)) / temperature
+        values, places = logits[:, :most].topk(top)
+        ids.append(places.to(torch.int32))
+        logprobs.append(values - logits.logsumexp(-1, keepdim=True))
+    return TopK(torch.cat(ids), torch.cat(logprobs))
+
+
+def _check(model: LanguageModel, batch: TokenBatch, temperature: float) -> None:
     if not temperature > 0:
         raise InputError(f"temperature must be > 0, got {temperature}; for greedy policies score at temperature 1")
     model.check_length(max(batch.lengths))
-    wanted = batch.response_mask if response_only else batch.positions > 0
-    index = wanted.nonzero()[:, 0]
+
+
+def _compute(
+    model: LanguageModel,
+    batch: TokenBatch,
+    temperature: float,
+    response_only: bool,
+    *,
+    entropy: bool,
+    candidates: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[T] log-probabilities, [T] entropies, [R, k] log-probabilities of the candidates (k is 0 without any)."""
+    _check(model, batch, temperature)
+    index = (batch.response_mask if response_only else batch.positions > 0).nonzero()[:, 0]
+    given = index[:, None][:, :0] if candidates is None else candidates.to(torch.int64)
+    rows, places = len(index), torch.arange(len(index), device=batch.device)
     if model.sequence is not None:
-        index = index[model.sequence.owns(index - 1, len(batch.tokens))]
-    zeros = torch.zeros(len(batch.tokens), dtype=torch.float32, device=batch.device)
-    targets = batch.tokens[index]
+        places = places[model.sequence.owns(index - 1, len(batch.tokens))]
+        index, given = index[places], given[places]
+    targets = torch.cat([batch.tokens[index][:, None], given], 1)
     if model.head is not None and len(index) * model.vocab_size > CHUNKED_ABOVE:
         hidden = model.hidden_states(batch.tokens, batch.positions, batch.lengths)[index - 1]
-        logprobs, entropies = chunked_logprobs(model.head, hidden, targets, temperature, entropy=entropy)
+        logprobs, entropies = _in_chunks(model.head, hidden, targets, temperature, entropy=entropy)
     else:
         logits = model.logits(batch.tokens, batch.positions, batch.lengths, index - 1)
-        logprobs, entropies = logprobs_of(logits, targets, temperature, entropy=entropy)
-    spread = zeros.index_copy(0, index, logprobs)
+        logprobs, entropies = _of_logits(logits, targets, temperature, entropy=entropy)
+    zeros = logprobs.new_zeros(len(batch.tokens))
+    spread = zeros.index_copy(0, index, logprobs[:, 0])
     spread_entropies = zeros.index_copy(0, index, entropies) if entropy else zeros
-    if model.sequence is not None:
-        return model.sequence.sum(spread), model.sequence.sum(spread_entropies) if entropy else zeros
-    return spread, spread_entropies
+    at = logprobs.new_zeros(rows, given.shape[1]).index_copy(0, places, logprobs[:, 1:])
+    if model.sequence is None:
+        return spread, spread_entropies, at
+    total = model.sequence.sum
+    return total(spread), total(spread_entropies) if entropy else zeros, at if candidates is None else total(at)
 
 
 def logprobs_of(logits: Tensor, targets: Tensor, temperature: float, *, entropy: bool) -> tuple[Tensor, Tensor]:
     """[N, V] logits and [N] tokens → [N] log-probabilities and entropies, in float32 and by plain autograd."""
-    scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
-    if not entropy:
-        logprobs = -F.cross_entropy(scaled, targets, reduction="none")
-        return logprobs, torch.zeros_like(logprobs)
+    logprobs, entropies = _of_logits(logits, targets[:, None], temperature, entropy=entropy)
+    return logprobs[:, 0], entropies
+
+
+def _of_logits(logits: Tensor, targets: Tensor, temperature: float, *, entropy: bool) -> tuple[Tensor, Tensor]:
+    """[N, V] logits and [N, K] tokens → [N, K] log-probabilities, [N] entropies."""
+    scaled = _precise(logits) if temperature == 1.0 else _precise(logits) / temperature
+    if not entropy and targets.shape[1] == 1:
+        logprobs = -F.cross_entropy(scaled, targets[:, 0], reduction="none")
+        return logprobs[:, None], torch.zeros_like(logprobs)
     distribution = scaled.log_softmax(-1)
-    logprobs = distribution.gather(1, targets[:, None])[:, 0]
+    logprobs = distribution.gather(1, targets)
+    if not entropy:
+        return logprobs, logprobs.new_zeros(len(logprobs))
     return logprobs, -(distribution.exp() * distribution).sum(-1)
+
+
+def _precise(logits: Tensor) -> Tensor:
+    """In float32, or in float64 where they are."""
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def chunked_logprobs(
@@ -102,6 +187,14 @@ def chunked_logprobs(
 
     The weight's gradient is summed over chunks in float32 and rounded once, at the end.
     """
+    logprobs, entropies = _in_chunks(head, hidden, targets[:, None], temperature, entropy=entropy, chunk=chunk)
+    return logprobs[:, 0], entropies
+
+
+def _in_chunks(
+    head: OutputHead, hidden: Tensor, targets: Tensor, temperature: float, *, entropy: bool, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """`_of_logits` in chunks: [N, hidden] and [N, K] tokens → [N, K], [N]."""
     weight, bias = head.layer.weight, head.layer.bias
     rows = chunk or chunk_rows(*weight.shape)
     result: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(
@@ -120,6 +213,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
     """With z the scaled logits, p their softmax and H its entropy:
 
     d log p_y / dz = onehot(y) - p,   dH / dz = -p (log p + H).
+
+    Of a row there may be several y, [N, K]: their gradients add up.
     """
 
     @staticmethod
@@ -134,13 +229,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         rows: int,
         entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        normalisers, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
+        precise = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        logprobs = torch.empty(targets.shape, dtype=precise, device=hidden.device)
+        normalisers, entropies = (logprobs.new_zeros(len(hidden)) for _ in range(2))
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             scaled, _ = _scaled_logits(hidden[part], weight, bias, temperature, softcap)
             normalisers[part] = scaled.logsumexp(-1)
-            logprobs[part] = scaled.gather(1, targets[part, None])[:, 0] - normalisers[part]
+            logprobs[part] = scaled.gather(1, targets[part]) - normalisers[part, None]
             if entropy:
                 distribution = (scaled - normalisers[part, None]).exp_()
                 entropies[part] = normalisers[part] - (distribution * scaled).sum(-1)
@@ -153,39 +249,40 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, normalisers, entropies = ctx.saved_tensors
         temperature, softcap, rows, entropy = ctx.settings
         of_logprobs, of_entropies = gradients
-        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
-        d_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        precise = normalisers.dtype
+        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=precise)
+        d_bias = None if bias is None else torch.zeros_like(bias, dtype=precise)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             scaled, slope = _scaled_logits(hidden[part], weight, bias, temperature, softcap)
             logp = scaled.sub_(normalisers[part, None])
             probabilities = logp.exp()
-            d_scaled = probabilities * -of_logprobs[part, None]
-            d_scaled.scatter_add_(1, targets[part, None], of_logprobs[part, None])
+            d_scaled = probabilities * -of_logprobs[part].sum(1, keepdim=True)
+            d_scaled.scatter_add_(1, targets[part], of_logprobs[part])
             if entropy:
                 d_scaled -= probabilities.mul_(logp.add_(entropies[part, None])).mul_(of_entropies[part, None])
             d_logits = d_scaled.mul_(slope).to(hidden.dtype)
             d_hidden[part] = d_logits @ weight
             _add_product(d_weight, d_logits, hidden[part])
             if d_bias is not None:
-                d_bias += d_logits.sum(0, dtype=torch.float32)
+                d_bias += d_logits.sum(0, dtype=precise)
         rounded = None if d_bias is None else d_bias.to(weight.dtype)
         return d_hidden, d_weight.to(weight.dtype), rounded, None, None, None, None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += leftᵀ right in float32, whatever the factors are in."""
-    if total.is_cuda and left.dtype != torch.float32 and hasattr(torch.ops.aten.mm, "dtype"):
+    """total += leftᵀ right in float32 (float64 of float64), whatever the factors are in."""
+    if total.is_cuda and left.dtype.itemsize < 4 and hasattr(torch.ops.aten.mm, "dtype"):
         total += torch.mm(left.t(), right, out_dtype=torch.float32)  # on tensor cores
     else:
-        total.addmm_(left.float().t(), right.float())
+        total.addmm_(_precise(left).t(), _precise(right))
 
 
 def _scaled_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None
 ) -> tuple[Tensor, Tensor | float]:
     """Soft-capped logits over the temperature, in float32, and their derivative by the raw logits."""
-    logits = F.linear(hidden, weight, bias).float()
+    logits = _precise(F.linear(hidden, weight, bias))
     if softcap is None:
         return logits / temperature, 1.0 / temperature
     squashed = torch.tanh(logits / softcap)

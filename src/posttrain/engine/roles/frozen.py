@@ -1,9 +1,10 @@
-"""Roles that never learn, the reference and a reward model: whole on every rank, and asleep between their phases."""
+"""Roles that never learn, such as reference and teacher: whole on every rank, and asleep between their phases."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import accumulate
 from typing import final
 
 import torch
@@ -11,11 +12,12 @@ import torch
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
-from posttrain.engine.models.predicting import Model, predict
+from posttrain.engine.models.predicting import Model, predict, predict_topk
 from posttrain.engine.models.scalar_model import adopt_classifier
 from posttrain.engine.models.source import ModelSource, ScalarSource
 from posttrain.engine.predictions import Need
 from posttrain.engine.roles.columns import with_prediction
+from posttrain.engine.wide import TopK, WideRows
 from posttrain.pacing.balancing import micro_batches
 
 
@@ -68,9 +70,10 @@ class FrozenWorker:
     Args:
         context: where it stands.
         model: a folder; or, in the controller's process, a model, which is copied before it changes.
-        name: its role, in the provenance of what it fills: reference, reward_model.
+        name: its role, in the provenance of what it fills: reference, reward_model, teacher.
         temperature: log-probabilities are taken at this sampling temperature.
         micro_batch_tokens: per forward.
+        vocabulary: of whoever learns from it; likeliest tokens are among these. None: of its own.
     """
 
     def __init__(
@@ -81,7 +84,9 @@ class FrozenWorker:
         name: str = "reference",
         temperature: float = 1.0,
         micro_batch_tokens: int,
+        vocabulary: int | None = None,
     ) -> None:
+        self._vocabulary = vocabulary
         self._source, self._device, self._rank = model, context.device, context.rank
         self._role, self._temperature, self._micro_batch_tokens = name, temperature, micro_batch_tokens
         self._model = FrozenModel(self._open, self._device, reopens=isinstance(model, ModelSource | ScalarSource))
@@ -99,6 +104,31 @@ class FrozenWorker:
         parts = [score(batch if len(shards) == 1 else batch.select_items(shard)) for shard in shards]
         gathered = TokenBatch.gather(parts, shards) if parts else with_prediction(batch, column, need, torch.zeros(0))
         return gathered.seen_by(self._role, self._rank)
+
+    @torch.no_grad()
+    def hold(self, batch: TokenBatch, width: int) -> WideRows:
+        """The `width` likeliest tokens at every response token, with their log-probabilities: to be kept here and
+        fetched by whoever needs them (`WorkerGroup.map_stored`).
+
+        Raises:
+            InputError: the model makes no text, or its vocabulary has fewer tokens.
+        """
+        model = self._model.awake()
+        counts = batch.response_lengths.tolist()
+        starts, held = [0, *accumulate(counts)], TopK.empty(sum(counts), width)
+        for items in micro_batches(batch.item_lengths, batch.item_lengths, self._micro_batch_tokens):
+            micro = batch.select_items(items).to(model.device)
+            found = predict_topk(model, micro, width, temperature=self._temperature, vocabulary=self._vocabulary)
+            begin = 0
+            for document in batch.documents_of(items):
+                rows = held.rows(starts[document], starts[document + 1])
+                rows.put(found.rows(begin, begin + counts[document]))
+                begin += counts[document]
+        return WideRows(held, tuple(counts))
+
+    def context_length(self) -> int:
+        """Tokens of prompt and response together that the model was made for."""
+        return self._model.awake().context_length
 
     def fallbacks(self) -> dict[str, str]:
         """See `Backbone.fallbacks`."""

@@ -73,7 +73,7 @@ class TorchEngine:
             return Predictions(**{need: torch.zeros(0) for need in needs})
         parts = []
         for micro, predicted in zip(micros, found, strict=True):
-            filled = replace(micro, token_columns={}, document_columns={})
+            filled = replace(micro, token_columns={}, document_columns={}, wide_columns={})
             for need in needs:
                 filled = with_prediction(filled, need, need, predicted[need])
             parts.append(filled)
@@ -98,14 +98,16 @@ class TorchEngine:
         def forward(micro: TokenBatch) -> LossParts:
             predicted = self.predict(micro, objective.needs)
             if record and len(seen) < len(micros):
-                seen.append(micro.with_columns(current_logprobs=predicted.of("logprobs")))
+                bare = replace(micro, wide_columns={})  # what goes back to the controller holds none
+                seen.append(bare.with_columns(current_logprobs=predicted.of("logprobs")))
             return objective(micro, predicted)
 
         dummy = self.learner.dummy(batch)
         metrics = self.learner.step(micros, dummy, forward, step=step, part=part, more=more, divide=divide)
         if not record:
             return Update(metrics)
-        return Update(metrics, (TokenBatch.gather(seen, shards) if seen else batch).to("cpu"))
+        found = TokenBatch.gather(seen, shards) if seen else replace(batch, wide_columns={})
+        return Update(metrics, found.to("cpu"))
 
     def predict(self, micro: TokenBatch, needs: Set[Need]) -> Predictions:
         """Of one micro-batch, with gradients where they are on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
@@ -19,6 +20,7 @@ from posttrain.engine.roles.update import Division, Update
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights.attestation import Attestation
 from posttrain.engine.weights.stream import Bucket, WeightSource, carried
+from posttrain.engine.wide import fetched
 
 
 @final
@@ -83,13 +85,14 @@ class TrainWorker:
         divide: Division | None = None,
     ) -> Update:
         """One optimiser step of the whole group on a mini-batch, of which this rank has a shard; see
-        `TrainEngine.step`.
+        `TrainEngine.step`. The shard's rows of wide columns are fetched first.
 
         Raises:
             DivergedError: loss or gradient is NaN or infinite; nothing was updated.
             InputError: the model predicts nothing of what the objective needs.
         """
-        return self.engine.step(batch, objective, step=step, part=part, record=record, more=more, divide=divide)
+        whole = replace(batch, wide_columns=fetched(batch.wide_columns))
+        return self.engine.step(whole, objective, step=step, part=part, record=record, more=more, divide=divide)
 
     def fill(self, batch: TokenBatch, column: str, need: Need) -> TokenBatch:
         """The batch with a column of what the model predicts as it is, without gradients and dropout."""
@@ -131,6 +134,10 @@ class TrainWorker:
     def wide(self) -> bool:
         """Whether it computes in float32 or more; a float32 master of half-precision weights does not count."""
         return self._wide
+
+    def vocabulary(self) -> int:
+        """Tokens that the model has."""
+        return int(self.engine.model.config.vocab_size)
 
     def context_length(self) -> int:
         """Tokens of prompt and response together that the model was made for."""

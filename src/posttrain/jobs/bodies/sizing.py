@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from posttrain.domain.facts import Metric
+from posttrain.domain.placement import NAMED_MODELS
 from posttrain.engine.config import EvaluateConfig, SamplingConfig, TrainingConfig
 from posttrain.engine.loads import load_of
 from posttrain.execution.machine import room_of, this_machine
@@ -56,7 +57,7 @@ def choose(job: Job, config: TrainingConfig | EvaluateConfig) -> Settled:
 def _shape(job: Job, role: str) -> Shape | None:
     if role == "reward":
         return None
-    slot = "reward_model" if role == "reward_model" and "reward_model" in job.order.inputs else "model"
+    slot = role if role in NAMED_MODELS and role in job.order.inputs else "model"
     folder = job.input(slot)
     try:
         config = json.loads((folder / "config.json").read_bytes())

@@ -44,6 +44,7 @@ from posttrain.engine.models.loading import is_sequence_classifier, load_tokeniz
 from posttrain.engine.models.source import ModelSource, ScalarSource
 from posttrain.engine.recipes.algorithm import RolloutAlgorithm, RowAlgorithm
 from posttrain.engine.recipes.dataflow import Entry, load_dataflow
+from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.samples import Prompt
 from posttrain.engine.scoring import ModelScorer, RewardScorer, Scorer
@@ -184,6 +185,9 @@ def _on_policy(
     stack: ExitStack,
 ) -> Trained:
     dtype, judged = config.runtime.dtype, "reward_model" in job.order.inputs
+    taught = "teacher" in job.order.inputs
+    if taught:
+        _check_teacher(job.input("model"), job.input("teacher"), job.label("teacher"))
     if judged:
         _check_judge(job.input("model"), job.input("reward_model"), job.label("reward_model"))
     roles = open_roles(
@@ -193,8 +197,11 @@ def _on_policy(
         pool_of,
         critic=ScalarSource(job.input("model"), dtype) if isinstance(config, PPOConfig) else None,
         reward_model=ScalarSource(job.input("reward_model"), dtype) if judged else None,
+        teacher=ModelSource(job.input("teacher"), dtype) if taught else None,
     )
     context = roles.made.one(TrainWorker.context_length)
+    if taught:
+        context = min(context, roles.frozen["teacher"].one(FrozenWorker.context_length))
     train = _prompts(job, "data", tokenizer, context, config.response_tokens, None)
     scorer: Scorer | None = None
     if judged:
@@ -283,6 +290,20 @@ def _check_judge(policy: Path, judge: Path, name: str) -> None:
             f"reward model {name} must score responses, got a model that is no sequence classifier; "
             "name one of kind reward_model"
         )
+
+
+def _check_teacher(policy: Path, teacher: Path, name: str) -> None:
+    """A teacher reads the policy's tokens and says which of them it would have taken, so both have the same ones.
+
+    Raises:
+        InputError: it scores, or has another vocabulary.
+    """
+    if load_tokenizer(policy).get_vocab() != load_tokenizer(teacher).get_vocab():
+        raise InputError(
+            f"teacher {name} must have the policy's tokenizer, got another vocabulary; name one of the policy's family"
+        )
+    if is_sequence_classifier(teacher):
+        raise InputError(f"teacher {name} must make text, got a model that scores; name one that a policy is")
 
 
 def _prompts(

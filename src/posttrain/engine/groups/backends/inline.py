@@ -27,6 +27,11 @@ class InlineStored(Generic[R]):
 
     held: R
 
+    @property
+    def here(self) -> bool:
+        """Always."""
+        return True
+
     def value(self) -> R:
         """The value itself, not a copy."""
         return self.held

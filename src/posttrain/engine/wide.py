@@ -1,0 +1,189 @@
+"""Wide columns: several numbers for every response token, which stay where they were computed.
+
+A teacher's 64 likeliest tokens of ten million are 5 GB, which no controller should hold. So whoever computes them keeps
+them (`WideRows`); a batch has, for each document, the place where its rows are (`Place`), and whoever computes with the
+batch fetches those of its own shard (`fetched`), one part at a time.
+
+Invariant: a document has one row for each of its response tokens, in their order. A selection of documents, a gathering
+and a journey between processes touch places alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from posttrain.domain.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopK:
+    """k tokens at each of R places, the likeliest first: `TopK(ids=[[7, 2]], logprobs=[[-0.1, -2.5]])`."""
+
+    ids: Tensor  # [R, k] int32
+    logprobs: Tensor  # [R, k] float32, of the whole distribution: they do not add up to 1
+
+    @classmethod
+    def empty(cls, rows: int, width: int) -> TopK:
+        """Room for so many rows."""
+        return cls(torch.empty(rows, width, dtype=torch.int32), torch.empty(rows, width))
+
+    def rows(self, start: int, stop: int) -> TopK:
+        """Some of them, not copied."""
+        return TopK(self.ids[start:stop], self.logprobs[start:stop])
+
+    def put(self, rows: TopK) -> None:
+        """Write others over all of them, from whatever device."""
+        self.ids.copy_(rows.ids)
+        self.logprobs.copy_(rows.logprobs)
+
+    def copy(self) -> TopK:
+        """In memory of their own."""
+        return TopK(self.ids.clone(), self.logprobs.clone())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WideRows:
+    """What one worker holds of a wide column: `WideRows(TopK(…), counts=(2, 3))` has five rows of two documents."""
+
+    held: TopK  # [sum of counts, k]
+    counts: tuple[int, ...]  # rows of each document
+
+    def documents(self) -> tuple[TopK, ...]:
+        """The rows of each document, not copied."""
+        starts = [0, *accumulate(self.counts)]
+        return tuple(self.held.rows(start, start + count) for start, count in zip(starts, self.counts, strict=False))
+
+
+class Source(Protocol):
+    """A part that stayed where it was computed (`groups.port.Stored`)."""
+
+    @property
+    def here(self) -> bool:
+        """Whether `value` is the thing itself, in this process, and no copy of it."""
+
+    def value(self) -> WideRows:
+        """Fetch it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where the rows of one document are: `Place(part, document=3, count=17)`."""
+
+    part: Source
+    document: int  # of the part
+    count: int  # rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WideColumn:
+    """The rows of every document of a batch, or where they are."""
+
+    width: int  # k
+    documents: tuple[Place | TopK, ...]  # [D]
+
+    @property
+    def counts(self) -> list[int]:
+        """[D] rows of each document."""
+        return [entry.count if isinstance(entry, Place) else len(entry.ids) for entry in self.documents]
+
+    def check(self, name: str, wanted: Sequence[int]) -> None:
+        """Refuse a column of another batch.
+
+        Raises:
+            InputError: not one row for each response token of each document.
+        """
+        if self.counts != list(wanted):
+            raise InputError(
+                f"wide column {name} must have one row for each response token, {list(wanted)} by document, got "
+                f"{self.counts}; fill it from this batch"
+            )
+
+    def select(self, documents: Sequence[int]) -> WideColumn:
+        """Of the named documents, in the named order."""
+        return WideColumn(self.width, tuple(self.documents[i] for i in documents))
+
+    def dummy(self, documents: int) -> WideColumn:
+        """Of so many documents without a response."""
+        return WideColumn(self.width, (TopK.empty(0, self.width),) * documents)
+
+    def fetched(self) -> WideColumn:
+        """With every row in this process. Parts are fetched one after the other, and let go before the next: besides
+        the batch's own rows there is one part at the most. Rows of this process are not copied.
+        """
+        wanted: dict[Source, list[int]] = {}
+        for at, entry in enumerate(self.documents):
+            if isinstance(entry, Place):
+                wanted.setdefault(entry.part, []).append(at)
+        found = list(self.documents)
+        for part, places in wanted.items():
+            for at, rows in zip(places, self._rows(part, places), strict=True):
+                found[at] = rows
+        return WideColumn(self.width, tuple(found))
+
+    def _rows(self, part: Source, places: Sequence[int]) -> list[TopK]:
+        documents = part.value().documents()
+        entries = [entry for at in places if isinstance(entry := self.documents[at], Place)]
+        own = part.here or len({entry.document for entry in entries}) == len(documents)  # else a view keeps all of it
+        return [documents[entry.document] if own else documents[entry.document].copy() for entry in entries]
+
+    def rows(self, name: str, device: torch.device) -> TopK:
+        """All rows of the batch, [R, k], on a device.
+
+        Args:
+            name: of the column, for the error.
+
+        Raises:
+            InputError: some are elsewhere.
+        """
+        here = [entry for entry in self.documents if isinstance(entry, TopK)]
+        if len(here) < len(self.documents):
+            raise InputError(
+                f"the rows of the wide column {name} must be in this process to be read, got "
+                f"{len(self.documents) - len(here)} documents whose rows are elsewhere; fetch them first"
+            )
+        parts = here or [TopK.empty(0, self.width)]
+        whole = TopK(torch.cat([part.ids for part in parts]), torch.cat([part.logprobs for part in parts]))
+        return TopK(whole.ids.to(device), whole.logprobs.to(device))
+
+
+def joined(columns: Sequence[Mapping[str, WideColumn]]) -> dict[str, WideColumn]:
+    """Those of several batches, one behind the other.
+
+    Raises:
+        InputError: some batches have a column, or so many numbers of it, that others have not.
+    """
+    first = columns[0]
+    for other in columns:
+        odd = first.keys() ^ other.keys() or {n for n in first if first[n].width != other[n].width}
+        if odd:
+            raise InputError(
+                f"gathered parts must have the same wide columns, got {min(odd)} in some only; check the method"
+            )
+    return {
+        name: WideColumn(column.width, tuple(chain.from_iterable(other[name].documents for other in columns)))
+        for name, column in first.items()
+    }
+
+
+def fetched(columns: Mapping[str, WideColumn]) -> dict[str, WideColumn]:
+    """See `WideColumn.fetched`."""
+    return {name: column.fetched() for name, column in columns.items()}
+
+
+def rows_of(columns: Mapping[str, WideColumn], name: str, device: torch.device) -> TopK:
+    """The rows of one of them, [R, k], on a device.
+
+    Raises:
+        InputError: nobody has put it in, or its rows are in another process.
+    """
+    found = columns.get(name)
+    if found is None:
+        had = ", ".join(columns) or "none"
+        raise InputError(f"the batch must have a wide column {name}, got {had}; require it of a role that fills it")
+    return found.rows(name, device)
