@@ -5,8 +5,8 @@
 Three ways of one step, interleaved: everything after the last response (`waits`), scores and the reference's
 log-probabilities as groups end (`streams`), and gradients too (`gradients`). Loop, training and reference are the real
 ones (0.9 M parameters, 16 prompts x 8). The rollout's pool is a thread whose groups come when those of another machine
-would, a quarter of the rows decoded at a time; the reward sleeps for its time in a thread of its own. The ideal is the longest of
-decoding, scoring and the rest, as if each could begin with the first token. Medians of wall-clock seconds.
+would, a quarter of the rows decoded at a time; the reward sleeps for its time in a thread of its own. The ideal is the
+longest of decoding, scoring and the rest, as if each could begin with the first token. Medians of wall-clock seconds.
 """
 
 from __future__ import annotations
