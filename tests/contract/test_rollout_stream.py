@@ -178,9 +178,9 @@ def test_a_worker_refuses_answers_of_another_version_than_it_serves() -> None:
     worker = RolloutWorker(context, engine=engine)
     batch = PromptBatch(((5, 4),), (388,))
     served = PolicyVersion(0, 3)
-    worker.serve(served)
+    worker.samples_with(served)
     assert worker.generate(batch, SAMPLING, 1).trajectories[0].versions == (str(served),)
-    worker.serve(PolicyVersion(0, 4))
+    worker.samples_with(PolicyVersion(0, 4))
     with pytest.raises(IntegrityError, match=r"sample 0 of prompt 388 must be sampled by policy .*4"):
         worker.generate(batch, SAMPLING, 1)
 

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted((ROOT / "benchmarks").glob("*.py"))
-HELPERS = {"__init__", "__main__", "empty_worker", "ray_pools", "sorting_task"}
+HELPERS = {"__init__", "__main__", "elsewhere", "empty_worker", "ray_pools", "sorting_task"}
 
 
 def private_uses(source: str) -> list[str]:
