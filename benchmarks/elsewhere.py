@@ -147,6 +147,9 @@ class Elsewhere:
         """The answers."""
         return [call.answer.result(timeout) if isinstance(call, Running) else _kept(call) for call in calls]
 
+    def give_up(self, reason: str) -> None:
+        """Nothing here can be stuck."""
+
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown()

@@ -35,7 +35,6 @@ from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import GRPOConfig, KLConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
-from posttrain.engine.groups.port import Backend
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.source import ModelSource
@@ -55,7 +54,8 @@ SHARES = (0.0, 0.5, 1.0)  # the reward's time, of the decode time, which is twic
 class Late(RewardScorer):
     """Scores when the rollout has ended."""
 
-    def apart_from(self, rollout: Backend) -> bool:
+    @property
+    def early(self) -> bool:
         """As if it took its memory."""
         return False
 

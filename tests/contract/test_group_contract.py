@@ -194,6 +194,8 @@ def test_a_stream_that_says_nothing_has_a_deadline(pools: Opening, tmp_path: Pat
     stream = policy.stream(gw.Policy.waits, gw.Items.of([1, 1]), tmp_path / "fence")
     with pytest.raises(DeadlineError, match=r"policy must answer waits within 0.2 seconds, said nothing for"):
         drained(stream)
+    with pytest.raises(WorkerLostError, match="given up, policy said nothing in waits"):
+        policy.each(gw.Policy.noted, "on")
 
 
 @BOTH

@@ -72,8 +72,7 @@ class EvenTokens:
     def groups(self, prompts: int, tokens: int) -> int:
         return prompts
 
-    def apart_from(self, rollout: Any) -> bool:
-        return True
+    early = True
 
     def begin(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Any) -> Future[Any]:
         scores = self.scores(trajectories)

@@ -94,8 +94,7 @@ class Even:
     def groups(self, prompts: int, tokens: int) -> int:
         return self._together
 
-    def apart_from(self, rollout: Any) -> bool:
-        return True
+    early = True
 
     def begin(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch) -> Future[Any]:
         self.asked.append((tuple(int(t.response[0]) for t in trajectories), stretch))
@@ -379,8 +378,7 @@ class Scripted:
     def groups(self, prompts: int, tokens: int) -> int:
         return self.together
 
-    def apart_from(self, rollout: Any) -> bool:
-        return True
+    early = True
 
     def begin(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch) -> Future[Any]:
         firsts = [int(trajectory.response[0]) for trajectory in trajectories]

@@ -86,8 +86,7 @@ class FixedScorer:
     def groups(self, prompts: int, tokens: int) -> int:
         return prompts  # at once, since a function may look at the place
 
-    def apart_from(self, rollout: Any) -> bool:
-        return True
+    early = True
 
     def begin(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Any) -> Future[Any]:
         scores = [Score(value) for value in self._values(prompts, trajectories)]

@@ -121,7 +121,22 @@ def test_spans_without_calls_have_a_controller_and_no_role() -> None:
 def test_a_hand_off_inside_another_is_not_counted_twice() -> None:
     spans = [Span("pack", 0, EPOCH + 1, 1.0), Span("update", 0, EPOCH, 4.0), Span("weights", 0, EPOCH + 4, 1.0)]
     (stage,) = summarise([AttemptSpans("grpo", 1, spans)])
-    assert dict(stage.steps[0].phases) == {"update": 4.0, "weights": 1.0}
+    assert dict(stage.steps[0].phases) == {"update": 3.0, "pack": 1.0, "weights": 1.0}
+
+
+def test_a_moment_of_several_hand_offs_is_that_of_the_one_begun_last() -> None:
+    """With lag an update runs while a rollout does; with streams a reward outlasts it."""
+    for spans, expected in (
+        ([("rollout", 0, 10), ("update", 1, 6), ("reward", 10, 0.5)], {"rollout": 4.0, "update": 6.0, "reward": 0.5}),
+        ([("rollout", 0, 10), ("reward", 9, 2), ("update", 11, 4)], {"rollout": 9.0, "reward": 2.0, "update": 4.0}),
+    ):
+        told = [Span(name, 0, EPOCH + start, seconds) for name, start, seconds in spans]
+        (stage,) = summarise([AttemptSpans("grpo", 1, told)])
+        assert dict(stage.steps[0].phases) == pytest.approx(expected)
+        assert sum(stage.steps[0].shares().values()) == pytest.approx(1.0)
+        drawn = [event for event in chrome_trace([AttemptSpans("grpo", 1, told)])["traceEvents"] if event["ph"] == "X"]
+        lengths = {event["name"]: event["dur"] / 1e6 for event in drawn}
+        assert {name: lengths[name] for name, _, _ in spans} == pytest.approx({n: s for n, _, s in spans}), "uncut"
 
 
 def test_what_comes_behind_the_last_step_is_no_step_but_is_shown() -> None:

@@ -15,7 +15,6 @@ from typing import Protocol, final
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.engine.batch import Document, TokenBatch
-from posttrain.engine.groups.port import Backend
 from posttrain.engine.groups.worker_group import Future, WorkerGroup
 from posttrain.engine.models.chat import decode_response
 from posttrain.engine.rewards.port import RewardCall, RewardFunction, Score, probe_call, refuse_failures
@@ -35,14 +34,20 @@ class Stretch:
     total: int
 
 
+def response_text(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> str:
+    """What a response says."""
+    return decode_response(tokenizer, trajectory.response.tolist(), ended=trajectory.closed)
+
+
 class Scorer(Protocol):
     """Scores responses. Wraps a reward function and the tokenizer, or a reward model."""
 
     def groups(self, prompts: int, tokens: int) -> int:
         """How many groups are scored together, where so many are sampled together, of so many tokens each at most."""
 
-    def apart_from(self, rollout: Backend) -> bool:
-        """Whether it can score while that rollout works, and takes none of its memory."""
+    @property
+    def early(self) -> bool:
+        """Whether it can score while the rollout works, and takes none of its memory."""
 
     def begin(
         self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch
@@ -82,7 +87,8 @@ class RewardScorer:
         """See `Scorer`; at least one for each process."""
         return max(-(-prompts // _STRETCHES), self._processes)
 
-    def apart_from(self, rollout: Backend) -> bool:
+    @property
+    def early(self) -> bool:
         """It has processes of its own."""
         return True
 
@@ -131,7 +137,7 @@ class RewardScorer:
 
     def text(self, trajectory: Trajectory) -> str:
         """A response as the reward reads it."""
-        return decode_response(self._tokenizer, trajectory.response.tolist(), ended=trajectory.closed)
+        return response_text(self._tokenizer, trajectory)
 
     def smoke_test(self, prompts: Sequence[Prompt]) -> None:
         """One call on the first rows, their answers as completions: a reward that fails on all of them is broken, and
@@ -152,20 +158,22 @@ class ModelScorer:
         judge: its ranks.
         tokenizer: makes tokens readable.
         tokens: that fill a micro-batch on each of them.
+        early: whether it may work while the rollout does (`Roles.early`).
     """
 
     def __init__(
-        self, judge: WorkerGroup[FrozenWorker], tokenizer: PreTrainedTokenizerBase, *, tokens: int = 16384
+        self,
+        judge: WorkerGroup[FrozenWorker],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        tokens: int = 16384,
+        early: bool = False,
     ) -> None:
-        self._judge, self._tokenizer, self._tokens = judge, tokenizer, tokens * judge.ranks
+        self._judge, self._tokenizer, self._tokens, self.early = judge, tokenizer, tokens * judge.ranks, early
 
     def groups(self, prompts: int, tokens: int) -> int:
         """See `Scorer`; enough to fill a micro-batch on every rank."""
         return max(-(-prompts // _STRETCHES), -(-self._tokens // tokens))
-
-    def apart_from(self, rollout: Backend) -> bool:
-        """Where it stands in another pool."""
-        return self._judge.backend is not rollout
 
     def begin(
         self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch
@@ -192,4 +200,4 @@ class ModelScorer:
 
     def text(self, trajectory: Trajectory) -> str:
         """A response as text."""
-        return decode_response(self._tokenizer, trajectory.response.tolist(), ended=trajectory.closed)
+        return response_text(self._tokenizer, trajectory)

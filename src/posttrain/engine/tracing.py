@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, final
@@ -16,7 +16,7 @@ from posttrain.engine.algorithms.losses import is_clipped
 from posttrain.engine.algorithms.objectives import old_logprobs
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.recipes.algorithm import ScoredGroup
-from posttrain.engine.scoring import Scorer
+from posttrain.engine.samples import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +83,16 @@ class SampleTracer:
                 alone = replace(batch, units=None).select([place])
                 self._consumed[name] = (f"update {self.step}, mini-batch {part}", alone)
 
-    def report(self, trace: Trace, scorer: Scorer | None) -> None:
-        """Say what became of every sample that is followed."""
-        for fact in self._samples(scorer):
+    def report(self, trace: Trace, text: Callable[[Trajectory], str]) -> None:
+        """Say what became of every sample that is followed.
+
+        Args:
+            text: what a response says.
+        """
+        for fact in self._samples(text):
             trace.sink(fact)
 
-    def _samples(self, scorer: Scorer | None) -> Iterator[Sample]:
+    def _samples(self, text: Callable[[Trajectory], str]) -> Iterator[Sample]:
         for group in self.groups:
             for name, answer, score in zip(group.ids, group.answers, group.scores, strict=True):
                 fate = self.dropped.get(group.group.key, self.unused)
@@ -98,7 +102,7 @@ class SampleTracer:
                     id=name,
                     step=self.step,
                     prompt=group.prompt.text,
-                    response=scorer.text(answer) if scorer else "",
+                    response=text(answer),
                     prompt_tokens=answer.prompt.tolist(),
                     tokens=answer.response.tolist(),
                     behaviour_logprobs=_rounded(answer.logprobs.tolist()),

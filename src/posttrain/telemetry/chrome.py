@@ -75,7 +75,8 @@ class _Writer:
         self._thread(driver, _HAND_OFFS, "hand-offs")
         on_ranks: dict[tuple[str, str], dict[int, list[_Slice]]] = {}
         lanes: list[list[_Slice]] = []
-        self._slices(driver, _HAND_OFFS, [one for attempt in attempts for one in self._hand_offs(attempt)])
+        hand_offs, beside = _apart([one for attempt in attempts for one in self._hand_offs(attempt)])
+        self._slices(driver, _HAND_OFFS, hand_offs)
         moved = 0
         for attempt in attempts:
             self._mark(driver, attempt)
@@ -90,6 +91,9 @@ class _Writer:
             moved = self._bytes(driver, attempt, moved)
         for lane, slices in enumerate(lanes, _CALLS):
             self._thread(driver, lane, "calls" if lane == _CALLS else f"calls {lane}")
+            self._slices(driver, lane, slices)
+        for lane, slices in enumerate(beside, _CALLS + len(lanes)):
+            self._thread(driver, lane, "hand-offs beside others")
             self._slices(driver, lane, slices)
         for (role, pool), ranks in on_ranks.items():
             process = self._process(f"{stage} · {role}" + (f" (pool {pool})" if pool else ""))
@@ -166,6 +170,27 @@ def _lane(lanes: list[list[_Slice]], slice_: _Slice) -> list[_Slice]:
     return lanes[-1]
 
 
+def _apart(slices: Iterable[_Slice]) -> tuple[list[_Slice], list[list[_Slice]]]:
+    """Steps and the hand-offs in them; and in lanes of their own hand-offs that began during one and outlasted it."""
+    track: list[_Slice] = []
+    lanes: list[list[_Slice]] = []
+    last: _Slice | None = None
+    for one in sorted(slices, key=lambda one: (one.start, -one.end)):
+        if one.category == "step":
+            track.append(one)
+        elif last and one.start < last.end < one.end and not _clocks_differ(last, one):
+            _lane(lanes, one).append(one)
+        else:
+            track.append(one)
+            last = one if last is None or one.end > last.end else last
+    return track, lanes
+
+
+def _clocks_differ(first: _Slice, second: _Slice) -> bool:
+    """Whether two overlap so little that the clock that says when and the one that says how long explain it."""
+    return 2 * (first.end - second.start) < min(first.end - first.start, second.end - second.start)
+
+
 def _nested(slices: Iterable[_Slice]) -> Iterator[_Slice]:
     """Slices of one thread by start, each wholly inside or wholly outside of every other.
 
@@ -182,8 +207,7 @@ def _nested(slices: Iterable[_Slice]) -> Iterator[_Slice]:
             open_.pop()
         if open_ and one.end > open_[-1].end:
             outer = open_[-1]
-            shorter = min(outer.end - outer.start, one.end - one.start)
-            if 2 * (outer.end - one.start) < shorter:
+            if _clocks_differ(outer, one):
                 later = replace(one, start=outer.end)
                 heapq.heappush(waiting, (later.start, -later.end, next(order), later))
                 continue

@@ -6,6 +6,7 @@ and carries the busy interval of every rank. Runs whose spans name no calls have
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,7 +108,8 @@ class StepTime:
     step: int
     started: float  # seconds since the epoch
     seconds: float  # from its first hand-off to the end of its last
-    phases: Mapping[str, float] = field(default_factory=dict)  # hand-off → seconds; one inside another is not counted
+    # hand-off → seconds in which it was the one under way that had begun last
+    phases: Mapping[str, float] = field(default_factory=dict)
 
     def shares(self) -> dict[str, float]:
         """Hand-off → share of the step; what no hand-off covers is missing to 1."""
@@ -199,20 +201,21 @@ def step_times(attempt: AttemptSpans) -> list[StepTime]:
         if BETWEEN.issuperset(span.name for span in spans):
             continue
         started, end = min(span.started for span in spans), max(end_of(span) for span in spans)
-        phases: dict[str, float] = {}
-        for span in _outermost(spans):
-            phases[span.name] = phases.get(span.name, 0.0) + max(0.0, span.seconds)
+        phases = _own_seconds(spans)
         found.append(StepTime(attempt.stage, attempt.attempt, step, started, end - started, phases))
     return sorted(found, key=lambda one: (one.started, one.step))
 
 
-def _outermost(spans: Sequence[Span]) -> Iterator[Span]:
-    """Without the hand-offs that lie wholly inside another, by start."""
-    reached = float("-inf")
-    for span in sorted(spans, key=lambda one: (one.started, -one.seconds)):
-        if end_of(span) > reached:
-            yield span
-            reached = end_of(span)
+def _own_seconds(spans: Sequence[Span]) -> dict[str, float]:
+    """Hand-off → seconds in which it was the one under way that had begun last; in the order of a step."""
+    ordered = sorted(spans, key=lambda one: (one.started, -one.seconds))
+    own = {span.name: 0.0 for span in ordered}
+    moments = sorted({moment for span in ordered for moment in (span.started, end_of(span))})
+    for begin, end in itertools.pairwise(moments):
+        last = next((span for span in reversed(ordered) if span.started <= begin and end_of(span) >= end), None)
+        if last:
+            own[last.name] += end - begin
+    return own
 
 
 def _summary(stage: str, attempts: Sequence[AttemptSpans]) -> StageTimeline:

@@ -238,6 +238,13 @@ class OnPolicyConfig(SamplingConfig):
                 f"a policy in a pool of its own, got it in the pool {at['rollout']} with the rollout; write placement: "
                 "{policy: {…}, rollout: {…}}"
             )
+        roles = [role for role in self.roles() if role in ("reference", "reward_model")]
+        busy = [role for role in roles if self.placement.pool_of(role).name == at["rollout"]]
+        if not reason and busy:
+            reason = (
+                f"roles that answer while the rollout works, got {', '.join(busy)} in its pool {at['rollout']}; write "
+                f"placement: {{{busy[0]}: {{with: policy}}}}"
+            )
         if reason:
             raise ValueError(f"stream_gradients needs {reason}")
         return self

@@ -170,5 +170,8 @@ class Backend(Protocol):
     def wait(self, calls: Sequence[Call[R]], timeout: float) -> list[Answer[R]]:
         """The answers, in the order of the calls; `timeout` in seconds."""
 
+    def give_up(self, reason: str) -> None:
+        """A rank may be stuck: refuse whatever is asked from now on."""
+
     def close(self) -> None:
         """End every process and free the devices."""

@@ -118,6 +118,7 @@ class Stream(Generic[R]):
         if found or self._recorded:
             self._heard = time.perf_counter()
         elif now - self._heard > handle.deadline:
+            handle.backend.give_up(f"{handle.role} said nothing in {self._method}")
             raise DeadlineError(
                 f"{handle.role} must answer {self._method} within {handle.deadline:g} seconds, said nothing for "
                 f"{now - self._heard:.3g}; give the call a longer deadline"
@@ -285,7 +286,16 @@ class WorkerGroup(Generic[W]):
     def stream(
         self, method: Callable[Concatenate[W, B, P], Iterator[R]], batch: B, *args: P.args, **kwargs: P.kwargs
     ) -> Stream[R]:
-        """Split a batch as `map` does, for a method that yields; returns at once."""
+        """Split a batch by cost, one shard per rank, for a method that yields; returns at once.
+
+        Raises:
+            InputError: ranks that share a shard, which would yield everything as often.
+        """
+        if self._handle.sequence_parallel > 1:
+            raise InputError(
+                f"{self.role} must have a shard for each rank to stream, got {self._handle.sequence_parallel} ranks "
+                "that share one; start it in `pool.by_rank()`"
+            )
         handle, begun = self._handle, (time.time(), time.perf_counter())
         assignment = balance(handle.costs.costs(batch.item_lengths), handle.backend.ranks)
         flows: list[Flow[R]] = []

@@ -61,6 +61,7 @@ class Collector:
         buffer: what waits to be trained.
         environment: what is observed between two responses; None: there is one response.
         kept: told of every group that is, in the order of the data stream.
+        watch: looks at what was begun of a step's kept groups; whether something goes on.
     """
 
     algorithm: RolloutAlgorithm
@@ -72,6 +73,7 @@ class Collector:
     buffer: Buffer[ScoredGroup]
     environment: Environment | None = None
     kept: Callable[[ScoredGroup], None] = lambda group: None
+    watch: Callable[[int], bool] = lambda step: False
     version: int = 0  # that samples, in steps trained
     spent: int = 0  # tokens, since the last `mark`
     counts: Counter[str] = field(default_factory=Counter)  # of the rollout's engine since then, see `RolloutEngine`
@@ -204,8 +206,8 @@ class Collector:
             self.roles.sampler.stream(RolloutWorker.stream, asked, drawn, source.samples),
             source.samples,
             scorer,
-            together=scorer.groups(count, longest * source.samples) if scorer else count,
-            early=source.turns == 1 and scorer is not None and scorer.apart_from(self.roles.sampler.backend),
+            together=scorer.groups(count, longest * source.samples) if scorer else 1,
+            early=source.turns == 1 and (scorer is None or scorer.early),
             went_on=partial(self._all_turns, chosen) if source.turns > 1 else None,
         )
 
@@ -250,9 +252,13 @@ class Collector:
 
     def _settle(self, trace: Trace, running: Incoming) -> None:
         """Wait for what runs, keep or drop it."""
+        busy = False
         while not running.over:
-            self._keep(running, running.take(trace))
+            self._keep(running, running.take(trace, busy=busy))
+            busy = self.watch(running.batch)
         self._ended(running)
+        if self.scorer and not self.scorer.early:
+            self.roles.rest()
 
     def look(self, trace: Trace, seconds: float) -> bool:
         """Take what has come meanwhile, in at most so many seconds; whether more is on its way."""
@@ -279,4 +285,3 @@ class Collector:
     def _ended(self, running: Incoming) -> None:
         self.counts.update(running.counts)
         self._running = None
-        self.roles.rest()

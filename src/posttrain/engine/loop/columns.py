@@ -106,9 +106,11 @@ class Columns:
         if batch is not None:
             stretch.asked = ask(self._roles, batch, early)
 
-    def forget(self) -> None:
-        """What was asked for is not trained on."""
-        self._coming.clear()
+    def forget(self, step: int | None = None) -> None:
+        """What was asked for of a step, or of all, is not trained on."""
+        if step is None:
+            self._coming.clear()
+        self._coming.pop(step or 0, None)
 
     def whole(self, step: int) -> list[Asked]:
         """The stretches of a step that are whole, in order, with what was asked for."""
@@ -151,12 +153,10 @@ class Columns:
 
     def _early(self, step: int) -> list[Column]:
         """The columns that can be filled while the rollout works."""
-        rollout = self._roles.sampler.backend
         return [
             column
             for column in self._algorithm.requires(step)
-            if self._roles.group(column.role).backend is not rollout
-            and (not self._lag or column.role in self._roles.frozen)
+            if self._roles.early(column.role) and (not self._lag or column.role in self._roles.frozen)
         ]
 
     def _size(self, step: int) -> int:

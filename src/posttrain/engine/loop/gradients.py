@@ -69,17 +69,20 @@ class Gradients:
         for step in {0, steps - 1}:
             self._update(step)
 
-    def offer(self, step: int) -> None:
-        """Begin with every stretch that is whole and has its columns, in order."""
+    def offer(self, step: int) -> bool:
+        """Begin with every stretch that is whole and has its columns, in order; whether one waits for columns."""
         summed = self._coming.setdefault(step, [])
         for asked in self._columns.whole(step)[len(summed) :]:
             if not asked.ready(self._algorithm.requires(step)):
-                return
+                return True
             summed.append(self._sum(asked.filled(), step, summed))
+        return False
 
-    def forget(self) -> None:
-        """Nothing of a step that was begun is updated; the process ends."""
-        self._coming.clear()
+    def forget(self, step: int | None = None) -> None:
+        """Nothing that was begun of a step, or of any, is updated; who learns drops it with the next update."""
+        if step is None:
+            self._coming.clear()
+        self._coming.pop(step or 0, None)
 
     def finish(
         self, batch: TokenBatch, step: int, groups: Sequence[ScoredGroup], form: Form, tracer: SampleTracer | None
@@ -92,6 +95,7 @@ class Gradients:
         """
         summed = self._coming.pop(step, [])
         parts = [part.filled() for part in self._columns.parts(batch, step, groups, form)]
+        self._roles.rest()
         for part in parts[len(summed) :]:
             summed.append(self._sum(part, step, summed))
         whole = attached(batch, parts, self._algorithm.requires(step), self._name)
@@ -137,6 +141,12 @@ class Gradients:
             raise InputError(
                 f"stream_gradients needs documents that are formed by group, got {self._name}, which forms others; set "
                 "it to false"
+            )
+        late = [column.role for column in self._algorithm.requires(step) if not self._roles.early(column.role)]
+        if late:
+            raise InputError(
+                f"stream_gradients needs roles that answer while the rollout works, got {late[0]} in a pool that it "
+                f"shares with others and sleeps in; write placement: {{{late[0]}: {{…}}}} or sleep: false"
             )
         return one
 

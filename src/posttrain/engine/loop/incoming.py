@@ -25,6 +25,7 @@ from posttrain.engine.scoring import Scorer, Stretch
 from posttrain.engine.tracing import Trace
 
 _PATIENCE = 60.0  # seconds between two looks at a stream, which has a deadline of its own
+_LOOK = 0.02  # where scores or gradients may come meanwhile
 
 
 @final
@@ -60,25 +61,27 @@ class Incoming:
     _given: int = 0  # groups that the scorer has
     _scoring: deque[tuple[list[ScoredGroup], Future[Sequence[Score]]]] = field(default_factory=deque)
     _taken: int = 0
-    _scores_begun: tuple[float, float] | None = None
+    _waits: tuple[float, float] | None = None  # since when only scores are waited for
 
     @property
     def over(self) -> bool:
         """Whether every group was taken, and the rollout has ended."""
         return self._sampled and self._taken == len(self.keys)
 
-    def take(self, trace: Trace, seconds: float = _PATIENCE) -> list[ScoredGroup]:
+    def take(self, trace: Trace, *, busy: bool = False) -> list[ScoredGroup]:
         """Groups with their scores, in the order of the data stream; those that are known since.
 
+        Waits for the rollout; where it has ended, for scores.
+
         Args:
-            seconds: to wait for the rollout, at the most; where it has ended, scores are waited for all the same.
+            busy: something else goes on that is to be looked at soon.
 
         Raises:
             Exception: what the rollout, an environment or the reward raised.
         """
         ended = self._sampled
         if not ended:
-            self._receive(trace, seconds)
+            self._receive(trace, _LOOK if busy or self._scoring else _PATIENCE)
         self._give()
         return self._scored(trace, wait=ended)
 
@@ -86,7 +89,8 @@ class Incoming:
         """As `take`, without waiting for a score; and whether the rollout goes on."""
         if not self._sampled:
             self._receive(trace, seconds)
-        self._give()
+        if self.early:  # who shares memory with what goes on meanwhile waits for its end
+            self._give()
         return self._scored(trace, wait=False), not self._sampled
 
     def _receive(self, trace: Trace, seconds: float) -> None:
@@ -101,12 +105,13 @@ class Incoming:
         told = {"trajectories": len(rows), "tokens": sum(row.generated for row in rows), "batch": self.batch}
         started, begin = self._begun
         trace.sink(Span("rollout", trace.step, started, time.perf_counter() - begin, told))
+        self._waits = time.time(), time.perf_counter()
         if self.went_on:
             self._came = {group.key: group for group in self.went_on(groups, trace)}
 
     def _give(self) -> None:
         """Hand whole stretches to the scorer, in order."""
-        if not (self._sampled or (self.early and self.scorer)):
+        if not (self._sampled or self.early):
             return
         while self._given < len(self.keys):
             chosen = range(self._given, min(self._given + self.together, len(self.keys)))
@@ -121,7 +126,6 @@ class Incoming:
         scores = [score for group in groups for score in group.scores]
         if self.scorer is None:
             return Future(lambda: scores, lambda: True)
-        self._scores_begun = self._scores_begun or (time.time(), time.perf_counter())
         prompts = [group.prompt for group in groups for _ in group.scores]
         answers = [answer for group in groups for answer in group.answers]
         stretch = Stretch(self._given * self.samples, len(self.keys) * self.samples)
@@ -134,7 +138,7 @@ class Incoming:
             scores = iter(answer.result())
             found += [group.scored(tuple(next(scores) for _ in group.scores)) for group in groups]
         self._taken += len(found)
-        if found and self._taken == len(self.keys) and self._scores_begun:
-            started, begin = self._scores_begun
+        if found and self._taken == len(self.keys) and self.scorer:  # what scoring takes when the rollout has ended
+            started, begin = self._waits or (time.time(), time.perf_counter())
             trace.sink(Span("reward", trace.step, started, time.perf_counter() - begin, {"batch": self.batch}))
         return found

@@ -105,6 +105,7 @@ class Learning:
             DivergedError: loss or gradient is NaN or infinite.
         """
         if batch is None:
+            self.forget(step)
             return Learned({})
         batch = replace(batch, provenance=Provenance(step=step))
         if self.gradients and form:
@@ -126,11 +127,11 @@ class Learning:
         self._compare(learned.first, trace)
         return replace(learned, metrics={**_distance(batch), **_staleness(batch), **learned.metrics})
 
-    def forget(self) -> None:
-        """What was computed of groups that are not trained on."""
-        self.columns.forget()
+    def forget(self, step: int | None = None) -> None:
+        """What was computed of groups that are not trained on: of a step, or of all."""
+        self.columns.forget(step)
         if self.gradients:
-            self.gradients.forget()
+            self.gradients.forget(step)
 
     def measure(self, batch: TokenBatch) -> dict[str, float]:
         """`probe/loss` of the stage's own model on a batch, and what its objective reports besides; nothing learns."""

@@ -12,7 +12,7 @@ trained; the weights of a step are published when nothing runs, so a batch is of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from posttrain.engine.loop.roles import Roles
 from posttrain.engine.loop.rollout_metrics import engine_metrics, rollout_metrics, turns_mean
 from posttrain.engine.recipes.algorithm import PROXIMAL, RolloutAlgorithm, ScoredGroup
 from posttrain.engine.rollout.worker import RolloutWorker
-from posttrain.engine.samples import Prompt
+from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.scoring import Scorer
 from posttrain.engine.tracing import SampleTracer, StepReport, Trace
 from posttrain.engine.weights.view import PolicyVersion
@@ -49,6 +49,7 @@ class OnPolicy:
         seed: the stage's seed.
         probe: the held-out measurement, if there is one.
         phase: what its progress is called.
+        text: what a response says, for traces; by default as the scorer reads it.
         environment: what is observed between two responses, where the algorithm samples several.
 
     Raises:
@@ -66,11 +67,13 @@ class OnPolicy:
         probe: Probe | None = None,
         *,
         phase: str = "train",
+        text: Callable[[Trajectory], str] | None = None,
         environment: Environment | None = None,
     ) -> None:
         self.phase, self.steps, self.roles = phase, config.steps, roles
         self.journal = Journal(len(prompts), seed)
         self._algorithm, self._prompts, self._scorer, self._seed = algorithm, prompts, scorer, seed
+        self._text = text or (scorer.text if scorer else _unread)
         self._probe = ProbeSchedule.of(probe, config.probe, config.steps)
         roles.rest()
         own = config if isinstance(config, OnPolicyConfig) else None
@@ -79,8 +82,9 @@ class OnPolicy:
         lag = own.lag.steps if own and own.lag else 0
         streams = bool(own and own.stream_gradients)
         followed = self._trace.followed(algorithm.source.prompts) * algorithm.source.samples
-        words = algorithm, roles, config.steps, seed
-        self._learning = Learning(*words, lag=lag, streams=streams, followed=followed, meanwhile=self._look)
+        self._learning = Learning(
+            algorithm, roles, config.steps, seed, lag=lag, streams=streams, followed=followed, meanwhile=self._look
+        )
         if lag and roles.sampler.one(RolloutWorker.view) == "alias":
             raise InputError(f"lag {lag} needs a rollout with weights of its own, got one that reads the policy's")
         if own and own.lag and own.lag.correction != "bypass" and PROXIMAL not in algorithm.requires(config.steps - 1):
@@ -93,7 +97,8 @@ class OnPolicy:
         if turns > 1 and environment is None:
             raise InputError(f"{type(algorithm).__name__} samples {turns} turns, got no environment; give it one")
         told = self._offer if algorithm.groupwise else _untold
-        self._ahead = Collector(algorithm, roles, prompts, scorer, seed, self.journal, buffer, environment, told)
+        words = algorithm, roles, prompts, scorer, seed, self.journal, buffer, environment
+        self._ahead = Collector(*words, kept=told, watch=self._watch)
 
     def max_tokens(self, step: int) -> int:
         """What is sampled from now to the end of the step: every prompt read once, every response at the token limit;
@@ -125,7 +130,7 @@ class OnPolicy:
             span |= {"groups": len(groups), "dropped": len(dropped), "documents": len(batch) if batch else 0}
         by_group = form if self._algorithm.groupwise else None
         learned = self._learning.learn(batch, step, trace, tracer, groups, by_group)
-        tracer.report(trace, self._scorer)
+        tracer.report(trace, self._text)
         ahead.finish(step, trace, lambda spent, more: reserve(spent + learned.tokens, more, refuse=False))
         tokens = ahead.spent + learned.tokens
         if self._most is not None and tokens > self._most:
@@ -136,7 +141,12 @@ class OnPolicy:
         source = self._algorithm.source
         drops = {"groups/dropped": len(dropped) / len(every)} if source.refills else {}
         drops |= {"turns/mean": turns_mean(every)} if source.turns > 1 else {}
-        told = {**rollout_metrics(every), **self._algorithm.report(every), **drops, "updates": float(learned.updates)}
+        told = {
+            **rollout_metrics(every, judged=self._scorer is not None),
+            **self._algorithm.report(every),
+            **drops,
+            "updates": float(learned.updates),
+        }
         metrics = {**told, **learned.metrics}
         return StepReport(tokens, metrics, engine_metrics(ahead.counts))
 
@@ -172,8 +182,10 @@ class OnPolicy:
     def _offer(self, group: ScoredGroup) -> None:
         """What a kept group makes whole is predicted while others are sampled."""
         self._learning.columns.offer(group, self._form(group.step))
-        if self._learning.gradients:
-            self._learning.gradients.offer(group.step)
+
+    def _watch(self, step: int) -> bool:
+        """Sum the gradients of what is whole and predicted; whether something is being predicted."""
+        return bool(self._learning.gradients and self._learning.gradients.offer(step))
 
     def _look(self, trace: Trace, seconds: float) -> bool:
         """Take what was sampled ahead meanwhile."""
@@ -195,3 +207,8 @@ class OnPolicy:
 
 def _untold(group: ScoredGroup) -> None:
     """Its documents are not formed before those of the step."""
+
+
+def _unread(answer: Trajectory) -> str:
+    """Nobody said how to read it."""
+    return ""

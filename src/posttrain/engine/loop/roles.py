@@ -53,10 +53,25 @@ class Roles:
         """Whoever predicts for a role."""
         return self.frozen[role] if role in self.frozen else self.learners[role]
 
+    def alone(self, role: str) -> bool:
+        """Whether nobody else stands in a role's pool."""
+        mine = self.group(role).backend
+        others = [self.group(name).backend for name in (*self.learners, *self.frozen) if name != role]
+        others += [self.rollout.backend] if self.rollout else []
+        return not any(other is mine for other in others)
+
+    def early(self, role: str) -> bool:
+        """Whether a role may predict while the rollout works: not in its pool; and where roles sleep, so that others
+        have the memory, only in a pool of its own.
+        """
+        return self.group(role).backend is not self.sampler.backend and (not self.sleeps or self.alone(role))
+
     def rest(self) -> None:
-        """The frozen roles have said what the step needs of them: where roles sleep, they do until the next."""
-        if self.sleeps:
-            for group in self.frozen.values():
+        """The frozen roles have said what the step needs of them: where roles sleep, those that share a pool do until
+        the next.
+        """
+        for role, group in self.frozen.items():
+            if self.sleeps and not self.alone(role):
                 group.each(FrozenWorker.sleep)
 
     def fallbacks(self) -> dict[str, str]:

@@ -13,24 +13,30 @@ from posttrain.engine.rewards.port import Score
 _NAMED = re.compile(r"[\w.+-][\w.+ /-]{0,63}", re.ASCII)  # a component whose name may be part of a metric's
 
 
-def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[ScoredGroup], *, judged: bool = True) -> dict[str, float]:
     """Means over the step. `entropy` is the sampled estimate −E[log μ] per token, at the sampling temperature.
 
     `reward/stderr` is the standard error of `reward/mean`.
+
+    Args:
+        judged: whether somebody scores; else nothing is said of rewards.
     """
     scores = [score for group in groups for score in group.scores]
     answers = [answer for group in groups for answer in group.answers]
     rewards = np.concatenate([group.rewards for group in groups])
     scored = rewards[~np.isnan(rewards)]
     tokens = sum(answer.generated for answer in answers)
-    reward = {"reward/mean": float(scored.mean()), "reward/std": float(scored.std())} if len(scored) else {}
-    return {
-        **reward,
+    mean = {"reward/mean": float(scored.mean()), "reward/std": float(scored.std())} if len(scored) else {}
+    reward = {
+        **mean,
         **_standard_error(groups),
         **_component_metrics(scores),
         "reward/unscored": 1.0 - len(scored) / len(rewards),
         "reward/errors": sum(score.status == "error" for score in scores) / len(scores),
         "reward/timeouts": sum(score.status == "timeout" for score in scores) / len(scores),
+    }
+    return {
+        **(reward if judged else {}),
         "response_tokens/mean": tokens / len(answers),
         "truncated": sum(answer.truncated for answer in answers) / len(answers),
         "entropy": -sum(float(answer.logprobs.sum(dtype="float64")) for answer in answers) / max(tokens, 1),

@@ -145,6 +145,9 @@ class Learner:
             DivergedError: loss or gradient is NaN or infinite on any rank; nothing was updated on any, and no gradient
                 is left.
         """
+        if divide is None and not (more and part):  # a mini-batch begins: what is left of another is not trained on
+            self._kept = {}
+            self._optimizer.zero_grad(set_to_none=True)
         sums, self._kept = self._kept, {}
         for index in range(self.sharding.rounds(len(micros))):
             idle = index >= len(micros)

@@ -58,6 +58,7 @@ class TrainEngine(Protocol):
             part: which mini-batch of the step.
             record: also return the batch with the log-probabilities that the step found, as `current_logprobs`.
             more: the mini-batch has not come whole: gradients and sums are kept, and added to those of the next call.
+                Part 0 begins one; what is left of another then goes.
             divide: what gradients, loss and metrics of all its parts are divided by, before gradients are clipped.
 
         Raises:

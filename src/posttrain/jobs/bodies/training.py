@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from posttrain.engine.recipes.dataflow import Entry, load_dataflow
 from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.samples import Prompt
-from posttrain.engine.scoring import ModelScorer, RewardScorer, Scorer
+from posttrain.engine.scoring import ModelScorer, RewardScorer, Scorer, response_text
 from posttrain.engine.selection import Selection
 from posttrain.engine.weights.best import BestModel
 from posttrain.jobs.bodies.pools import open_pools
@@ -205,7 +206,9 @@ def _on_policy(
     train = _prompts(job, "data", tokenizer, context, config.response_tokens, None)
     scorer: Scorer | None = None
     if judged:
-        scorer = ModelScorer(roles.frozen["reward_model"], tokenizer, tokens=roles.micro_batch_tokens)
+        scorer = ModelScorer(
+            roles.frozen["reward_model"], tokenizer, tokens=roles.micro_batch_tokens, early=roles.early("reward_model")
+        )
     elif config.reward:
         scorer = _reward_function(job, config, config.reward, tokenizer, train, stack)
     probe = _probe(job, config, tokenizer, context)
@@ -213,6 +216,7 @@ def _on_policy(
     recipe = OnPolicy(
         *(config, algorithm, roles, train, scorer, job.order.seed, probe),
         phase=job.order.kind,
+        text=partial(response_text, tokenizer),
         environment=environment,
     )
     return Trained(recipe, lambda folder: roles.made.each(TrainWorker.save_model, folder), tokenizer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, final
 
 from posttrain.domain.errors import InputError
@@ -68,16 +68,16 @@ class InlineFlow(Generic[R]):
     answers: Iterator[R]
     ended: bool = False
     _count: int = 0
-    _started: float = field(default_factory=time.time)
+    _started: float = 0.0
     _seconds: float = 0.0
 
     def taken(self) -> Answer[int]:
         """See `Flow`."""
-        return Answer(self._count, self._started, self._seconds)
+        return Answer(self._count, self._started or time.time(), self._seconds)
 
     def next(self) -> list[R]:
         """The next answer; none where it has ended."""
-        begin = time.perf_counter()
+        self._started, begin = self._started or time.time(), time.perf_counter()
         try:
             return [next(self.answers)]
         except StopIteration:
@@ -174,6 +174,9 @@ class InlineBackend:
             assert call.answer is not None
             answers.append(call.answer)
         return answers
+
+    def give_up(self, reason: str) -> None:
+        """Nothing here can be stuck."""
 
     def close(self) -> None:
         """See `Backend.close`."""

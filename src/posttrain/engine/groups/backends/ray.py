@@ -106,7 +106,7 @@ class RayBackend:
             RayCall(role, self.processes[r], "__init__", self._hosts[r].start.remote(role, sent), parcel.size)
             for r in ranks
         ]
-        settle(calls, timeout, self._give_up)
+        settle(calls, timeout, self.give_up)
 
     def submit(
         self, role: str, ranks: Sequence[int], method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -152,7 +152,7 @@ class RayBackend:
         assert len(mine) == len(flows), "flows of another back-end"
         if self._broken and not all(flow.ended for flow in mine):
             self._usable(mine[0].role)
-        return take(mine, timeout, self._give_up)
+        return take(mine, timeout, self.give_up)
 
     def wait(self, calls: Sequence[Call[R]], timeout: float) -> list[Answer[R]]:
         """See `Backend.wait`."""
@@ -160,7 +160,7 @@ class RayBackend:
         assert len(mine) == len(calls), "calls of another back-end"
         if self._broken and not all(call.done() for call in mine):
             self._usable(mine[0].role)
-        settle(mine, timeout, self._give_up)
+        settle(mine, timeout, self.give_up)
         answers = [call.answered() for call in mine]
         return [answer for answer in answers if answer is not None]
 
@@ -237,5 +237,6 @@ class RayBackend:
                 "last checkpoint"
             )
 
-    def _give_up(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
+        """See `Backend.give_up`; the first reason is told."""
         self._broken = self._broken or reason
