@@ -14,6 +14,7 @@ from typing import Any
 from posttrain.control.planning import Planned
 from posttrain.data.fitting import PlanTokenizer, open_tokenizer
 from posttrain.data.rows import Row
+from posttrain.domain import rendering
 from posttrain.domain.contracts import RowNeeds
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.kinds import kind_of
@@ -66,12 +67,13 @@ def _lengths(row: Row, needs: RowNeeds, tokenizer: PlanTokenizer | None) -> Iter
         if tokenizer is None:
             yield from _characters(row, needs)
         elif needs.pairs:
-            prompt, chosen, rejected = tokenizer.pair(row)
-            yield len(prompt) + (len(chosen) + len(rejected)) / 2
+            for prompt, chosen, rejected in rendering.pairs(tokenizer, [row], name=""):
+                yield len(prompt) + (len(chosen) + len(rejected)) / 2
         elif needs.learn:
-            yield from [len(prompt) + len(answer) for prompt, answer in tokenizer.examples(row)]
+            for turns in rendering.examples(tokenizer, [row], name=""):
+                yield from [len(prompt) + len(answer) for prompt, answer in turns]
         else:
-            yield len(tokenizer.prompt(row))
+            yield from map(len, rendering.prompts(tokenizer, [row], name=""))
     except Exception:  # of a template: whatever its author wrote
         return
 
