@@ -48,7 +48,8 @@ def refuse_infeasible(
     """Refuse a run whose stages could not be started, or could not hold their models.
 
     A stage that names a cluster is asked only what no cluster can change: the cluster itself is asked by the job,
-    before it starts anything.
+    before it starts anything. Whether Ray is there is known of jobs that start in this environment; of an image, and
+    of the jobs of an installed executor, `plan` warns.
 
     Args:
         loads: by stage.
@@ -69,6 +70,7 @@ def refuse_infeasible(
     for name, load in loads.items():
         shapes = role_shapes(manifest, manifest.stage(name), load, workspace, source, model)
         found = unfit(load, shapes.get("policy") or shapes.get("reward_model"))
+        found += _missing_ray(load) if manifest.image is None and workspace.own_jobs else []
         if load.ray_address is None:
             found = infeasible(load.placement, machine.resources(), roles=load.roles) + found
             settled = settle(load, shapes, room_of(machine))
@@ -133,7 +135,8 @@ def memory_warnings(settled: Settled, residency: Residency, machine: Machine) ->
 def _missing_ray(load: Load) -> list[str]:
     if (load.placement.is_inline and load.ray_address is None) or importlib.util.find_spec("ray") is not None:
         return []
-    return ["pools of several processes need the package ray, which is not here: pip install 'posttrain[ray]'"]
+    needed = "pools of several processes" if load.ray_address is None else f"jobs at {load.ray_address}"
+    return [f"{needed} need the package ray, which is not installed here; pip install 'posttrain[ray]'"]
 
 
 def residencies(
