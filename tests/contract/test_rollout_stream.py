@@ -68,21 +68,21 @@ class TestScriptedThatReads(_Reading):
     tolerance = 0.0
 
     def open_engine(self) -> RolloutEngine:
-        texts = StopStrings(families.tokenizer)
+        texts = StopStrings(families.tokenizer())
         script = lambda prompt, sample: [*prompt, *[9] * sample, families.EOS]  # noqa: E731
         return ScriptedRollout(script, eos_token_id=families.EOS, texts=texts)
 
 
 class TestModuleThatReads(_Reading):
     def open_engine(self) -> RolloutEngine:
-        return ModuleRollout(model_of("qwen3"), texts=StopStrings(families.tokenizer))
+        return ModuleRollout(model_of("qwen3"), texts=StopStrings(families.tokenizer()))
 
 
 class TestNativeThatReads(_Reading):
     tolerance = 0.0
 
     def open_engine(self) -> RolloutEngine:
-        return NativeRollout(model_of("qwen3"), texts=StopStrings(families.tokenizer))
+        return NativeRollout(model_of("qwen3"), texts=StopStrings(families.tokenizer()))
 
 
 class TestNativeThatReadsRarely(_Reading):
@@ -92,7 +92,7 @@ class TestNativeThatReadsRarely(_Reading):
     tolerance = 0.0
 
     def open_engine(self) -> RolloutEngine:
-        return NativeRollout(model_of("qwen3"), 40_000, read_every=16, texts=StopStrings(families.tokenizer))
+        return NativeRollout(model_of("qwen3"), 40_000, read_every=16, texts=StopStrings(families.tokenizer()))
 
 
 Twist = Callable[[list[Completion]], list[Completion]]
@@ -178,9 +178,9 @@ def test_a_worker_refuses_answers_of_another_version_than_it_serves() -> None:
     worker = RolloutWorker(context, engine=engine)
     batch = PromptBatch(((5, 4),), (388,))
     served = PolicyVersion(0, 3)
-    worker.serve(served)
+    worker.samples_with(served)
     assert worker.generate(batch, SAMPLING, 1).trajectories[0].versions == (str(served),)
-    worker.serve(PolicyVersion(0, 4))
+    worker.samples_with(PolicyVersion(0, 4))
     with pytest.raises(IntegrityError, match=r"sample 0 of prompt 388 must be sampled by policy .*4"):
         worker.generate(batch, SAMPLING, 1)
 

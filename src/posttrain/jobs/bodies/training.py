@@ -193,6 +193,7 @@ def _on_policy(
         pool_of,
         critic=ScalarSource(job.input("model"), dtype) if isinstance(config, PPOConfig) else None,
         reward_model=ScalarSource(job.input("reward_model"), dtype) if judged else None,
+        stop=(*config.stop, *algorithm.source.stop),
     )
     context = roles.made.one(TrainWorker.context_length)
     train = _prompts(job, "data", tokenizer, context, config.response_tokens, None)
