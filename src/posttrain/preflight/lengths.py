@@ -28,7 +28,7 @@ _TURN, _BEGUN, _END = 3, 2, 1  # tokens of a chat turn's marks, of those that an
 
 
 class Lengths:
-    """Mean lengths of documents in tokens, by stage; tokenizers are opened once."""
+    """Lengths of documents in tokens, by stage; tokenizers are opened once."""
 
     def __init__(self, planned: Planned, spec: RunSpec | None, workspace: OpenWorkspace, source: Path) -> None:
         self._planned, self._spec, self._workspace, self._source = planned, spec, workspace, source
@@ -38,14 +38,16 @@ class Lengths:
         """Whether the stage's tokens are counted by its model's tokenizer."""
         return self._tokenizer(stage) is not None
 
-    def mean(self, stage: StageManifest, slot: str, rows: Sequence[Row]) -> float | None:
-        """Tokens of one document of a data set: prompt and answer where it is learnt from, else the prompt."""
+    def of_rows(self, stage: StageManifest, slot: str, rows: Sequence[Row]) -> tuple[float, float] | None:
+        """Tokens of one document of a data set, in the mean and at the most of those looked at: prompt and answer where
+        it is learnt from, else the prompt.
+        """
         needs, parts = self._planned.contracts[stage.name].rows.get(slot), kind_of(stage.kind).sizes
         if needs is None:  # of an installed kind that asks nothing of its rows
             needs = RowNeeds(learn="completion" in parts, pairs="chosen" in parts)
         tokenizer, seen = self._tokenizer(stage), rows[:: max(1, len(rows) // _LOOKED_AT)]
         found = [length for row in seen for length in _lengths(row, needs, tokenizer)]
-        return sum(found) / len(found) if found else None
+        return (sum(found) / len(found), max(found)) if found else None
 
     def _tokenizer(self, stage: StageManifest) -> PlanTokenizer | None:
         ref = base_model(self._planned.manifest, stage)

@@ -240,10 +240,11 @@ def workload(
     if lengths is None:
         return Workload(stage.kind, work)
     read = {slot: dataset.read for slot, dataset in own.items() if dataset.read}
-    means = {slot: mean for slot, rows in read.items() if (mean := lengths.mean(stage, slot, rows)) is not None}
-    weight = sum(len(read[slot]) for slot in means)
-    length = sum(mean * len(read[slot]) for slot, mean in means.items()) / weight if weight else None
-    return Workload(stage.kind, work, length, counted=lengths.counted(stage))
+    found = {slot: seen for slot, rows in read.items() if (seen := lengths.of_rows(stage, slot, rows)) is not None}
+    weight = sum(len(read[slot]) for slot in found)
+    length = sum(mean * len(read[slot]) for slot, (mean, _) in found.items()) / weight if weight else None
+    longest = max((most for _, most in found.values()), default=None)
+    return Workload(stage.kind, work, length, lengths.counted(stage), longest)
 
 
 def _answers(stage: StageManifest, slot: str) -> int:

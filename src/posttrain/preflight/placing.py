@@ -107,10 +107,10 @@ def refuse_oversized(manifest: Manifest, source: Path) -> None:
 
 
 def stage_residency(
-    load: Load, shapes: Mapping[str, Shape], machine: Machine, prompt_tokens: float | None = None
+    load: Load, shapes: Mapping[str, Shape], machine: Machine, typical: int = 0, longest: int = 0
 ) -> Residency:
-    """What the stage keeps resident, on this machine where it names no cluster."""
-    return resident(load, shapes, prompt_tokens=round(prompt_tokens or 0), gpu_there=bool(machine.gpus))
+    """What the stage keeps resident, on this machine where it names no cluster; prompts of so many tokens."""
+    return resident(load, shapes, prompt_tokens=typical, longest_prompt=longest, gpu_there=bool(machine.gpus))
 
 
 def memory_warnings(settled: Settled, residency: Residency, machine: Machine) -> list[str]:
@@ -150,9 +150,11 @@ def residencies(
         stage = planned.manifest.stage(name)
         shapes = role_shapes(planned.manifest, stage, load, workspace, path, spec.model)
         if shapes and machine:
-            prompt = workload(stage, planned.contracts[name].work, datasets, lengths).length
-            settled = settle(load, shapes, _room(load, machine), prompt_tokens=round(prompt or 0))
-            residency = stage_residency(settled.load, shapes, machine, prompt)
+            rows = workload(stage, planned.contracts[name].work, datasets, lengths)
+            typical, longest = round(rows.length or 0), round(rows.longest or 0)
+            room = _room(load, machine)
+            settled = settle(load, shapes, room, prompt_tokens=typical, longest_prompt=longest)
+            residency = stage_residency(settled.load, shapes, machine, typical, longest)
             yield name, Seen(residency, settled.sizes, tuple(memory_warnings(settled, residency, machine)))
 
 
