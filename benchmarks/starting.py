@@ -1,6 +1,6 @@
 """From the launch of a job to its first step: cold, and in a fork of the driver's fork server.
 
-    python -m benchmarks.starting [--json FILE] [--rounds N] [--tiny]
+    python -m benchmarks.starting [--json FILE] [--rounds N] [--tiny] [--encoding]
 
 A run of a 0.1 M parameter model is made by the command line; then its jobs (SFT, GRPO with a confined reward,
 evaluation) are launched again and again from their own orders, by two executors in turn. "first job of a driver" is one
@@ -9,6 +9,7 @@ they are behind any first job. Wall time is to the end of the first step, as its
 Processor time, which other work on the machine hardly changes, is the job's own until its first step begins, as its log
 tells it: `before` of it is the interpreter, the comparison of the environment and what reads the order. The bound of a
 cold start is a Python that imports torch and the transformers classes which a job of this model needs, nothing else.
+With `--encoding` no job is launched: what an SFT job spends on encoding as many chat rows is measured in this process.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.store.attempts import AttemptFolder
 
 PRELOAD = "posttrain.jobs.preload"
+ROWS = 4000
 TARGET = 2.0  # seconds, forked
 PATIENCE = 600.0
 MODULES = {"sft": "posttrain.jobs.train", "grpo": "posttrain.jobs.train", "evaluate": "posttrain.jobs.evaluate"}
@@ -83,7 +85,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tiny", action="store_true", help="one round of one job: that it runs, no figures")
+    parser.add_argument("--encoding", action="store_true", help="only the encoding of 4,000 rows")
     options = parser.parse_args()
+    if options.encoding:
+        print(f"encode_examples of {ROWS} chat rows: {encoding(options.rounds):.2f} s of processor time")
+        return
     with tempfile.TemporaryDirectory() as folder:
         orders = prepare(Path(folder), ("sft",) if options.tiny else tuple(MODULES))
         rows = measure(Path(folder), orders, 1 if options.tiny else options.rounds)
@@ -100,6 +106,29 @@ def main() -> None:
     print(f"target: at most {TARGET:g} s forked; medians of {rows[-1].rounds} rounds, the first row of one")
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+
+
+def encoding(rounds: int) -> float:
+    """Median processor seconds of encoding the rows of an SFT stage, after a first time."""
+    # here: a process that launches jobs has no torch
+    from posttrain.engine.config import InitModelConfig
+    from posttrain.engine.models.chat import encode_examples
+    from posttrain.engine.models.initial import character_tokenizer
+
+    tokenizer = character_tokenizer(InitModelConfig().characters)
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"Q: sort {at * 7919 % 100000}"}],
+            "completion": [{"role": "assistant", "content": f"A: {at}"}],
+        }
+        for at in range(ROWS)
+    ]
+    taken = []
+    for _ in range(rounds + 1):
+        begun = time.process_time()
+        encode_examples(tokenizer, rows, name="rows", limit=99)
+        taken.append(time.process_time() - begun)
+    return statistics.median(taken[1:])
 
 
 def prepare(folder: Path, stages: tuple[str, ...]) -> dict[str, bytes]:

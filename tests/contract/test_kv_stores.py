@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -366,3 +367,15 @@ def test_varlen_over_prompts_is_causal_attention(lengths: list[int], begin: int)
         wanted: Any = torch.einsum("hgqp,phw->qhgw", weights, v)
         torch.testing.assert_close(found[start : start + length], wanted, atol=2e-2, rtol=0)
         start += length
+
+
+def test_a_class_that_grows_keeps_nothing_of_what_it_had() -> None:
+    """The last step's views are let go, so of what is replaced one layer at a time is there twice."""
+    shape = KVShape(layers=2, kv_heads=1, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
+    store = SlotStore(shape, 2**20, 64)
+    store.keep({(5, 4): (0, 2), (9, 8): (2, 4)}, [torch.zeros(4, 2, 1, 4) for _ in range(2)])
+    store.add({0: ((5, 4), 3)})
+    store.begin_step([2])
+    before = [weakref.ref(pairs) for pairs in store._classes[0].pairs]
+    store.add({1: ((9, 8), 3)})
+    assert [pairs() for pairs in before] == [None, None]

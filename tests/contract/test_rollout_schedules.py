@@ -68,7 +68,7 @@ def alone(family: str, asked: Generation, dtype: torch.dtype = torch.float32) ->
 
 @cache
 def _alone(family: str, asked: Generation, dtype: torch.dtype, store: str) -> Trajectory:
-    engine = engine_of(model_of(family, dtype), kv_cache=LARGE, texts=StopStrings(families.tokenizer))
+    engine = engine_of(model_of(family, dtype), kv_cache=LARGE, texts=StopStrings(families.tokenizer()))
     engine.submit([asked])
     return drain(engine, 1)[asked.id]
 
@@ -118,7 +118,7 @@ def cases(draw: st.DrawFn) -> Case:
 def play(case: Case, family: str, dtype: torch.dtype = torch.float32) -> NativeRollout:
     """Decode a case, and hold every answer against that of the generation alone."""
     model = model_of(family, dtype)
-    budget, texts = int(case.lines * 128 * position_bytes(model)), StopStrings(families.tokenizer)
+    budget, texts = int(case.lines * 128 * position_bytes(model)), StopStrings(families.tokenizer())
     engine = engine_of(model, kv_cache=budget, read_every=case.read_every, texts=texts)
     found: dict[str, Trajectory] = {}
     size = -(-len(case.work) // case.parts)

@@ -68,21 +68,21 @@ class TestScriptedThatReads(_Reading):
     tolerance = 0.0
 
     def open_engine(self) -> RolloutEngine:
-        texts = StopStrings(families.tokenizer)
+        texts = StopStrings(families.tokenizer())
         script = lambda prompt, sample: [*prompt, *[9] * sample, families.EOS]  # noqa: E731
         return ScriptedRollout(script, eos_token_id=families.EOS, texts=texts)
 
 
 class TestModuleThatReads(_Reading):
     def open_engine(self) -> RolloutEngine:
-        return ModuleRollout(model_of("qwen3"), texts=StopStrings(families.tokenizer))
+        return ModuleRollout(model_of("qwen3"), texts=StopStrings(families.tokenizer()))
 
 
 class TestNativeThatReads(_Reading):
     tolerance = 0.0
 
     def open_engine(self) -> RolloutEngine:
-        return NativeRollout(model_of("qwen3"), texts=StopStrings(families.tokenizer))
+        return NativeRollout(model_of("qwen3"), texts=StopStrings(families.tokenizer()))
 
 
 class TestNativeThatReadsRarely(_Reading):
@@ -92,7 +92,7 @@ class TestNativeThatReadsRarely(_Reading):
     tolerance = 0.0
 
     def open_engine(self) -> RolloutEngine:
-        return NativeRollout(model_of("qwen3"), 40_000, read_every=16, texts=StopStrings(families.tokenizer))
+        return NativeRollout(model_of("qwen3"), 40_000, read_every=16, texts=StopStrings(families.tokenizer()))
 
 
 Twist = Callable[[list[Completion]], list[Completion]]

@@ -67,19 +67,36 @@ def test_resident_memory_is_what_the_plan_says_within_a_factor(empty: Workbench)
     digits = "0123456789" * 13
     rows = [{"prompt": f"Q: sort {at:03d}{digits}", "completion": digits, "answer": "1"} for at in range(64)]
     empty.write("long.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    hold_to_plan(empty, {"train": "./long.jsonl"}, stages)
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_resident_as_the_plan_says_within_a_factor(empty: Workbench) -> None:
+    """Long prompts with short answers, and short ones with longer answers: what is read, and what is decoded."""
+    for name, prompt in (("long", "0123456789" * 20), ("short", "Q: ")):
+        rows = [{"prompt": f"{prompt}{at:03d}", "answer": "1"} for at in range(256)]  # as many as are decoded together
+        empty.write(f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    stages: dict[str, Any] = {
+        name: {"kind": "evaluate", "model": "base", "suites": {"held": {"data": name, "max_new_tokens": limit}}}
+        for name, limit in (("long", 8), ("short", 140))
+    }
+    hold_to_plan(empty, {"long": "./long.jsonl", "short": "./short.jsonl"}, stages)
+
+
+def hold_to_plan(bench: Workbench, data: dict[str, str], stages: dict[str, Any]) -> None:
+    """Run the stages on a wide model and on one that is next to nothing; what both differ by is the plan's."""
     found: dict[str, dict[str, tuple[float, float]]] = {}
     for name, model in (("narrow", NARROW), ("wide", WIDE)):
-        empty.write(f"{name}.yaml", model)
-        empty.run("asset", "create", f"model:{name}", f"{name}.yaml")
-        data = {"train": "./long.jsonl"}
+        bench.write(f"{name}.yaml", model)
+        bench.run("asset", "create", f"model:{name}", f"{name}.yaml")
         raw = {"name": name, "owner": "e2e", "seed": 1, "model": f"model:{name}", "data": data, "stages": stages}
-        empty.write(f"{name}-run.yaml", raw)
-        plan = planned(empty, f"{name}-run.yaml")
-        empty.run("run", f"{name}-run.yaml")
+        bench.write(f"{name}-run.yaml", raw)
+        plan = planned(bench, f"{name}-run.yaml")
+        bench.run("run", f"{name}-run.yaml")
         found[name] = {}
         for stage in stages:
             [peak] = plan[stage]["residency"]["peaks"]
-            measured = told(empty, empty.run_id(), stage)["memory/peak_resident_mib"]
+            measured = told(bench, bench.run_id(), stage)["memory/peak_resident_mib"]
             found[name][stage] = peak["bytes"] / 2**20, measured
     for stage in stages:
         (small, base), (large, measured) = found["narrow"][stage], found["wide"][stage]

@@ -31,6 +31,7 @@ from posttrain.data.fitting import (
     open_tokenizer,
 )
 from posttrain.data.rows import Row, read_rows
+from posttrain.domain import rendering
 from posttrain.domain.errors import InputError
 from posttrain.domain.time_limit import TimeLimitError, time_limit
 from posttrain.engine.config import InitModelConfig
@@ -38,9 +39,6 @@ from posttrain.engine.models.chat import (
     encode_examples,
     encode_preferences,
     encode_prompts,
-    render_examples,
-    render_preference,
-    render_prompt,
 )
 from posttrain.engine.models.initial import character_tokenizer
 from posttrain.engine.models.loading import load_tokenizer
@@ -130,6 +128,20 @@ def canonical(tmp_path: Path, row: dict[str, Any]) -> Row:
     return read_rows(tmp_path / "row")[0]
 
 
+def assert_same_prompt(planned: PlanTokenizer, engine: PreTrainedTokenizerBase, row: Row) -> None:
+    assert list(rendering.prompts(planned, [row], name="d")) == encode_prompts(engine, [row], name="d", limit=999)
+
+
+def assert_same_examples(planned: PlanTokenizer, engine: PreTrainedTokenizerBase, row: Row) -> None:
+    [turns] = rendering.examples(planned, [row], name="d")
+    assert turns == [(e.prompt, e.completion) for e in encode_examples(engine, [row], name="d", limit=999)]
+
+
+def assert_same_pair(planned: PlanTokenizer, engine: PreTrainedTokenizerBase, row: Row) -> None:
+    [pair] = encode_preferences(engine, [row], name="d", limit=999)
+    assert list(rendering.pairs(planned, [row], name="d")) == [(pair.prompt, pair.chosen, pair.rejected)]
+
+
 class TestSameTokensAsTheEngine:
     @pytest.mark.parametrize("dialect", DIALECTS)
     def test_every_dialect(
@@ -138,11 +150,11 @@ class TestSameTokensAsTheEngine:
         planned, engine = both
         row = canonical(tmp_path, DIALECTS[dialect])
         if "text" not in row:
-            assert planned.prompt(row) == render_prompt(engine, row)
+            assert_same_prompt(planned, engine, row)
         if {"completion", "messages", "text"} & row.keys():
-            assert planned.examples(row) == render_examples(engine, row)
+            assert_same_examples(planned, engine, row)
         if "chosen" in row:
-            assert planned.pair(row) == render_preference(engine, row)
+            assert_same_pair(planned, engine, row)
 
     @given(
         turns=st.lists(
@@ -161,14 +173,14 @@ class TestSameTokensAsTheEngine:
             for role, (text, thought) in zip(roles, turns, strict=False)
         ]
         row = {"messages": messages}
-        assert planned.prompt(row) == render_prompt(engine, row)
-        assert planned.examples(row) == render_examples(engine, row)
+        assert_same_prompt(planned, engine, row)
+        assert_same_examples(planned, engine, row)
 
     @given(prompt=st.text(max_size=12), completion=st.text(max_size=12))
     def test_any_text(self, both: tuple[PlanTokenizer, PreTrainedTokenizerBase], prompt: str, completion: str) -> None:
         planned, engine = both
         row = {"prompt": prompt, "completion": completion}
-        assert planned.examples(row) == render_examples(engine, row)
+        assert_same_examples(planned, engine, row)
 
     @pytest.mark.parametrize(
         "row",
@@ -352,16 +364,16 @@ class TestForeignTemplates:
         monkeypatch.setattr("posttrain.data.fitting._RENDER_SECONDS", 0.5)
         planned, _ = self.tokenizers(LOOPS, tmp_path)
         with ThreadPoolExecutor(1) as pool, pytest.raises(InputError, match="within"):
-            pool.submit(planned.prompt, {"prompt": [QUESTION]}).result()
+            pool.submit(planned.render, [QUESTION], generate=True).result()
 
     def test_slow_ones_end_though_each_row_is_in_time(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("posttrain.data.fitting._MEAN_SECONDS", 1e-6)
         monkeypatch.setattr("posttrain.data.fitting._RENDER_SECONDS", 10.0)
         planned, _ = self.tokenizers("{{ messages[0]['content'] }}", tmp_path)
-        planned.prompt({"prompt": [QUESTION]})
+        planned.render([QUESTION], generate=True)
         monkeypatch.setattr(planned, "_spent", 60.0)
         with pytest.raises(InputError, match="must take less than 1e-06 s a row"):
-            planned.prompt({"prompt": [QUESTION]})
+            planned.render([QUESTION], generate=True)
 
     @pytest.mark.parametrize("huge", ["10 ** (10 ** 10)", "'x' * 10 ** 9", "10 ** 9 * [1]", "10 ** 9999 * 10 ** 25000"])
     def test_huge_products_are_refused(self, tmp_path: Path, huge: str) -> None:
@@ -382,7 +394,7 @@ class TestForeignTemplates:
 
     def test_modest_ones_are_not(self, tmp_path: Path) -> None:
         planned, real = self.tokenizers("{{ 2 ** 3 * 4 }}{{ '1' * 3 }}{{ 2 * '1' }}", tmp_path)
-        assert planned.prompt({"prompt": [QUESTION]}) == render_prompt(real, {"prompt": [QUESTION]})
+        assert_same_prompt(planned, real, {"prompt": [QUESTION]})
 
 
 def test_a_limit_that_is_not_reached_leaves_nothing_behind() -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
+from test_engine_stopping import TOKENIZERS
+from tokenizers import Tokenizer, models, processors
+from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from posttrain.domain.errors import InputError
+from posttrain.domain.rendering import Row
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.models.chat import (
     decode_response,
     encode_examples,
     encode_preferences,
     encode_prompts,
-    render_example,
-    render_examples,
-    render_prompt,
 )
 from posttrain.engine.models.initial import character_tokenizer
 
@@ -31,6 +35,19 @@ FORGETFUL = (
     "{% if add_generation_prompt %}<|im_start|><|assistant|>{% endif %}"
 )
 THINKING = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
+    return list(encode_prompts(tokenizer, [row], name="d", limit=999)[0])
+
+
+def render_examples(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[tuple[list[int], list[int]]]:
+    return [(list(e.prompt), list(e.completion)) for e in encode_examples(tokenizer, [row], name="d", limit=999)]
+
+
+def render_example(tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[list[int], list[int]]:
+    [example] = render_examples(tokenizer, row)
+    return example
 
 
 @pytest.fixture
@@ -150,6 +167,116 @@ def test_preferences_that_do_not_fit_are_named(tokenizer: PreTrainedTokenizerFas
         encode_preferences(
             tokenizer, [{"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [ANSWER]}], name="d@1", limit=99
         )
+
+
+def one_by_one(tokenizer: PreTrainedTokenizerBase, prompt: Any, answer: Any) -> tuple[list[int], list[int]]:
+    """A demonstration as transformers encodes it alone."""
+    end = tokenizer.eos_token_id
+    if isinstance(prompt, str):
+        before, ids = tokenizer.encode(prompt), tokenizer.encode(answer, add_special_tokens=False)
+        before = before[:-1] if before and before[-1] == end else before
+    else:
+        render = partial(tokenizer.apply_chat_template, tokenize=True, return_dict=False)
+        before = render(prompt, add_generation_prompt=True)
+        ids = render([*prompt, *answer])[len(before) :]
+        ids = ids[: len(ids) - ids[::-1].index(end)] if end in ids else ids
+    return before, ids if ids and ids[-1] == end else [*ids, end]
+
+
+def edged() -> PreTrainedTokenizerFast:
+    """Pieces, and a beginning and an end that plain text gets and chats write themselves."""
+    raw = Tokenizer(models.BPE({piece: at for at, piece in enumerate(["<s>", "</s>", *CHARACTERS])}, []))
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
+
+
+KINDS: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
+    "characters": lambda: character_tokenizer(CHARACTERS),
+    "edged": edged,
+    "in python": ByT5Tokenizer,
+    **{make.__name__: make for make in TOKENIZERS if make.__name__ != "characters"},
+}
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+class TestBatches:
+    """Rows that are encoded together become what each becomes alone, and are refused as each is."""
+
+    def rows(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+        """More than a batch, of every form that the tokenizer takes, some of them twice."""
+        rows: list[dict[str, Any]] = []
+        for i in range(1050):
+            text, said = f"sort {i % 700} </s> the", f"A: {i % 7}" * (i % 3)
+            if i % 2 or not tokenizer.chat_template:
+                rows.append({"prompt": text, "completion": said, "chosen": said, "rejected": said + "0"})
+            else:
+                prompt = [{"role": "user", "content": text}]
+                answer, worse = ([{"role": "assistant", "content": content}] for content in (said, said + "0"))
+                rows.append({"prompt": prompt, "completion": answer, "chosen": answer, "rejected": worse})
+        return rows
+
+    @pytest.mark.parametrize("chat", [True, False], ids=["template", "no template"])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_many_rows_become_what_each_becomes_alone(self, kind: str, chat: bool) -> None:
+        tokenizer = KINDS[kind]()
+        tokenizer.chat_template = (tokenizer.chat_template or MARKED) if chat else None  # type: ignore[assignment]
+        rows = self.rows(tokenizer)
+        alone = [one_by_one(tokenizer, row["prompt"], row["completion"]) for row in rows]
+        worse = [one_by_one(tokenizer, row["prompt"], row["rejected"]) for row in rows]
+        room: Any = {"name": "d", "limit": 9999}
+        assert [list(ids) for ids in encode_prompts(tokenizer, rows, **room)] == [prompt for prompt, _ in alone]
+        examples = encode_examples(tokenizer, rows, **room)
+        assert [(list(e.prompt), list(e.completion)) for e in examples] == alone
+        assert [e.row for e in examples] == list(range(len(rows)))
+        differing = [(row, a, b) for row, a, b in zip(rows, alone, worse, strict=True) if a != b]
+        pairs = encode_preferences(tokenizer, [row for row, _, _ in differing], **room)
+        assert [(list(p.prompt), list(p.chosen), list(p.rejected)) for p in pairs] == [
+            (*chosen, rejected) for _, chosen, (_, rejected) in differing
+        ]
+
+    def test_conversations_and_text(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        rows = [{"messages": [QUESTION, ANSWER, QUESTION, ANSWER]}, {"text": "abc"}] * 600
+        examples = encode_examples(tokenizer, rows, name="d", limit=99)
+        first = one_by_one(tokenizer, [QUESTION], [ANSWER])
+        second = one_by_one(tokenizer, [QUESTION, ANSWER, QUESTION], [ANSWER])
+        text = tokenizer.encode("abc")
+        plain = (text[:1], [*text[1:], tokenizer.eos_token_id])
+        assert [(list(e.prompt), list(e.completion)) for e in examples] == [first, second, plain] * 600
+
+    @pytest.mark.parametrize(
+        ("bad", "words"),
+        [
+            ({"answer": "b"}, r"d row 1020: a demonstration needs completion, messages or text"),
+            ({"prompt": [{"role": "tool", "content": "x"}], "completion": [ANSWER]}, r"d row 1020 cannot be rendered"),
+            ({"prompt": "a", "completion": "\ud800"}, r"d row 1020 cannot be rendered"),
+            ({"prompt": "a", "completion": "1" * 60}, r"d row 1020: prompt and completion must fit 50 tokens, got 62"),
+        ],
+        ids=["form", "template", "tokenizer", "length"],
+    )
+    @pytest.mark.parametrize("later", [{"answer": "b"}, {"prompt": "a", "completion": "\ud800"}], ids=["form", "text"])
+    def test_the_first_row_that_is_wrong_is_named(
+        self, tokenizer: PreTrainedTokenizerFast, bad: dict[str, Any], words: str, later: dict[str, Any]
+    ) -> None:
+        rows = [ROW] * 1019 + [bad, ROW, later]
+        with pytest.raises(InputError, match=words):
+            encode_examples(tokenizer, rows, name="d", limit=50)
+
+    def test_every_row_costs_no_call_of_the_tokenizer(
+        self, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls: list[int] = []
+        call = type(tokenizer).__call__
+
+        def counted(self: Any, text: Any, **options: Any) -> Any:
+            calls.append(len(text))
+            return call(self, text, **options)
+
+        monkeypatch.setattr(type(tokenizer), "__call__", counted)
+        encode_examples(tokenizer, self.rows(tokenizer), name="d", limit=999)
+        assert len(calls) == 4  # two batches, chats and plain text
 
 
 @given(st.text(alphabet=CHARACTERS, max_size=20), st.booleans())

@@ -87,7 +87,7 @@ def naive(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int], stop: Seque
 
 
 def by_tail(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int], stop: Sequence[str]) -> int | None:
-    tail = StopStrings(lambda: tokenizer).tail(stop)
+    tail = StopStrings(tokenizer).tail(stop)
     return next((end for end, token in enumerate(tokens, start=1) if tail.ends(token)), None)
 
 
@@ -167,7 +167,7 @@ def test_only_the_end_of_a_response_is_decoded_again() -> None:
             lengths.append(len(tokens))
             return text_of(tokenizer, tokens)
 
-    tail = StopStrings(Counting).tail(("never said", "x"))  # type: ignore[arg-type]
+    tail = StopStrings(Counting()).tail(("never said", "x"))  # type: ignore[arg-type]
     generator = random.Random(5)
     for _ in range(3000):
         assert not tail.ends(generator.randrange(1, 12))

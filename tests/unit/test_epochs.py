@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from posttrain.data.rows import canonical_row, demonstrations
 from posttrain.domain.errors import InputError
 from posttrain.domain.manifest import InputRef
 from posttrain.domain.passes import passes_of
+from posttrain.domain.rendering import Messages, examples
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.engine.config import STAGE_CONFIGS, TrainingConfig
 from posttrain.engine.journal import Journal
@@ -68,26 +70,24 @@ def test_what_plan_prints() -> None:
         ({"prompt": "Q", "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}] * 2}, 2),
     ],
 )
-def test_every_assistant_turn_is_a_document_as_it_is_for_the_job(
-    row: dict[str, Any], documents: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from posttrain.engine.models import chat
-
+def test_every_assistant_turn_is_a_document_as_it_is_for_the_job(row: dict[str, Any], documents: int) -> None:
     class Letters:
         """As much of a tokenizer as rendering asks for."""
 
-        eos_token_id, bos_token_id, chat_template = 0, None, "x"
+        end: int | None = 0
+        raised: tuple[type[Exception], ...] = ()
+        templated = True
 
-        def encode(self, text: str, **_: object) -> list[int]:
-            return [ord(c) for c in text]
+        def render(self, messages: Messages, *, generate: bool) -> str:
+            return "".join(f"{m['role']}{m['content']}" for m in messages)
 
-        def apply_chat_template(self, messages: Any, **_: object) -> Any:
-            return [ord(c) for m in messages for c in f"{m['role']}{m['content']}"]
+        def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+            return [[ord(c) for c in text] for text in texts]
 
     canonical = canonical_row(row, "x", 1)
     assert demonstrations(canonical) == documents
-    monkeypatch.setattr(chat, "_render", lambda tokenizer, messages, **_: tokenizer.apply_chat_template(messages))
-    assert len(chat.encode_examples(Letters(), [canonical], name="x", limit=999)) == documents  # type: ignore[arg-type]
+    [turns] = examples(Letters(), [canonical], name="x")
+    assert len(turns) == documents
 
 
 def planned(raw: dict[str, Any], documents: int = 100) -> Planned:

@@ -20,12 +20,14 @@ from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.models.logprobs import token_logprobs
 from posttrain.engine.rollout.backends import native
 from posttrain.engine.rollout.kv_pages import PAGE, PageStore
+from posttrain.engine.rollout.kv_slots import SlotStore
 from posttrain.engine.rollout.kv_store import KVShape
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.planner.residency import (
     KV_AHEAD,
     KV_PAGE,
     KV_RESERVE,
+    PREFILL_TOKENS,
     Residency,
     Shape,
     resident,
@@ -98,7 +100,8 @@ def test_a_collocated_rollout_reads_the_policys_weights_and_holds_only_its_cache
     assert "weights" not in found.phases  # nothing has to be sent
     assert sure(found, "rollout", "rollout") == {}
     cache = {h.part: h.bytes for h in found.held if h.role == "rollout"}
-    assert cache["kv cache"] == 6 * (3 + 5) * (2 * 2 * 1 * 2 * 4)  # rows × tokens × (2 × layers × kv_heads × dim × 4)
+    slots = 6 * 32 * (2 * 2 * 1 * 2 * 4)  # rows × positions × (2 × layers × kv_heads × dim × 4)
+    assert cache["kv cache"] == slots + slots // 2  # and one of two layers twice, while slots are added
 
 
 def test_a_rollout_elsewhere_holds_a_copy_and_its_rows_are_dealt_out() -> None:
@@ -284,4 +287,37 @@ def test_the_pages_are_the_engines() -> None:
     for tokens in (1, 127, 128, 129, 10_500):
         taken = store.row_bytes(tokens + KV_AHEAD, 0) + PAGE * shape.position_bytes  # and its prompt's last page
         assert row_positions(tokens, "cuda") * shape.position_bytes == taken
-        assert row_positions(tokens, "cpu") == tokens
+
+
+@given(tokens=st.integers(1, 3000), more=st.integers(0, 3000))
+def test_the_slots_are_the_engines(tokens: int, more: int) -> None:
+    """What a plan counts for a row on a CPU is the slot that it ends in beside the longest row of its call."""
+    shape = KVShape(layers=2, kv_heads=2, head_dim=8, dtype=torch.float32, device=torch.device("cpu"))
+    store = SlotStore(shape, 2**30, tokens + more + 1)
+    assert row_positions(tokens, "cpu", tokens + more) * shape.position_bytes == store.row_bytes(tokens + 1, 0)
+    assert row_positions(tokens, "cpu") <= row_positions(tokens, "cpu", tokens + more)
+
+
+def test_prompts_are_read_beside_the_cache() -> None:
+    """As many at a time as the engine reads, with what one layer holds of them."""
+    assert native._PREFILL_TOKENS == PREFILL_TOKENS
+    of = load("evaluate", ("rollout",), rows=256)
+    held = {prompt: {h.part: h.bytes for h in table(of, prompt=prompt).held} for prompt in (0, 4, 100)}
+    token = 4 * (SHAPE.kv_values + 2 * 4 + 24)  # of an MLP three times as wide as 8
+    assert held[4]["prefill"] == 256 * 4 * token
+    assert held[0]["prefill"] == held[100]["prefill"] == PREFILL_TOKENS * token
+    slot = 32 * 4 * SHAPE.kv_values  # of 9 tokens, and half of that while slots are added
+    assert held[4]["kv cache"] == 256 * slot + 128 * slot
+
+
+def test_slots_are_doubled_and_left_behind_as_far_as_the_cache_has_room() -> None:
+    """81 prompts of 100 tokens are read at a time, and rows of 150 go on from slots of 128 to those of 160."""
+    position = 4 * SHAPE.kv_values
+    for limit, slots, left in ((5, 324 * 112, 0), (50, 324 * 160, 256 * 128)):
+        of = load("evaluate", ("rollout",), rows=256, response_tokens=limit)
+        last = 112 if limit == 5 else 160
+        [cache] = [h.bytes for h in table(of, prompt=100).held if h.part == "kv cache"]
+        assert cache == (slots + left + 256 * last // 2) * position
+        tight = replace(of, kv_cache=256 * last * position)
+        [cache] = [h.bytes for h in table(tight, prompt=100).held if h.part == "kv cache"]
+        assert cache == (256 * last + 256 * last // 2) * position

@@ -120,15 +120,42 @@ def test_a_cluster_is_asked_by_the_job(world: World, machine: list[Machine]) -> 
     assert "grpo: policy asks for GPUs of kind h1000, whose memory is not known: nothing is held against it" in odd
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_lag_is_told_and_a_package_that_lacks(
-    world: World, machine: list[Machine], monkeypatch: pytest.MonkeyPatch, there: bool
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if there else None)
+def test_lag_is_told(world: World, machine: list[Machine]) -> None:
     name = file(world, "placement: {policy: {cpus: 1}, rollout: {cpus: 1}}, lag: {steps: 2}")
     shown = " ".join(world.ok("plan", name).split())
     assert "lag 2: batch t is sampled by the policy after t - 2 steps" in shown
-    assert ("grpo: pools of several processes need the package ray, which is not here" in shown) != there
+    assert "the package ray" not in shown
+
+
+@pytest.mark.parametrize("command", ["plan", "run", "lock"])
+@pytest.mark.parametrize(
+    ("placed", "said"),
+    [
+        ("placement: {policy: {cpus: 1}, rollout: {cpus: 1}}", "pools of several processes need the package ray"),
+        ("runtime: {ray_address: 10.0.0.1:6379}", "jobs at 10.0.0.1:6379 need the package ray"),
+    ],
+    ids=["pools", "cluster"],
+)
+def test_pools_without_ray_are_refused_before_anything_starts(
+    world: World, machine: list[Machine], monkeypatch: pytest.MonkeyPatch, command: str, placed: str, said: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    name, before = file(world, placed), contents(world)
+    refused = world(command, name)
+    assert refused.exit_code == 2
+    assert f"stages.grpo: {said}, which is not installed here; pip install 'posttrain[ray]'" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert contents(world) == before
+
+
+def test_what_runs_elsewhere_is_warned_of(
+    world: World, machine: list[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("posttrain.workspace.opened.OpenWorkspace.own_jobs", False)
+    shown = " ".join(world.ok("plan", file(world, "placement: {policy: {cpus: 1}, rollout: {cpus: 1}}")).split())
+    assert "grpo: pools of several processes need the package ray, which is not installed here" in shown
+    world.ok("plan", file(world, "placement: collocated"))
 
 
 def test_kinds_of_this_machine(world: World, machine: list[Machine]) -> None:

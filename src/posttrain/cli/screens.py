@@ -38,7 +38,7 @@ def run_tree(status: RunStatus) -> Tree:
         root.add(branch(Text(f"image: {status.image}", style="dim")))
     for stage in status.stages:
         below = root.add(branch(_stage_line(stage)))
-        for told in (stage.begun, stage.selection):
+        for told in (stage.begun, *stage.drawn, stage.selection):
             if told:
                 below.add(branch(Text(told, style="dim")))
         for attempt in stage.attempts:

@@ -1,8 +1,8 @@
 """Do a data set's rows fit a model, before anything runs? Counts tokens as the engine will, without torch.
 
-`engine.models.chat` decides what a row becomes, and needs transformers, which the control side does not import. This
-reads the same two files, `tokenizer.json` and the chat template, with `tokenizers` and `jinja2`, and renders by the
-same rules; a test holds both to the same token ids. A tokenizer without `tokenizer.json` is left to the job.
+What a row becomes is said by `domain.rendering`, for the engine too; that has transformers for it, which the control
+side does not import. This reads the same two files, `tokenizer.json` and the chat template, with `tokenizers` and
+`jinja2`; a test holds both to the same token ids. A tokenizer without `tokenizer.json` is left to the job.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, cast
 
 from posttrain.data.rows import Row
+from posttrain.domain import rendering
 from posttrain.domain.errors import InputError
 from posttrain.domain.time_limit import TimeLimitError, time_limit
 
@@ -29,10 +29,6 @@ _MEAN_SECONDS = 0.1
 _MOST_RENDERED = 10**7  # characters of one row
 _SIMPLER = "simplify its loops"
 _MOST_REPEATED, _MOST_BITS = 10**6, 10**5  # characters or items, and bits of a number, that a template may make at once
-_BROKEN = (
-    "the chat template renders an earlier turn differently once a later one follows, so prompts cannot be told from "
-    "completions; use a template whose output only grows"
-)
 
 
 class PlanTokenizer:
@@ -50,75 +46,25 @@ class PlanTokenizer:
         self._renders, self._spent = 0, 0.0
         self._end = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
 
-    def prompt(self, row: Row) -> list[int]:
-        """Token ids up to where the model begins to write.
+    @property
+    def end(self) -> int | None:
+        """The token that ends a sequence; None where the files do not say."""
+        return self._end
 
-        Raises:
-            InputError: nothing to prompt with, or a chat row and no template.
-        """
-        if row.get("prompt") is not None:
-            prompt = row["prompt"]
-            return self._open_text(prompt) if isinstance(prompt, str) else self._render(prompt, generate=True)
-        if row.get("messages") is None:
-            raise InputError(f"a prompt needs the column prompt or messages, got {', '.join(sorted(row))}")
-        messages = list(row["messages"])
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()
-        return self._render(messages, generate=True)
+    @property
+    def raised(self) -> tuple[type[Exception], ...]:
+        """What the template raises of its own accord."""
+        from jinja2 import TemplateError  # here: commands that plan nothing need not load it
 
-    def examples(self, row: Row) -> list[tuple[list[int], list[int]]]:
-        """(prompt ids, completion ids) of every assistant turn of `messages`, else of the row.
+        return (TemplateError,)
 
-        Raises:
-            InputError: the row demonstrates nothing, or its template breaks the prefix.
-        """
-        prompt, completion = row.get("prompt"), row.get("completion")
-        if prompt is not None and completion is not None:
-            if isinstance(prompt, str):
-                return [(self._open_text(prompt), self._closed(self._encode(completion, special=False)))]
-            return [self._turn(prompt, completion)]
-        if row.get("messages") is not None:
-            messages = list(row["messages"])
-            turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-            if not turns:
-                raise InputError("messages must hold an assistant message to learn from, got none")
-            return [self._turn(messages[:i], messages[i : i + 1]) for i in turns]
-        if row.get("text") is not None:
-            ids = self._closed(self._open_text(row["text"]))
-            return [(ids[:1], ids[1:])]
-        raise InputError(f"a demonstration needs completion, messages or text, got columns {', '.join(sorted(row))}")
+    @property
+    def templated(self) -> bool:
+        """Whether there is a chat template."""
+        return bool(self._source)
 
-    def pair(self, row: Row) -> tuple[list[int], list[int], list[int]]:
-        """(prompt ids, chosen ids, rejected ids) of a preference row.
-
-        Raises:
-            InputError: it lacks one of the three, or its template breaks the prefix.
-        """
-        missing = [column for column in ("prompt", "chosen", "rejected") if row.get(column) is None]
-        if missing:
-            raise InputError(f"a preference needs prompt, chosen and rejected, got no {' and no '.join(missing)}")
-        (prompt, chosen), (_, rejected) = (
-            self.examples({"prompt": row["prompt"], "completion": row[column]})[0] for column in ("chosen", "rejected")
-        )
-        return prompt, chosen, rejected
-
-    def _turn(self, before: Sequence[Any], answer: Sequence[Any]) -> tuple[list[int], list[int]]:
-        prompt = self._render(before, generate=True)
-        whole = self._render([*before, *answer], generate=False)
-        if whole[: len(prompt)] != prompt:
-            raise InputError(_BROKEN)
-        completion = whole[len(prompt) :]
-        if self._end in completion:
-            return prompt, completion[: len(completion) - completion[::-1].index(self._end)]
-        return prompt, self._closed(completion)
-
-    def _render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool) -> list[int]:
-        if not self._source:
-            raise InputError(
-                "a chat row needs a tokenizer with a chat template, the model has none; write prompts as text"
-            )
-        if not messages:
-            raise InputError("a chat row needs at least one message before the answer, got none")
+    def render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool) -> str:
+        """The text of a conversation. Raises InputError: it takes too long, or makes too much."""
         given = [_message(message) for message in messages]
         begun = time.monotonic()
         try:
@@ -136,18 +82,11 @@ class PlanTokenizer:
             raise InputError(
                 f"the chat template must render at most {_MOST_RENDERED} characters a row, got {len(text)}"
             )
-        return self._encode(text, special=False)
+        return str(text)
 
-    def _open_text(self, text: str) -> list[int]:
-        ids = self._encode(text, special=True)
-        return ids[:-1] if ids and ids[-1] == self._end else ids
-
-    def _closed(self, ids: list[int]) -> list[int]:
-        return ids if ids and ids[-1] == self._end else [*ids, -1 if self._end is None else self._end]
-
-    def _encode(self, text: str, *, special: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
-        return ids
+    def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+        """Token ids of each text; with `special` also those that the tokenizer puts around it."""
+        return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)]
 
 
 def open_tokenizer(read: Read) -> PlanTokenizer | None:
@@ -211,9 +150,9 @@ def check_prompts(
     Raises:
         InputError: a row that cannot be rendered or does not fit; names data set and row (from 1).
     """
-    for number, row in enumerate(rows, start=1):
-        with _row_errors(name, number):
-            length = len(_begun(tokenizer.prompt(row)))
+    for number, prompt in enumerate(rendering.prompts(tokenizer, rows, name=name), start=1):
+        with rendering.row_errors(name, number):
+            length = len(_begun(prompt))
         if context is not None and length + reserve > context:
             raise InputError(
                 f"{name} row {number}: prompt of {length} tokens + max_new_tokens {reserve} exceeds the context of "
@@ -235,9 +174,9 @@ def check_demonstrations(
     """
     limits = [(longest, "max_length"), (context, "the context")]
     limit, what = min(((n, word) for n, word in limits if n is not None), default=(None, ""))
-    for number, row in enumerate(rows, start=1):
-        with _row_errors(name, number):
-            length = max(len(_begun(prompt)) + len(completion) for prompt, completion in tokenizer.examples(row))
+    for number, turns in enumerate(rendering.examples(tokenizer, rows, name=name), start=1):
+        with rendering.row_errors(name, number):
+            length = max(len(_begun(prompt)) + len(completion) for prompt, completion in turns)
         if limit is not None and length > limit:
             raise InputError(
                 f"{name} row {number}: prompt and completion of {length} tokens exceed {what} of {limit}; "
@@ -245,7 +184,7 @@ def check_demonstrations(
             )
 
 
-def _begun(prompt: list[int]) -> list[int]:
+def _begun(prompt: rendering.Ids) -> rendering.Ids:
     """A prompt's tokens. The first token of a document is predicted from nothing, so one must be given."""
     if not prompt:
         raise InputError("a prompt must have a token at least, got none; write one, or drop the row")
@@ -266,7 +205,7 @@ def check_responses_differ(rows: Sequence[Row], name: str) -> None:
     """
     for number, row in enumerate(rows, start=1):
         if row.get("chosen") is not None:
-            with _row_errors(name, number):
+            with rendering.row_errors(name, number):
                 refuse_equal(row["chosen"], row.get("rejected"))
 
 
@@ -285,9 +224,8 @@ def check_pairs(
     """
     limits = [(longest, "max_length"), (context, "the context")]
     limit, what = min(((n, word) for n, word in limits if n is not None), default=(None, ""))
-    for number, row in enumerate(rows, start=1):
-        with _row_errors(name, number):
-            prompt, chosen, rejected = tokenizer.pair(row)
+    for number, (prompt, chosen, rejected) in enumerate(rendering.pairs(tokenizer, rows, name=name), start=1):
+        with rendering.row_errors(name, number):
             length = len(_begun(prompt)) + max(len(chosen), len(rejected))
             refuse_equal(chosen, rejected)
         if limit is not None and length > limit:
@@ -297,24 +235,8 @@ def check_pairs(
             )
 
 
-@contextmanager
-def _row_errors(name: str, number: int) -> Iterator[None]:
-    """Say which row it was."""
-    from jinja2 import TemplateError
-
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{name} row {number}: {error}") from error
-    except (*_OF_TEMPLATES, TemplateError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{name} row {number} cannot be rendered by the chat template: {reason}") from error
-
-
 # --- what transformers reads and gives to a chat template -------------------------------------------------------------
 
-# what a template raises, and SyntaxError of what jinja compiles it to: Python nests blocks only so deep
-_OF_TEMPLATES = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, SyntaxError)
 _ABSENT: dict[str, None] = {"tools": None, "documents": None}
 
 

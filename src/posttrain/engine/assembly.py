@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from posttrain.engine.config import PPOConfig, RowsConfig, SamplingConfig, TrainingConfig
 from posttrain.engine.groups.pool import ResourcePool
@@ -54,6 +54,7 @@ def open_roles(
     reward_model: ScalarSource | ScalarModel | None = None,
     teacher: ModelSource | LanguageModel | None = None,
     engine: RolloutEngine | None = None,
+    stop: Sequence[str] = (),
 ) -> Roles:
     """The roles of an algorithm that samples; the policy first, because a rollout beside it reads its weights.
 
@@ -63,6 +64,7 @@ def open_roles(
         reward_model: where responses are scored by a model.
         teacher: where the policy learns from one.
         engine: a rollout engine to use instead of one over the policy's weights, in the controller's process.
+        stop: strings that responses may end at; where there are some, each rollout rank opens the tokenizer.
     """
     policy = pool_of("policy").start(
         "policy",
@@ -78,7 +80,11 @@ def open_roles(
     learners, frozen = {"policy": policy}, {}
     source = model if isinstance(model, ModelSource) else None
     cache = None if config.runtime.kv_cache == "auto" else config.runtime.kv_cache
-    rollout = pool_of("rollout").by_rank().start("rollout", RolloutWorker, source, engine, kv_cache=cache)
+    rollout = (
+        pool_of("rollout")
+        .by_rank()
+        .start("rollout", RolloutWorker, source, engine, kv_cache=cache, reads_text=bool(stop))
+    )
     tokens = micro_batch_tokens(config.runtime, pool_of("policy").processes[0].device)
     if "reference" in config.roles():
         pool = pool_of("reference").by_rank()

@@ -47,7 +47,7 @@ def _sayable(stop: tuple[str, ...]) -> tuple[str, ...]:
     fault = stop_fault(stop)
     if fault:
         raise ValueError(fault)
-    return stop
+    return tuple(sorted(set(stop)))  # a response ends at whichever comes first in it: order and doubles decide nothing
 
 
 Stop = Annotated[tuple[str, ...], AfterValidator(_sayable)]  # where a response contains one, it ends

@@ -23,6 +23,7 @@ class Workload:
     work: Mapping[str, float]
     length: float | None = None  # mean tokens of what is read of one document: prompt + completion, or the prompt alone
     counted: bool = False  # by the model's tokenizer; else one token is taken for every character
+    longest: float | None = None  # of the longest document that was looked at
 
     @property
     def units(self) -> float:

@@ -18,14 +18,18 @@ whole by every rank, in the type that it computes in, and made float32 layer by 
 `start`, one role after the other. A frozen role holds b N on every
 rank. A rollout that shares a pool of one rank with the policy reads its weights where they are; elsewhere it holds a
 copy. Its key-value cache is 2 × layers × kv_heads × head_dim × b for each token of the rows decoded together, of which
-there are as many as `runtime.kv_cache` holds; on a GPU a row's tokens count in whole pages of 128.
+there are as many as `runtime.kv_cache` holds. A row's tokens count in whole pages of 128 on a GPU, on a CPU in the slot
+that it ends in: of 128, 256, 512 … positions, of which the last is cut to the longest row of a call. Slots are doubled
+as rows come, and stay behind where a row goes on to the next class, as long as `kv_cache` has room. Prompts are read
+before their rows are decoded, `PREFILL_TOKENS` of them at a time at the most: their keys and values are held beside the
+cache until rows take them, and of one layer's values the widest: its norm's, its projections' or its MLP's.
 
 Activations are estimated, not certain: what autograd keeps of one layer, per token, is about 7 hidden + 5 (heads +
 kv_heads) × head_dim + 4 intermediate values of b bytes (counted on Qwen3, a Llama layer keeps an eighth less; the
 approach is that of Korthikanti et al. 2022, section 4, without the scores, which fused attention never stores). With
 checkpointing it is one layer of these and `hidden` values for each other. In the backward pass gradients of one layer's
-values are there besides. Of a process that trains on a CPU, what is said here is within a factor of 1.5 of the resident
-memory that it took at the most (a test measures it). The logits count twice, in float32; above
+values are there besides. Of a process that trains or evaluates on a CPU, what is said here is within a factor of 1.5 of
+the resident memory that it took at the most (tests measure it). The logits count twice, in float32; above
 `CHUNKED_LOGITS` of them, a chunk's temporaries and the head's gradient in float32.
 
 A teacher's likeliest tokens stay with it in the machine's memory, 8 bytes each, from the phase `teacher` to the last
@@ -55,6 +59,9 @@ CHUNK_BYTES = (2**27, 2**31)  # of a chunk's temporaries, which take what the he
 KV_AHEAD = 16  # tokens that a GPU decodes between two looks (`engine.rollout.backends.native`)
 KV_RESERVE = 16  # a 16th of the cache is left to rows that grow (there)
 KV_PAGE = 128  # positions that a rollout takes at a time on a GPU (`engine.rollout.kv_pages.PAGE`)
+KV_SLOT = 128  # positions of the smallest class of slots on a CPU (`engine.rollout.kv_slots`)
+PREFILL_TOKENS = 8192  # of prompts that are read at a time (`engine.rollout.backends.native`)
+_SLOT_STEPS = (32, 16, 128)  # the narrowest slot, and steps of slots up to the last number and above, where it is one
 _WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a stored value
 _TRAINED = ("policy", "critic", "reward_model")  # in the phase named `update`
 _ANY: Mapping[str, tuple[str, ...]] = {"rollout": ("rollout",), "reward": ("reward",), "update": _TRAINED}
@@ -168,7 +175,14 @@ class Residency:
         return tuple(dict.fromkeys(h.phase for h in self.held))
 
 
-def resident(load: Load, shapes: Mapping[str, Shape], *, prompt_tokens: int = 0, gpu_there: bool = False) -> Residency:
+def resident(
+    load: Load,
+    shapes: Mapping[str, Shape],
+    *,
+    prompt_tokens: int = 0,
+    longest_prompt: int = 0,
+    gpu_there: bool = False,
+) -> Residency:
     """What every role holds in every phase.
 
     Args:
@@ -176,12 +190,13 @@ def resident(load: Load, shapes: Mapping[str, Shape], *, prompt_tokens: int = 0,
         shapes: of the model behind each role; a role without one is left out.
         prompt_tokens: of a typical prompt (or demonstration), for the key-value cache and for batches that do not fill
             a micro-batch; 0: not known.
+        longest_prompt: of the longest one; 0: all are typical.
         gpu_there: what `device: auto` of collocated roles becomes.
     """
     pools = load.placement.pools(load.roles)
     held: list[Held] = []
     peaks: list[Peak] = []
-    stays = {name: _Pool(load, pool, gpu_there, prompt_tokens) for name, pool in pools.items()}
+    stays = {name: _Pool(load, pool, gpu_there, prompt_tokens, longest_prompt) for name, pool in pools.items()}
     for phase, active in _phases(load).items():
         for pool in stays.values():
             held += pool.phase(phase, active, shapes)
@@ -215,13 +230,22 @@ def width_of(load: Load, device: str) -> int:
     return 4 if load.dtype == "float32" or (load.dtype == "auto" and device == "cpu") else 2
 
 
-def row_positions(tokens: int, device: str) -> int:
+def row_positions(tokens: int, device: str, longest: int = 0) -> int:
     """Positions of keys and values that a row of so many tokens takes.
 
     On a GPU whole pages: of what is decoded before somebody looks whether it has ended too, and of its prompt's last
-    page, of which a row has a copy.
+    page, of which a row has a copy. On a CPU the whole slot that it ends in, whose class is twice the one before it.
+
+    Args:
+        longest: tokens of the longest row that is decoded in the same call; 0: this one.
     """
-    return (math.ceil((tokens + KV_AHEAD) / KV_PAGE) + 1) * KV_PAGE if device == "cuda" else tokens
+    if device == "cuda":
+        return (math.ceil((tokens + KV_AHEAD) / KV_PAGE) + 1) * KV_PAGE
+    own = KV_SLOT << (tokens // KV_SLOT).bit_length()  # of one position more, for the token that comes
+    most = max(tokens, longest) + 1
+    narrowest, step, piece = _SLOT_STEPS
+    step = step if most <= piece else narrowest
+    return min(own, max(narrowest, math.ceil(most / step) * step))
 
 
 def _phases(load: Load) -> dict[str, tuple[str, ...]]:
@@ -238,13 +262,14 @@ def _phases(load: Load) -> dict[str, tuple[str, ...]]:
 class _Pool:
     """The memory of one rank of one pool."""
 
-    def __init__(self, load: Load, pool: Pool, gpu_there: bool, prompt_tokens: int) -> None:
+    def __init__(self, load: Load, pool: Pool, gpu_there: bool, prompt_tokens: int, longest_prompt: int) -> None:
         self._load, self.pool = load, pool
         self.device = device_of(load, pool, gpu_there=gpu_there)
         self._width, self._ranks = width_of(load, self.device), pool.ranks
         sleep = load.placement.sleep
         self._sleeps = (self.device == "cuda" if sleep == "auto" else sleep) and len(pool.roles) > 1
-        self._context = prompt_tokens + load.response_tokens
+        self._prompt, self._context = prompt_tokens, prompt_tokens + load.response_tokens
+        self._longest = max(prompt_tokens, longest_prompt) + load.response_tokens
         tokens = load.micro_batch_tokens or MICRO_BATCH_TOKENS[self.device]
         if prompt_tokens and load.documents:
             tokens = min(tokens, load.documents * self._context)
@@ -283,11 +308,12 @@ class _Pool:
     def _transient(self, phase: str, role: str, shape: Shape) -> Iterator[tuple[str, int, bool]]:
         width = self._width
         if role == "rollout" and phase == "rollout":
-            row = row_positions(self._context, self.device) * shape.kv_values * width
+            row = row_positions(self._context, self.device, self._longest) * shape.kv_values * width
             rows = self._load.decoded(self._ranks)
             if self._load.kv_cache is not None and row:
                 rows = max(1, min(rows, self._load.kv_cache // row))
-            yield "kv cache", rows * row, True
+            yield "kv cache", self._cached(rows, row, shape), True
+            yield "prefill", self._prefill(rows) * (shape.kv_values + _read_values(shape)) * width, True
             yield "logits", 2 * 4 * rows * shape.vocabulary, True
         elif role == "rollout" and phase == "weights":
             yield "bucket", min(width * shape.parameters, BUCKET_BYTES), False
@@ -319,6 +345,28 @@ class _Pool:
             return 0
         return each * math.ceil(load.documents / self._ranks) + part
 
+    def _cached(self, rows: int, row: int, shape: Shape) -> int:
+        """Bytes of keys and values of so many rows. On a CPU also what is taken on the way, within `kv_cache`: as many
+        slots again whenever more prompts were read, the slots of shorter classes that rows went through, and one layer
+        twice while a class grows.
+        """
+        if self.device == "cuda" or not self._prompt:
+            return rows * row
+        slots = max(1, min(rows, PREFILL_TOKENS // self._prompt))
+        while slots < rows:
+            slots *= 2
+        through, positions = KV_SLOT, 0
+        while through < row_positions(self._context, self.device, self._longest):
+            positions += through if through > self._prompt else 0
+            through *= 2
+        taken = slots * row + rows * positions * shape.kv_values * self._width
+        taken = taken if self._load.kv_cache is None else min(taken, max(self._load.kv_cache, rows * row))
+        return taken + rows * row // shape.layers
+
+    def _prefill(self, rows: int) -> int:
+        """Tokens of prompts that are read at a time; of prompts of unknown length as many as there may be."""
+        return min(PREFILL_TOKENS, rows * self._prompt) if self._prompt else PREFILL_TOKENS
+
     def _forward(self, shape: Shape, *, backward: bool, head: bool) -> Iterator[tuple[str, int, bool]]:
         layer = 7 * shape.hidden + 5 * (shape.heads + shape.kv_heads) * shape.head_dim + 4 * shape.intermediate
         kept = layer
@@ -330,6 +378,12 @@ class _Pool:
             yield "backward", self._tokens * layer * self._width, True
         if head:
             yield "logits", _logits(self._tokens, shape, backward=backward), True
+
+
+def _read_values(shape: Shape) -> int:
+    """What one layer's forward holds of a token at the most, nothing being kept for a backward."""
+    heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    return 2 * shape.hidden + max(2 * heads, 3 * shape.intermediate)
 
 
 def _logits(tokens: int, shape: Shape, *, backward: bool) -> int:

@@ -94,13 +94,16 @@ class Settled:
         return {size.name: size.value for size in self.sizes}
 
 
-def settle(load: Load, shapes: Mapping[str, Shape], room: Room, *, prompt_tokens: int = 0) -> Settled:
+def settle(
+    load: Load, shapes: Mapping[str, Shape], room: Room, *, prompt_tokens: int = 0, longest_prompt: int = 0
+) -> Settled:
     """Choose what the stage leaves open.
 
     Args:
         shapes: of the model behind each role; without any nothing is held against memory.
         prompt_tokens: of a typical prompt. It chooses nothing (a job knows another number than its plan): it says how
             many rows a cache holds, and whether a batch fills a micro-batch, where a stage is refused.
+        longest_prompt: of the longest one, by which slots are cut on a CPU; 0: all are typical.
     """
     stage = _Stage(load, shapes, room)
     sizes: list[Size] = []
@@ -110,7 +113,7 @@ def settle(load: Load, shapes: Mapping[str, Shape], room: Room, *, prompt_tokens
         sizes += chosen.sizes
         load, short = chosen.load, chosen.short
     if "rollout" in load.roles:
-        cached = _Stage(load, shapes, room).kv_cache(prompt_tokens)
+        cached = _Stage(load, shapes, room).kv_cache(prompt_tokens, longest_prompt)
         load, short = cached.load, short or cached.short
         sizes += cached.sizes
     store, timeout = _object_store(load, shapes, room), _reward_timeout(load)
@@ -204,7 +207,7 @@ class _Stage:
                 )
         return ""
 
-    def kv_cache(self, prompt_tokens: int) -> Settled:
+    def kv_cache(self, prompt_tokens: int, longest_prompt: int) -> Settled:
         """Bytes of keys and values of one rollout rank."""
         pool = next(pool for pool in self._pools.values() if "rollout" in pool.roles)
         shape, written = self._shapes.get("rollout"), self._load.kv_cache
@@ -214,7 +217,8 @@ class _Stage:
         device = self._device(pool)
         row = shape.kv_values * width_of(self._load, device)
         longest = max(1, prompt_tokens + self._load.response_tokens)
-        whole = row * row_positions(longest, device)
+        slot = row_positions(longest, device, longest_prompt + self._load.response_tokens)
+        whole = row * slot
         value, why = (written, "") if written is not None else self._left(pool, usable or 0)
         nobodys = row * KV_PAGE if device == "cuda" else 0
         rows = max(0, value - nobodys) // whole
@@ -223,7 +227,7 @@ class _Stage:
         asked = self._load.decoded(pool.ranks)
         many = f"all {asked}" if rows >= asked > 0 else f"{rows} of {asked}"
         what = "tokens" if prompt_tokens else "tokens besides the prompt's"
-        pages = f" in pages of {KV_PAGE}" if device == "cuda" else ""
+        pages = f" in pages of {KV_PAGE}" if device == "cuda" else f" in slots of {slot}"
         counted = f"{many} rows of {longest} {what} at {_binary(row)}{pages}"
         load = replace(self._load, kv_cache=value)
         short = "" if rows or written is not None else self._no_row(pool, whole, longest, value)

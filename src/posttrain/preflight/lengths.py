@@ -14,6 +14,7 @@ from typing import Any
 from posttrain.control.planning import Planned
 from posttrain.data.fitting import PlanTokenizer, open_tokenizer
 from posttrain.data.rows import Row
+from posttrain.domain import rendering
 from posttrain.domain.contracts import RowNeeds
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.kinds import kind_of
@@ -27,7 +28,7 @@ _TURN, _BEGUN, _END = 3, 2, 1  # tokens of a chat turn's marks, of those that an
 
 
 class Lengths:
-    """Mean lengths of documents in tokens, by stage; tokenizers are opened once."""
+    """Lengths of documents in tokens, by stage; tokenizers are opened once."""
 
     def __init__(self, planned: Planned, spec: RunSpec | None, workspace: OpenWorkspace, source: Path) -> None:
         self._planned, self._spec, self._workspace, self._source = planned, spec, workspace, source
@@ -37,14 +38,16 @@ class Lengths:
         """Whether the stage's tokens are counted by its model's tokenizer."""
         return self._tokenizer(stage) is not None
 
-    def mean(self, stage: StageManifest, slot: str, rows: Sequence[Row]) -> float | None:
-        """Tokens of one document of a data set: prompt and answer where it is learnt from, else the prompt."""
+    def of_rows(self, stage: StageManifest, slot: str, rows: Sequence[Row]) -> tuple[float, float] | None:
+        """Tokens of one document of a data set, in the mean and at the most of those looked at: prompt and answer where
+        it is learnt from, else the prompt.
+        """
         needs, parts = self._planned.contracts[stage.name].rows.get(slot), kind_of(stage.kind).sizes
         if needs is None:  # of an installed kind that asks nothing of its rows
             needs = RowNeeds(learn="completion" in parts, pairs="chosen" in parts)
         tokenizer, seen = self._tokenizer(stage), rows[:: max(1, len(rows) // _LOOKED_AT)]
         found = [length for row in seen for length in _lengths(row, needs, tokenizer)]
-        return sum(found) / len(found) if found else None
+        return (sum(found) / len(found), max(found)) if found else None
 
     def _tokenizer(self, stage: StageManifest) -> PlanTokenizer | None:
         ref = base_model(self._planned.manifest, stage)
@@ -66,12 +69,13 @@ def _lengths(row: Row, needs: RowNeeds, tokenizer: PlanTokenizer | None) -> Iter
         if tokenizer is None:
             yield from _characters(row, needs)
         elif needs.pairs:
-            prompt, chosen, rejected = tokenizer.pair(row)
-            yield len(prompt) + (len(chosen) + len(rejected)) / 2
+            for prompt, chosen, rejected in rendering.pairs(tokenizer, [row], name=""):
+                yield len(prompt) + (len(chosen) + len(rejected)) / 2
         elif needs.learn:
-            yield from [len(prompt) + len(answer) for prompt, answer in tokenizer.examples(row)]
+            for turns in rendering.examples(tokenizer, [row], name=""):
+                yield from [len(prompt) + len(answer) for prompt, answer in turns]
         else:
-            yield len(tokenizer.prompt(row))
+            yield from map(len, rendering.prompts(tokenizer, [row], name=""))
     except Exception:  # of a template: whatever its author wrote
         return
 

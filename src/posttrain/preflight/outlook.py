@@ -29,6 +29,7 @@ from posttrain.preflight.counting import registered_rows
 from posttrain.preflight.datasets import Dataset, read_datasets, unanswered
 from posttrain.preflight.lengths import Lengths
 from posttrain.preflight.power import gates_power
+from posttrain.preflight.stops import other_stops
 from posttrain.workspace.opened import OpenWorkspace
 
 _RUNS_LOOKED_AT = 20
@@ -50,6 +51,7 @@ class Outlook:
     concerns: tuple[Concern, ...]
     unanswered: tuple[str, ...] = ()  # suites whose rows are not all compared with an answer, in words
     selected: tuple[str, ...] = ()  # probes that select by rows which a suite measures or the stage trains on, in words
+    stops: tuple[str, ...] = ()  # suites whose responses end otherwise than those that are trained on, in words
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -57,6 +59,7 @@ class Outlook:
         return (
             *self.unanswered,
             *self.selected,
+            *self.stops,
             *(n.warning for n in self.power if n.warning),
             *(concern.warning for concern in self.concerns),
         )
@@ -101,7 +104,8 @@ def look_ahead(
     cached = {name: standing.record for name, standing in standings.items()}
     known = tuple(c for c in concerns if c is not None)
     chosen = tuple(selected_on(manifest, {digest: dataset.read for digest, dataset in datasets.items()}))
-    return Outlook(datasets, cached, estimates, sure, power, known, tuple(unanswered(planned, datasets)), chosen)
+    unknown, stops = tuple(unanswered(planned, datasets)), tuple(other_stops(manifest))
+    return Outlook(datasets, cached, estimates, sure, power, known, unknown, chosen, stops)
 
 
 def refuse_hopeless(manifest: Manifest, outlook: Outlook, source: Path) -> None:
@@ -236,10 +240,11 @@ def workload(
     if lengths is None:
         return Workload(stage.kind, work)
     read = {slot: dataset.read for slot, dataset in own.items() if dataset.read}
-    means = {slot: mean for slot, rows in read.items() if (mean := lengths.mean(stage, slot, rows)) is not None}
-    weight = sum(len(read[slot]) for slot in means)
-    length = sum(mean * len(read[slot]) for slot, mean in means.items()) / weight if weight else None
-    return Workload(stage.kind, work, length, counted=lengths.counted(stage))
+    found = {slot: seen for slot, rows in read.items() if (seen := lengths.of_rows(stage, slot, rows)) is not None}
+    weight = sum(len(read[slot]) for slot in found)
+    length = sum(mean * len(read[slot]) for slot, (mean, _) in found.items()) / weight if weight else None
+    longest = max((most for _, most in found.values()), default=None)
+    return Workload(stage.kind, work, length, lengths.counted(stage), longest)
 
 
 def _answers(stage: StageManifest, slot: str) -> int:

@@ -49,7 +49,8 @@ def refuse_infeasible(
     """Refuse a run whose stages could not be started, or could not hold their models.
 
     A stage that names a cluster is asked only what no cluster can change: the cluster itself is asked by the job,
-    before it starts anything.
+    before it starts anything. Whether Ray is there is known of jobs that start in this environment; of an image, and
+    of the jobs of an installed executor, `plan` warns.
 
     Args:
         loads: by stage.
@@ -70,6 +71,7 @@ def refuse_infeasible(
     for name, load in loads.items():
         shapes = role_shapes(manifest, manifest.stage(name), load, workspace, source, model)
         found = unfit(load, shapes.get("policy") or shapes.get("reward_model"))
+        found += _missing_ray(load) if manifest.image is None and workspace.own_jobs else []
         if load.ray_address is None:
             found = infeasible(load.placement, machine.resources(), roles=load.roles) + found
             settled = settle(load, shapes, room_of(machine))
@@ -106,10 +108,10 @@ def refuse_oversized(manifest: Manifest, source: Path) -> None:
 
 
 def stage_residency(
-    load: Load, shapes: Mapping[str, Shape], machine: Machine, prompt_tokens: float | None = None
+    load: Load, shapes: Mapping[str, Shape], machine: Machine, typical: int = 0, longest: int = 0
 ) -> Residency:
-    """What the stage keeps resident, on this machine where it names no cluster."""
-    return resident(load, shapes, prompt_tokens=round(prompt_tokens or 0), gpu_there=bool(machine.gpus))
+    """What the stage keeps resident, on this machine where it names no cluster; prompts of so many tokens."""
+    return resident(load, shapes, prompt_tokens=typical, longest_prompt=longest, gpu_there=bool(machine.gpus))
 
 
 def memory_warnings(settled: Settled, residency: Residency, machine: Machine) -> list[str]:
@@ -134,7 +136,8 @@ def memory_warnings(settled: Settled, residency: Residency, machine: Machine) ->
 def _missing_ray(load: Load) -> list[str]:
     if (load.placement.is_inline and load.ray_address is None) or importlib.util.find_spec("ray") is not None:
         return []
-    return ["pools of several processes need the package ray, which is not here: pip install 'posttrain[ray]'"]
+    needed = "pools of several processes" if load.ray_address is None else f"jobs at {load.ray_address}"
+    return [f"{needed} need the package ray, which is not installed here; pip install 'posttrain[ray]'"]
 
 
 def residencies(
@@ -148,9 +151,11 @@ def residencies(
         stage = planned.manifest.stage(name)
         shapes = role_shapes(planned.manifest, stage, load, workspace, path, spec.model)
         if shapes and machine:
-            prompt = workload(stage, planned.contracts[name].work, datasets, lengths).length
-            settled = settle(load, shapes, _room(load, machine), prompt_tokens=round(prompt or 0))
-            residency = stage_residency(settled.load, shapes, machine, prompt)
+            rows = workload(stage, planned.contracts[name].work, datasets, lengths)
+            typical, longest = round(rows.length or 0), round(rows.longest or 0)
+            room = _room(load, machine)
+            settled = settle(load, shapes, room, prompt_tokens=typical, longest_prompt=longest)
+            residency = stage_residency(settled.load, shapes, machine, typical, longest)
             yield name, Seen(residency, settled.sizes, tuple(memory_warnings(settled, residency, machine)))
 
 

@@ -100,6 +100,16 @@ def sampling_words(suite: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
+def drawn_words(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """How a stage's suites are answered, each in a line; none of a suite whose responses are greedy, to their end."""
+    suites = params.get("suites")  # of another kind it may be anything
+    asked = (
+        {name: one for name, one in suites.items() if isinstance(one, Mapping)} if isinstance(suites, Mapping) else {}
+    )
+    chosen = {name: one for name, one in asked.items() if one.get("samples") or one.get("stop")}
+    return tuple(f"{name}: {sampling_words(one)}" for name, one in chosen.items())
+
+
 def _suite(found: Responses, greedy: Sequence[Answered], stage: str, suite: str, of: str) -> SuiteAnswers:
     wrong = [one for one in greedy if one.correct is False]
     right = [one for one in greedy if one.correct]

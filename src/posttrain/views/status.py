@@ -24,6 +24,7 @@ from posttrain.domain.waits import span, waiting
 from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
 from posttrain.store.snapshot import Snapshot
 from posttrain.telemetry.progress import StageProgress, StageWatcher
+from posttrain.views.answers import drawn_words
 from posttrain.views.hosts import on_another_host
 from posttrain.views.rows import Rows
 from posttrain.views.since import as_they_stand
@@ -55,6 +56,7 @@ class StageStatus:
     changed_at: float | None = None  # when the ledger was last told something of it; None in a list of runs
     begun: str = ""  # "steps 1-40 were trained in RUN/STAGE", where it went on from another stage's checkpoint
     elsewhere: bool = False  # another host has its job, which does not answer here: `reason` says so
+    drawn: tuple[str, ...] = ()  # of each suite whose responses are not only greedy ones to their end, how they are
 
     @property
     def held_up(self) -> bool:
@@ -98,6 +100,7 @@ class StageStatus:
             "next_action": self.next_action,
             "not_before": row.not_before,
             "cached_from": row.cached_from,
+            **({"drawn": list(self.drawn)} if self.drawn else {}),
             "begun": self.begun,
             "attempts": [_attempt_json(attempt) for attempt in self.attempts],
             "seconds": round(self.seconds, 3),
@@ -304,7 +307,8 @@ class RunWatcher:
         if attempts and not self._begun.get(row.name):
             self._begun[row.name] = trained_elsewhere(self._workspace.stores, self._workspace.jobs.folders, attempts)
         changed, begun = self._changed[row.name][1], self._begun.get(row.name, "")
-        return StageStatus(row, own, progress, seconds, reason, action, changed, begun, words is not None)
+        drawn = drawn_words(self._manifest.stage(row.name).params) if self._manifest else ()
+        return StageStatus(row, own, progress, seconds, reason, action, changed, begun, words is not None, drawn)
 
 
 def read_status(workspace: OpenWorkspace, run_id: str, *, brief: bool = False) -> RunStatus:

@@ -134,6 +134,11 @@ class OpenWorkspace:
         if isinstance(self.jobs.executor, InstalledExecutor):
             self.jobs.executor.load()
 
+    @property
+    def own_jobs(self) -> bool:
+        """Whether jobs are started in this environment; those of an installed executor may be anywhere."""
+        return not isinstance(self.jobs.executor, InstalledExecutor)
+
     def place(self) -> str:
         """What tells its jobs from those of other workspaces: a digest of its identity and of where it is.
 

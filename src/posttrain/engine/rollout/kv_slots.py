@@ -286,7 +286,7 @@ class SlotStore:
     def _resize(self, kind: _Class, slots: int) -> None:
         if kind.slots == slots:
             return
-        kind.views = []
+        kind.views, self._parts = [], []  # the last step's views would keep what is replaced
         shape, count = self._shape, min(len(kind.rows), slots)
         size = (2, slots, shape.kv_heads, kind.positions, shape.head_dim)
         # Masked positions are multiplied by 0, and a NaN that was left in memory would pass through that.

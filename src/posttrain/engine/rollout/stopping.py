@@ -39,18 +39,14 @@ class StopStrings:
     """What tokens say, for rows that end at strings.
 
     Args:
-        tokenizer: gives the tokenizer of the policy; asked once, when the first such row comes.
+        tokenizer: that of the policy. Whoever opens an engine has it already, so none fails while a response waits.
     """
 
-    def __init__(self, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> None:
-        self._open, self._tokenizer = tokenizer, None
-        self._pieces: _Pieces | None = None
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, self._pieces = tokenizer, _pieces_of(tokenizer)
 
     def tail(self, stop: Sequence[str]) -> Tail:
         """That of a row which has said nothing yet."""
-        if self._tokenizer is None:
-            self._tokenizer = self._open()
-            self._pieces = _pieces_of(self._tokenizer)
         if self._pieces is not None:
             return _Bytes(self._pieces, stop)
         return _Window(self._tokenizer, stop)

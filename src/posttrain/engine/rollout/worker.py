@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import final
 
-from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.engine.batch import Provenance
 from posttrain.engine.groups.port import Stored
 from posttrain.engine.groups.rank_context import RankContext
@@ -44,6 +43,7 @@ class RolloutWorker:
         engine: RolloutEngine | None = None,
         *,
         kv_cache: int | None = None,
+        reads_text: bool = False,
     ) -> None:
         lent = context.borrow(LanguageModel)
         model = source.open(context.device) if lent is None and source else lent
@@ -55,7 +55,7 @@ class RolloutWorker:
         beside: View = "copy" if self._neighbour is None else "neighbour"
         self._view: View = beside if lent is None else "alias"
         self._module = model.module
-        texts = StopStrings(partial(load_tokenizer, source.folder)) if source else None
+        texts = self._texts(source, context.rank) if source and reads_text else None
         if engine is not None and not hasattr(engine, "counts"):
             raise InputError(f"rollout engine {engine.name} must have counts(), got none; see RolloutEngine.counts")
         self._engine = engine or open_rollout(model, kv_cache, texts=texts)
@@ -63,6 +63,13 @@ class RolloutWorker:
         self._rank, self._version = context.rank, PolicyVersion()
         self._served: tuple[str, Attestation] | None = None
         self._say(self._version)
+
+    @staticmethod
+    def _texts(source: ModelSource, rank: int) -> StopStrings:
+        try:
+            return StopStrings(load_tokenizer(source.folder))
+        except (InputError, NotFoundError) as error:
+            raise type(error)(f"rollout rank {rank} needs a tokenizer to end responses at strings: {error}") from error
 
     def view(self) -> View:
         """See `View`."""

@@ -72,7 +72,7 @@ def body(job: Job) -> JobResult:
         with ExitStack() as stack:
             judges = _judges(job, config, suites, stack)
             job.tell_start()
-            rollout = open_rollout(model, sizes.load.kv_cache, texts=StopStrings(lambda: tokenizer))
+            rollout = open_rollout(model, sizes.load.kv_cache, texts=StopStrings(tokenizer))
             results = _answer(job, config, suites, rollout, tokenizer, meter, judges)
     except Exception as error:
         return failed(error, meter.tokens)

@@ -40,7 +40,7 @@ def sample(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     seed = derive_seed(request["seed"], "sample")
     among, stop = {name: request[name] for name in ("top_k", "top_p", "min_p")}, tuple(request["stop"])
     sampling = SamplingParams(most, temperature or 1.0, greedy=temperature == 0, seed=seed, stop=stop, **among)
-    rollout = open_rollout(model, texts=StopStrings(lambda: tokenizer))
+    rollout = open_rollout(model, texts=StopStrings(tokenizer))
     yield {"device": device, "fallbacks": decoding_fallbacks(model)}
     step = max(1, _ROWS_PER_CALL // samples)
     for start in range(0, len(prompts), step):

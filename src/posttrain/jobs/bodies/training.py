@@ -199,6 +199,7 @@ def _on_policy(
         critic=ScalarSource(job.input("model"), dtype) if isinstance(config, PPOConfig) else None,
         reward_model=ScalarSource(job.input("reward_model"), dtype) if judged else None,
         teacher=ModelSource(job.input("teacher"), dtype) if taught else None,
+        stop=(*config.stop, *algorithm.source.stop),
     )
     context = roles.made.one(TrainWorker.context_length)
     if taught:

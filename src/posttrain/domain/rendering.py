@@ -1,0 +1,242 @@
+"""What rows become: token ids of prompts, demonstrations and preference pairs, many rows at a time.
+
+Rows are canonical (`data.rows`): `prompt` [+ `completion`, or `chosen` and `rejected`], `messages`, or `text`. Who has
+a tokenizer and its chat template gives them as `Tokens`: the engine those of transformers, the plan its own reading of
+the same files. Rows are rendered one after the other and their texts encoded together, a batch in a call; what comes
+out, and which row is refused first and why, is the same as if each row were encoded before the next one is looked at.
+What a template renders is checked to be a prefix of what it renders one turn later, because a template that rewrites
+earlier turns would train on tokens that are never seen in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from posttrain.domain.errors import InputError
+
+Ids = tuple[int, ...]
+Row = Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+_BATCH = 1000  # rows whose texts are in memory at once
+_BROKEN = (
+    "the chat template renders an earlier turn differently once a later one follows, so prompts cannot be told from "
+    "completions; use a template whose output only grows"
+)
+# what a template or a tokenizer raises, and SyntaxError of what jinja compiles to: Python nests blocks only so deep
+_RAISED = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, SyntaxError)
+
+
+class Tokens(Protocol):
+    """A tokenizer with its chat template."""
+
+    @property
+    def end(self) -> int | None:
+        """The token that ends a sequence; None: there is none."""
+
+    @property
+    def raised(self) -> tuple[type[Exception], ...]:
+        """What the template raises of its own accord."""
+
+    @property
+    def templated(self) -> bool:
+        """Whether there is a chat template."""
+
+    def render(self, messages: Messages, *, generate: bool) -> str:
+        """The text of a conversation; with `generate` up to where the model begins to write."""
+
+    def encode(self, texts: Sequence[str], *, special: bool) -> Sequence[Sequence[int]]:
+        """Token ids of each text; with `special` also those that the tokenizer puts around it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A prompt, and with `answer` what follows it; in a chat both are renderings, and `answer` is the whole of it."""
+
+    prompt: str
+    answer: str | None
+    chat: bool
+
+
+_Draft = Callable[[Tokens, Row], list[_Turn]]
+_Known = dict[tuple[str, bool], Ids]  # (text, special) → ids
+
+
+def prompts(tokens: Tokens, rows: Sequence[Row], *, name: str) -> Iterator[Ids]:
+    """Of every row what comes before the model writes: `prompt`, or `messages` up to the last assistant message.
+
+    Args:
+        name: how errors call the data set.
+
+    Raises:
+        InputError: a row has neither or cannot be rendered, or a chat meets a tokenizer without chat template; names
+            data set and row (from 1).
+    """
+    for _, [(prompt, _)] in _encoded(tokens, rows, name, _prompt):
+        yield prompt
+
+
+def examples(tokens: Tokens, rows: Sequence[Row], *, name: str) -> Iterator[list[tuple[Ids, Ids]]]:
+    """Of every row (prompt, completion) of its demonstrations: one per assistant turn of `messages`, else one.
+
+    Completions end with the end of sequence. A `text` row is all completion but its first token, which nothing
+    predicts.
+
+    Raises:
+        InputError: a row demonstrates nothing, cannot be rendered, or its template breaks the prefix; names it.
+    """
+    for _, found in _encoded(tokens, rows, name, _examples):
+        yield [turn if turn[1] else _begun(_closed(tokens, turn[0])) for turn in found]
+
+
+def pairs(tokens: Tokens, rows: Sequence[Row], *, name: str) -> Iterator[tuple[Ids, Ids, Ids]]:
+    """Of every row (prompt, chosen, rejected), both responses with the end of sequence.
+
+    Raises:
+        InputError: a row lacks one of the three, cannot be rendered, or its template breaks the prefix; names it.
+    """
+    for _, [(prompt, chosen), (_, rejected)] in _encoded(tokens, rows, name, _pair):
+        yield prompt, chosen, rejected
+
+
+@contextmanager
+def row_errors(name: str, number: int, raised: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Say which row it was."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{name} row {number}: {error}") from error
+    except _RAISED + raised as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{name} row {number} cannot be rendered by the chat template: {reason}") from error
+
+
+# --- what a row says --------------------------------------------------------------------------------------------------
+
+
+def _prompt(tokens: Tokens, row: Row) -> list[_Turn]:
+    if row.get("prompt") is not None:
+        prompt = row["prompt"]
+        if isinstance(prompt, str):
+            return [_Turn(prompt, None, chat=False)]
+        return [_Turn(_rendered(tokens, prompt, generate=True), None, chat=True)]
+    if row.get("messages") is None:
+        raise InputError(f"a prompt needs the column prompt or messages, got {', '.join(sorted(row))}")
+    messages = list(row["messages"])
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    return [_Turn(_rendered(tokens, messages, generate=True), None, chat=True)]
+
+
+def _examples(tokens: Tokens, row: Row) -> list[_Turn]:
+    if row.get("completion") is not None and row.get("prompt") is not None:
+        return _answers(tokens, row["prompt"], [row["completion"]])
+    if row.get("messages") is not None:
+        messages = list(row["messages"])
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            raise InputError("messages must hold an assistant message to learn from, got none")
+        return [turn for i in turns for turn in _answers(tokens, messages[:i], [messages[i : i + 1]])]
+    if row.get("text") is not None:
+        return [_Turn(row["text"], None, chat=False)]
+    raise InputError(f"a demonstration needs completion, messages or text, got columns {', '.join(sorted(row))}")
+
+
+def _pair(tokens: Tokens, row: Row) -> list[_Turn]:
+    missing = [column for column in ("prompt", "chosen", "rejected") if row.get(column) is None]
+    if missing:
+        raise InputError(f"a preference needs prompt, chosen and rejected, got no {' and no '.join(missing)}")
+    return _answers(tokens, row["prompt"], [row["chosen"], row["rejected"]])
+
+
+def _answers(tokens: Tokens, prompt: str | Messages, answers: Sequence[Any]) -> list[_Turn]:
+    """A turn for each of several answers to one prompt."""
+    if isinstance(prompt, str):
+        return [_Turn(prompt, answer, chat=False) for answer in answers]
+    before = _rendered(tokens, prompt, generate=True)
+    return [_Turn(before, _rendered(tokens, [*prompt, *answer], generate=False), chat=True) for answer in answers]
+
+
+def _rendered(tokens: Tokens, messages: Messages, *, generate: bool) -> str:
+    if not tokens.templated:
+        raise InputError("a chat row needs a tokenizer with a chat template, the model has none; write prompts as text")
+    if not messages:
+        raise InputError("a chat row needs at least one message before the answer, got none")
+    return tokens.render(messages, generate=generate)
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def _encoded(
+    tokens: Tokens, rows: Sequence[Row], name: str, draft: _Draft
+) -> Iterator[tuple[int, list[tuple[Ids, Ids]]]]:
+    """Row number and its turns, in order."""
+    for start in range(0, len(rows), _BATCH):
+        drafts, broken = _drafts(tokens, rows[start : start + _BATCH], name, start + 1, draft)
+        try:
+            together = _known(tokens, drafts)
+        except _RAISED:
+            together = None  # row by row, so that it is known whose text it was
+        for number, turns in enumerate(drafts, start=start + 1):
+            with row_errors(name, number):
+                known = _known(tokens, [turns]) if together is None else together
+                found = [_ids(tokens, turn, known) for turn in turns]
+            yield number, found
+        if broken is not None:
+            raise broken
+
+
+def _drafts(
+    tokens: Tokens, rows: Sequence[Row], name: str, first: int, draft: _Draft
+) -> tuple[list[list[_Turn]], InputError | None]:
+    """What the rows say, up to one that cannot be rendered, and its error."""
+    drafts: list[list[_Turn]] = []
+    for number, row in enumerate(rows, start=first):
+        try:
+            with row_errors(name, number, tokens.raised):
+                drafts.append(draft(tokens, row))
+        except InputError as error:
+            return drafts, error
+    return drafts, None
+
+
+def _known(tokens: Tokens, drafts: Sequence[Sequence[_Turn]]) -> _Known:
+    """Every text of the rows with its ids; the same text is encoded once."""
+    turns = [turn for draft in drafts for turn in draft]
+    chats = [text for turn in turns for text in (turn.prompt if turn.chat else None, turn.answer) if text is not None]
+    known: _Known = {}
+    for special, texts in ((False, chats), (True, [turn.prompt for turn in turns if not turn.chat])):
+        distinct = list(dict.fromkeys(texts))
+        if distinct:
+            found = tokens.encode(distinct, special=special)
+            known.update(((text, special), tuple(ids)) for text, ids in zip(distinct, found, strict=True))
+    return known
+
+
+def _ids(tokens: Tokens, turn: _Turn, known: _Known) -> tuple[Ids, Ids]:
+    """A turn's prompt and completion, which is empty where there is no answer and never else."""
+    prompt = known[turn.prompt, not turn.chat]
+    if not turn.chat and prompt and prompt[-1] == tokens.end:  # text with its beginning of sequence but without an end
+        prompt = prompt[:-1]
+    if turn.answer is None:
+        return prompt, ()
+    answer = known[turn.answer, False]
+    if not turn.chat:
+        return prompt, _closed(tokens, answer)
+    if answer[: len(prompt)] != prompt:
+        raise InputError(_BROKEN)
+    completion = answer[len(prompt) :]
+    if tokens.end in completion:  # templates may go on with a line break that is never generated
+        return prompt, completion[: len(completion) - completion[::-1].index(tokens.end)]
+    return prompt, _closed(tokens, completion)
+
+
+def _closed(tokens: Tokens, ids: Ids) -> Ids:
+    return ids if ids and ids[-1] == tokens.end else (*ids, -1 if tokens.end is None else tokens.end)
+
+
+def _begun(ids: Ids) -> tuple[Ids, Ids]:
+    return ids[:1], ids[1:]
