@@ -326,6 +326,11 @@ class TestGradients:
             (ReinforcePlusPlusConfig, {}, "given to each group by itself, got reinforce_plus_plus"),
             (GRPOConfig, {"mini_batches": 2}, "one optimiser step for each step, got mini_batches 2; set it to 1"),
             (GRPOConfig, {"lag": {"steps": 1}}, "a rollout that samples what the step trains, got lag 1"),
+            (
+                GRPOConfig,
+                {"placement": {**APART, "reference": {"with": "rollout"}}, "kl": {"coefficient": 0.1}},
+                "roles that answer while the rollout works, got reference in its pool rollout; write placement",
+            ),
             (GRPOConfig, {"placement": "collocated"}, "a policy in a pool of its own, got it in the pool main with"),
         ],
     )
@@ -421,3 +426,67 @@ def test_whatever_comes_when_is_handed_on_once_in_the_order_of_the_stream(
     assert [firsts for firsts, _ in world.asked] == cut, "the same are scored together whatever comes when"
     assert [stretch.first for _, stretch in world.asked] == list(range(0, len(keys), together))
     assert sorted(span.name for span in facts) == ["reward", "rollout"]
+
+
+def test_steps_without_documents_leave_nothing(model: ModelSource) -> None:
+    """A group without a signal forms none where only signals count."""
+
+    class Equal(Even):
+        def begin(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch) -> Future[Any]:
+            return Future(lambda: [Score(1.0) for _ in trajectories], lambda: True)
+
+    for options in ({"kl": {"coefficient": 0.1}}, {"stream_gradients": True}):
+        made = group(model, "grpo", denominator="signal", **options)
+        made._ahead.scorer = Equal()
+        for step in range(3):
+            assert made.step(step, quiet(step)).metrics["updates"] == 0
+        assert not made._learning.columns._coming
+        assert not (made._learning.gradients and made._learning.gradients._coming)
+
+
+def test_scores_are_looked_at_while_nothing_comes() -> None:
+    """A stream that is silent is waited for in short looks while a score is on its way, and in long ones else."""
+    waited: list[float] = []
+
+    class Silent(Scripted):
+        def take(self, timeout: float) -> list[Rollouts]:
+            waited.append(timeout)
+            return super().take(timeout)
+
+    world: Any = Silent([3, 4], [3, 4], [1, 0, 0, 1], [2], 1)
+    incoming = Incoming(0, [3, 4], [PROMPTS[0]] * 2, world, 1, world, 1, early=True)
+    found: list[list[int]] = []
+    trace = Trace(lambda fact: None, 0)
+    while not incoming.over:
+        found.append([group.group.key for group in incoming.take(trace)])
+    assert found[:3] == [[], [], [3]], "handed on when its score was there, before the last group came"
+    assert waited[0] > 1 > waited[1] == waited[2]
+    incoming = Incoming(0, [3], [PROMPTS[0]], Silent([3], [3], [0, 1], [], 1), 1, world, 1, early=True)  # type: ignore[arg-type]
+    waited.clear()
+    incoming.take(trace, busy=True)
+    assert waited == [pytest.approx(0.02)]
+
+
+def test_who_sleeps_is_asked_early_only_in_a_pool_of_its_own(model: ModelSource, events: list[str]) -> None:
+    """Else it would be awake while others have the memory; and whoever is alone need not sleep."""
+    naps: list[str] = []
+    for apart in (False, True):
+        events.clear()
+        place = {**APART, "reference": {"cpus": 1} if apart else {"with": "policy"}, "sleep": True}
+        config = GRPOConfig(
+            data="d", reward="r", steps=2, prompts_per_step=5, group_size=2, max_new_tokens=6, placement=place,
+            kl={"coefficient": 0.1}, runtime=RuntimeConfig(micro_batch_tokens=24),
+        )  # fmt: skip
+        pools = {name: ResourcePool(InlineBackend(pool=name)) for name in ("policy", "rollout", "reference")}
+        own = lambda role, apart=apart, pools=pools: pools[role if role != "reference" or apart else "policy"]  # noqa: E731
+        roles = open_roles(config, model, 11, own)
+        assert roles.alone("reference") == apart == roles.early("reference")
+        OnPolicy(config, GRPO(config), roles, PROMPTS, Even(), 11).step(0, quiet(0))
+        early = events[: events.index("ended")]
+        assert ("reference_logprobs" in early) == apart
+        naps.append(str(roles.frozen["reference"].one(FrozenWorker.resident_bytes) > 0))
+    assert naps == ["False", "True"]
+    streamed = config.model_copy(update={"stream_gradients": True})
+    roles = open_roles(streamed, model, 11, lambda role: pools["rollout" if role == "rollout" else "policy"])
+    with pytest.raises(InputError, match="got reference in a pool that it shares with others and sleeps in"):
+        OnPolicy(streamed, GRPO(streamed), roles, PROMPTS, Even(), 11)
