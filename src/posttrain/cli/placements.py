@@ -41,6 +41,8 @@ def placed(stage: StagePlan) -> Iterator[Text | Table]:
     if stage.load.lag:
         ahead = f"batch t is sampled by the policy after t - {stage.load.lag} steps, while another one is trained"
         yield Text(f"lag {stage.load.lag}: {ahead}", style="dim")
+    if stage.load.streams:
+        yield Text("stream_gradients: groups are trained on as they end, weights change once a step", style="dim")
     if found and found.peaks:
         yield _residency_table(found)
 

@@ -44,6 +44,7 @@ class Load:
     reward_timeout: float | None = None  # seconds; None: chosen
     scored: bool = False  # by a reward function
     lag: int = 0  # steps that it samples ahead of training
+    streams: bool = False  # gradients are summed while other groups of the step are sampled
     wide: int = 0  # bytes, for each response token, of columns that stay where they are computed
 
     def decoded(self, ranks: int) -> int:

@@ -44,6 +44,7 @@ def load_of(kind: str, config: object) -> Load | None:
         reward_timeout=_written(sampled.reward_timeout) if sampled and scored else None,
         scored=scored,
         lag=config.lag.steps if isinstance(config, OnPolicyConfig) and config.lag else 0,
+        streams=isinstance(config, OnPolicyConfig) and config.stream_gradients,
         wide=config.wide if isinstance(config, DistillConfig) else 0,
     )
 

@@ -184,7 +184,9 @@ class OnPolicyConfig(SamplingConfig):
 
     # why gradients cannot be summed group by group; empty: every term of the loss shares one denominator, and a group's
     # credit is its own affair
-    not_streamable: ClassVar[str] = "credit that is given to each group by itself; this kind does not say that it does"
+    not_streamable: ClassVar[str] = (
+        "credit that is given to each group by itself; this kind does not say that it does; drop stream_gradients"
+    )
 
     reward_model: Word | None = None  # that scores in the place of `reward`
     mini_batches: Rows = 1  # optimiser steps per rollout batch (and epoch)
@@ -328,7 +330,8 @@ class ReinforcePlusPlusConfig(OnPolicyConfig):
     """REINFORCE++: no critic; returns of penalised rewards, normalised over the whole step."""
 
     not_streamable: ClassVar[str] = (
-        "credit that is given to each group by itself, got reinforce_plus_plus, which normalises over the whole step"
+        "credit that is given to each group by itself, got reinforce_plus_plus, which normalises over the whole step; "
+        "drop stream_gradients"
     )
 
     group_size: Rows = 1  # samples per prompt
@@ -348,7 +351,7 @@ class PPOConfig(OnPolicyConfig):
 
     not_streamable: ClassVar[str] = (
         "one update whose terms share a denominator, got ppo: a policy and a critic, whose advantages are of the whole "
-        "step"
+        "step; drop stream_gradients"
     )
 
     more_passes: ClassVar[str] = "; epochs are passes over the prompts, and those over a rollout batch are ppo_epochs"
