@@ -73,7 +73,7 @@ class OnPolicy:
         self.phase, self.steps, self.roles = phase, config.steps, roles
         self.journal = Journal(len(prompts), seed)
         self._algorithm, self._prompts, self._scorer, self._seed = algorithm, prompts, scorer, seed
-        self._text = text or (scorer.text if scorer else _unread)
+        self._text = text
         self._probe = ProbeSchedule.of(probe, config.probe, config.steps)
         roles.rest()
         own = config if isinstance(config, OnPolicyConfig) else None
@@ -130,7 +130,7 @@ class OnPolicy:
             span |= {"groups": len(groups), "dropped": len(dropped), "documents": len(batch) if batch else 0}
         by_group = form if self._algorithm.groupwise else None
         learned = self._learning.learn(batch, step, trace, tracer, groups, by_group)
-        tracer.report(trace, self._text)
+        tracer.report(trace, self._text or (self._scorer.text if self._scorer else _unread))
         ahead.finish(step, trace, lambda spent, more: reserve(spent + learned.tokens, more, refuse=False))
         tokens = ahead.spent + learned.tokens
         if self._most is not None and tokens > self._most:
