@@ -12,7 +12,7 @@ from posttrain.domain.errors import IntegrityError, NotFoundError
 from posttrain.domain.facts import Sample
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import StageRecord
-from posttrain.views.sampled import sampling_words
+from posttrain.views.drawn import sampling_words
 from posttrain.views.tracing import stage_attempts
 from posttrain.web.report import SampledStep, StageSamples, SuiteAnswers
 from posttrain.workspace.opened import OpenWorkspace

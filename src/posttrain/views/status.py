@@ -24,9 +24,9 @@ from posttrain.domain.waits import span, waiting
 from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
 from posttrain.store.snapshot import Snapshot
 from posttrain.telemetry.progress import StageProgress, StageWatcher
+from posttrain.views.drawn import drawn_words
 from posttrain.views.hosts import on_another_host
 from posttrain.views.rows import Rows
-from posttrain.views.sampled import drawn_words
 from posttrain.views.since import as_they_stand
 from posttrain.workspace.opened import OpenWorkspace
 

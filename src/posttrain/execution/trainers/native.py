@@ -42,15 +42,9 @@ from posttrain.store.attempts import AttemptFolder
 # Model and reward sources enter by digest; these are the sources and libraries that decide results besides.
 _DECIDING_ROOMS = (
     *("engine", "jobs", "data/files.py", "data/rows.py", "domain/amounts.py", "domain/architectures.py"),
-    *("domain/canonical.py", "domain/kinds.py", "domain/rendering.py"),
-    *(
-        "domain/measures.py",
-        "domain/placement.py",
-        "domain/rendering.py",
-        "domain/rewards.py",
-        "domain/seeds.py",
-        "domain/weights.py",
-    ),
+    *("domain/canonical.py", "domain/kinds.py"),
+    *("domain/measures.py", "domain/placement.py", "domain/rendering.py", "domain/rewards.py", "domain/seeds.py"),
+    "domain/weights.py",
     *("pacing/admission.py", "pacing/balancing.py", "planner/feasibility.py", "planner/residency.py"),
     *("planner/sizes.py",),
 )

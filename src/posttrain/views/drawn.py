@@ -1,4 +1,4 @@
-"""How the responses of suites are drawn, in words."""
+"""How the responses of evaluations are drawn, in words, from parameters alone: who shows a run loads no tables."""
 
 from __future__ import annotations
 
