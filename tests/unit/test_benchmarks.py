@@ -44,7 +44,7 @@ def test_what_counts_as_private() -> None:
 
 def run(*words: str) -> str:
     command = [sys.executable, "-m", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=2000)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -307,7 +307,8 @@ class RunWatcher:
         if attempts and not self._begun.get(row.name):
             self._begun[row.name] = trained_elsewhere(self._workspace.stores, self._workspace.jobs.folders, attempts)
         changed, begun = self._changed[row.name][1], self._begun.get(row.name, "")
-        drawn = drawn_words(self._manifest.stage(row.name).params) if self._manifest else ()
+        planned = [one for one in self._manifest.stages if one.name == row.name] if self._manifest else []
+        drawn = drawn_words(planned[0].params) if planned else ()
         return StageStatus(row, own, progress, seconds, reason, action, changed, begun, words is not None, drawn)
 
 
