@@ -8,6 +8,7 @@ their last hash, and tells every row as it is at this moment. Later schemas keep
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ from sqlalchemy import Connection, func, inspect, select, text
 from sqlalchemy.exc import OperationalError
 
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.domain.errors import ConflictError
+from posttrain.domain.errors import ConflictError, DeadlineError
+from posttrain.store import postgres
 from posttrain.store.audit import verify_rows
 from posttrain.store.backing import copy_ledger
 from posttrain.store.baseline import tell_rows
@@ -27,11 +29,14 @@ from posttrain.store.edges import fill_edges
 from posttrain.store.envelopes import UPGRADED
 from posttrain.store.journal import Author, Journal, new_request
 from posttrain.store.ledger import Ledger
-from posttrain.store.schema import SCHEMA_VERSION, runs
+from posttrain.store.schema import SCHEMA_VERSION, events, payloads, principals, runs, unsealed, work
 from posttrain.store.sealer import seal, verify_chain
 
 _FIRST = "0001"
 _ACTOR = "service:posttrain"
+_TELLS = frozenset(table.name for table in (events, payloads, principals, unsealed, work))
+_TRY_SECONDS = 0.5  # that others are kept waiting by one try to be alone: PostgreSQL looks for deadlocks after a second
+_PATIENCE_SECONDS = 300.0  # of all tries
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,7 @@ def upgrade_ledger(
     Raises:
         ConflictError: a driver is at work whose version cannot use the new schema.
         IntegrityError: the log of before does not hold, or rows are not what it told; nothing is changed.
+        DeadlineError: somebody else is at work in it without an end.
         WorkspaceError: no ledger, a newer one, or no room for the copy.
     """
     database = Database(location, create=False, older=True)
@@ -84,19 +90,58 @@ def upgrade_ledger(
 
 
 def _come_alone(connection: Connection, say: Callable[[str], None]) -> None:
-    """Whoever upgrades the ledger at this moment comes first; then whoever writes waits until this is over."""
+    """Whoever upgrades the ledger at this moment comes first, then who is at work; then all wait until this is over.
+
+    Raises:
+        DeadlineError: somebody is at work without an end.
+    """
     if connection.dialect.name != "postgresql":
         return  # which has one writer anyway
     if not hold_off_others(connection, wait=False):
         say("another process makes or upgrades this ledger; waiting until it is done")
         hold_off_others(connection)
-    if inspect(connection).has_table("events"):
-        try:
-            with connection.begin_nested():
-                connection.execute(text("LOCK TABLE events IN SHARE MODE NOWAIT"))
-        except OperationalError:
-            say("somebody writes at this moment; waiting for the end of that transaction")
-            connection.execute(text("LOCK TABLE events IN SHARE MODE"))  # changes of rows are told there
+    quoted = connection.dialect.identifier_preparer.quote
+    tables = ", ".join(quoted(name) for name in sorted(inspect(connection).get_table_names(), key=_turn))
+    if not tables:
+        return
+    # autovacuum makes room for who waits for a second, and may not come back; nobody else minds this lock
+    connection.exec_driver_sql(f"LOCK TABLE {tables} IN SHARE UPDATE EXCLUSIVE MODE")
+    until, told = time.monotonic() + _PATIENCE_SECONDS, False
+    while not _take(connection, tables):
+        if time.monotonic() >= until:
+            raise DeadlineError(
+                "the ledger must be left alone for a moment, and somebody was always at work in it for "
+                f"{_PATIENCE_SECONDS:g} s; end what takes so long (pg_stat_activity names it) and run `posttrain "
+                "upgrade` again; nothing was changed"
+            )
+        if not told:
+            say("somebody is at work in this ledger at this moment; waiting for the end of that transaction")
+        told = True
+        time.sleep(_TRY_SECONDS)  # who waited for us goes on
+
+
+def _turn(table: str) -> tuple[bool, bool, str]:
+    """When a table's turn is: most transactions begin with `runs`, and end with what tells of them."""
+    return table != runs.name, table in _TELLS, table
+
+
+def _take(connection: Connection, tables: str) -> bool:
+    """Take all tables or none. False: somebody was at work all the time.
+
+    Whoever writes changes rows first and tells them in `events` last; a revision changes any table. If this held one
+    table while it waits for another, those who have that one and need the first would wait for it: a deadlock, of which
+    PostgreSQL ends one or the other. So it lets go of all before anybody has waited long enough to look for one.
+    """
+    try:
+        with connection.begin_nested():
+            connection.exec_driver_sql(f"SET LOCAL statement_timeout = {int(1000 * _TRY_SECONDS)}")
+            connection.exec_driver_sql(f"LOCK TABLE {tables} IN ACCESS EXCLUSIVE MODE")
+            connection.exec_driver_sql("SET LOCAL statement_timeout TO DEFAULT")
+    except OperationalError as error:
+        if not postgres.in_the_way(error.orig):
+            raise
+        return False
+    return True
 
 
 def _verify_newer(ledger: Ledger) -> None:
@@ -145,7 +190,7 @@ def _refuse_driven(connection: Connection, now: float, alive: Callable[[str], bo
 
 
 def _keep(connection: Connection, place: str | None, schema: str) -> str:
-    """Copy the ledger as it is under the write lock, or that of `events`; where the copy is."""
+    """Copy the ledger as it is under the write lock, or those of all tables; where the copy is."""
     if connection.dialect.name == "sqlite":
         return str(_keep_file(Path(str(place)), schema))
     number = 1
