@@ -60,8 +60,8 @@ def is_make(words: list[str]) -> bool:
     """A target there is, that CI runs: by its name, or as a part of `make test`."""
     part_of_test = re.search(r"^test: (.*?)(?: ##|$)", MAKEFILE, re.MULTILINE)
     assert part_of_test
-    lanes = re.findall(r"\b(\w+)=\(\1\)", CI) if 'make "$lane"' in CI else []  # where what they need is there
-    run = {*re.findall(r"^ *make (\w+)", CI, re.MULTILINE), *lanes, *part_of_test.group(1).split()}
+    lanes = re.findall(r"\b(\w+)=\(\1\)", CI) if 'lane "$name"' in CI else []  # where what they need is there
+    run = {*re.findall(r"^ *(?:if ! )?(?:make|lane) (\w+)", CI, re.MULTILINE), *lanes, *part_of_test.group(1).split()}
     # run small: `ruff format --check`, tiny benchmarks, a sample of mutants, a seed of the fuzz, 20 of chaos; and by
     # `make dist` one of the demos, drawn by the commit
     by_hand = {"format", "bench", "levels", "mutants", "fuzz", "chaos", "demos"}

@@ -200,10 +200,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> list[Machine]:
-    """The machine that commands find."""
+    """The machine that commands find, with Ray."""
     found = [NODE]
     monkeypatch.setattr("posttrain.preflight.placing.this_machine", lambda: found[-1])
     monkeypatch.setattr("posttrain.preflight.placing.gpu_visible", lambda: bool(found[-1].gpus))
+    monkeypatch.setattr("posttrain.preflight.placing.ray_is_installed", lambda: True)
     return found
 
 

@@ -39,10 +39,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> list[Machine]:
-    """The machine that commands find; the tests put another in."""
+    """The machine that commands find, with Ray; the tests put another in."""
     found = [Machine(4, 64 * 2**30)]
     monkeypatch.setattr("posttrain.preflight.placing.this_machine", lambda: found[-1])
     monkeypatch.setattr("posttrain.preflight.placing.gpu_visible", lambda: bool(found[-1].gpus))
+    monkeypatch.setattr("posttrain.preflight.placing.ray_is_installed", lambda: True)
     return found
 
 
@@ -139,7 +140,7 @@ def test_lag_is_told(world: World, machine: list[Machine]) -> None:
 def test_pools_without_ray_are_refused_before_anything_starts(
     world: World, machine: list[Machine], monkeypatch: pytest.MonkeyPatch, command: str, placed: str, said: str
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("posttrain.preflight.placing.ray_is_installed", lambda: False)
     name, before = file(world, placed), contents(world)
     refused = world(command, name)
     assert refused.exit_code == 2
@@ -151,7 +152,7 @@ def test_pools_without_ray_are_refused_before_anything_starts(
 def test_what_runs_elsewhere_is_warned_of(
     world: World, machine: list[Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("posttrain.preflight.placing.ray_is_installed", lambda: False)
     monkeypatch.setattr("posttrain.workspace.opened.OpenWorkspace.own_jobs", False)
     shown = " ".join(world.ok("plan", file(world, "placement: {policy: {cpus: 1}, rollout: {cpus: 1}}")).split())
     assert "grpo: pools of several processes need the package ray, which is not installed here" in shown

@@ -133,8 +133,13 @@ def memory_warnings(settled: Settled, residency: Residency, machine: Machine) ->
     return found
 
 
+def ray_is_installed() -> bool:
+    """Is the package ray in this environment? Nothing is imported."""
+    return importlib.util.find_spec("ray") is not None
+
+
 def _missing_ray(load: Load) -> list[str]:
-    if (load.placement.is_inline and load.ray_address is None) or importlib.util.find_spec("ray") is not None:
+    if (load.placement.is_inline and load.ray_address is None) or ray_is_installed():
         return []
     needed = "pools of several processes" if load.ray_address is None else f"jobs at {load.ray_address}"
     return [f"{needed} need the package ray, which is not installed here; pip install 'posttrain[ray]'"]
