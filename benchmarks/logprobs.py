@@ -73,7 +73,7 @@ def measure(side: str, dtype: str, tokens: int, hidden: int) -> Measured:
     if side == "naive":
         found = layer(states).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
     else:
-        found, _ = chunked_logprobs(OutputHead(layer, None), states, targets, 1.0, entropy=False)
+        found, _ = chunked_logprobs(OutputHead(layer, None), states, targets[:, None], 1.0, entropy=False)
     total = found.sum()
     total.backward()
     seconds = time.process_time() - begin

@@ -48,11 +48,13 @@ def gradient(dtype: torch.dtype, logprobs: Callable[[OutputHead, Tensor, Tensor]
 
 
 def whole(head: OutputHead, hidden: Tensor, tokens: Tensor) -> Tensor:
-    return logprobs_of(head.logits(hidden), tokens, 1.0, entropy=False)[0]
+    return logprobs_of(head.logits(hidden), tokens[:, None], 1.0, entropy=False)[0][:, 0]
 
 
 def chunked(rows: int | None) -> Callable[[OutputHead, Tensor, Tensor], Tensor]:
-    return lambda head, hidden, tokens: chunked_logprobs(head, hidden, tokens, 1.0, entropy=False, chunk=rows)[0]
+    return lambda head, hidden, tokens: chunked_logprobs(head, hidden, tokens[:, None], 1.0, entropy=False, chunk=rows)[
+        0
+    ][:, 0]
 
 
 @cache

@@ -77,20 +77,11 @@ def open_roles(
         temperature=config.temperature,
         first=config.critic.warmup if isinstance(config, PPOConfig) else 0,
     )
-    learners, frozen = {"policy": policy}, {}
+    learners = {"policy": policy}
     source = model if isinstance(model, ModelSource) else None
     cache = None if config.runtime.kv_cache == "auto" else config.runtime.kv_cache
-    rollout = (
-        pool_of("rollout")
-        .by_rank()
-        .start("rollout", RolloutWorker, source, engine, kv_cache=cache, reads_text=bool(stop))
-    )
-    tokens = micro_batch_tokens(config.runtime, pool_of("policy").processes[0].device)
-    if "reference" in config.roles():
-        pool = pool_of("reference").by_rank()
-        frozen["reference"] = pool.start(
-            "reference", FrozenWorker, model, temperature=config.temperature, micro_batch_tokens=tokens
-        )
+    home = pool_of("rollout").by_rank()
+    rollout = home.start("rollout", RolloutWorker, source, engine, kv_cache=cache, reads_text=bool(stop))
     if critic is not None and isinstance(config, PPOConfig):
         learners["critic"] = pool_of("critic").start(
             "critic",
@@ -102,14 +93,33 @@ def open_roles(
             steps=config.steps,
             seed=seed,
         )
+    tokens = micro_batch_tokens(config.runtime, pool_of("policy").processes[0].device)
+    frozen = _open_frozen(config, model, reward_model, pool_of, tokens)
+    if teacher is not None:
+        frozen["teacher"] = _open_teacher(config, teacher, policy, pool_of("teacher").by_rank(), tokens)
+    return Roles(learners, frozen, rollout, sleeps=_sleeps(config, pool_of), micro_batch_tokens=tokens)
+
+
+def _open_frozen(
+    config: SamplingConfig,
+    model: ModelSource | LanguageModel,
+    reward_model: ScalarSource | ScalarModel | None,
+    pool_of: PoolOf,
+    tokens: int,
+) -> dict[str, WorkerGroup[FrozenWorker]]:
+    """The reference of a KL penalty, and the judge."""
+    frozen: dict[str, WorkerGroup[FrozenWorker]] = {}
+    if "reference" in config.roles():
+        pool, warmth = pool_of("reference").by_rank(), config.temperature
+        frozen["reference"] = pool.start(
+            "reference", FrozenWorker, model, temperature=warmth, micro_batch_tokens=tokens
+        )
     if reward_model is not None:
         pool = pool_of("reward_model").by_rank()
         frozen["reward_model"] = pool.start(
             "reward_model", FrozenWorker, reward_model, name="reward_model", micro_batch_tokens=tokens
         )
-    if teacher is not None:
-        frozen["teacher"] = _open_teacher(config, teacher, policy, pool_of("teacher").by_rank(), tokens)
-    return Roles(learners, frozen, rollout, sleeps=_sleeps(config, pool_of), micro_batch_tokens=tokens)
+    return frozen
 
 
 def _open_teacher(

@@ -92,7 +92,7 @@ class Stream(Generic[R]):
         self, handle: GroupHandle, method: str, flows: Sequence[Flow[R]], begun: tuple[float, float], imbalance: float
     ) -> None:
         self._handle, self._method, self._flows = handle, method, flows
-        self._begun, self._imbalance, self._heard = begun, imbalance, begun[1]
+        self._begun, self._imbalance, self._silent = begun, imbalance, 0.0
         self._recorded = False
 
     @property
@@ -104,24 +104,23 @@ class Stream(Generic[R]):
         """What has come since; waits `timeout` seconds at most for the first of it.
 
         Raises:
-            DeadlineError: nothing came for as long as the group's deadline.
+            DeadlineError: nothing came in waiting for as long as the group's deadline.
             WorkerLostError: a worker's process is gone.
             Exception: whatever a worker raised, with its role, rank and traceback.
         """
-        handle, now = self._handle, time.perf_counter()
+        handle, begin = self._handle, time.perf_counter()
         found = handle.backend.take(self._flows, timeout)
         if not self._recorded and all(flow.ended for flow in self._flows):
             self._recorded = True
             took, ranks = [flow.taken() for flow in self._flows], [flow.rank for flow in self._flows]
             words = (handle.role, handle.backend.pool, self._method, ranks, took, self._begun, self._imbalance)
             handle.recorder.call(*words)
-        if found or self._recorded:
-            self._heard = time.perf_counter()
-        elif now - self._heard > handle.deadline:
+        self._silent = 0.0 if found or self._recorded else self._silent + time.perf_counter() - begin
+        if self._silent > handle.deadline:
             handle.backend.give_up(f"{handle.role} said nothing in {self._method}")
             raise DeadlineError(
                 f"{handle.role} must answer {self._method} within {handle.deadline:g} seconds, said nothing for "
-                f"{now - self._heard:.3g}; give the call a longer deadline"
+                f"{self._silent:.3g}; give the call a longer deadline"
             )
         return found
 

@@ -110,7 +110,8 @@ class Columns:
         """What was asked for of a step, or of all, is not trained on."""
         if step is None:
             self._coming.clear()
-        self._coming.pop(step or 0, None)
+        else:
+            self._coming.pop(step, None)
 
     def whole(self, step: int) -> list[Asked]:
         """The stretches of a step that are whole, in order, with what was asked for."""
@@ -130,7 +131,6 @@ class Columns:
             batch: its documents.
             groups: that they were formed of, in the order of the data stream.
             form: makes the documents of some of them, of each by itself; None: nobody can.
-
         """
         columns, known, size = self._algorithm.requires(step), self._coming.pop(step, []), self._size(step)
         stretches: list[_Stretch] = []

@@ -8,6 +8,7 @@ change once a step, behind the last group, as they would otherwise: sampling sta
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import final
 
@@ -23,7 +24,7 @@ from posttrain.engine.recipes.algorithm import Algorithm, ScoredGroup, Update
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.roles.update import Division
 from posttrain.engine.roles.update import Update as Done
-from posttrain.engine.tracing import SampleTracer
+from posttrain.engine.tracing import SampleTracer, Trace
 
 _ONE = Totals(1, 1, 1, 1)  # a loss that is divided by these is a sum
 
@@ -82,10 +83,17 @@ class Gradients:
         """Nothing that was begun of a step, or of any, is updated; who learns drops it with the next update."""
         if step is None:
             self._coming.clear()
-        self._coming.pop(step or 0, None)
+        else:
+            self._coming.pop(step, None)
 
     def finish(
-        self, batch: TokenBatch, step: int, groups: Sequence[ScoredGroup], form: Form, tracer: SampleTracer | None
+        self,
+        batch: TokenBatch,
+        step: int,
+        groups: Sequence[ScoredGroup],
+        form: Form,
+        trace: Trace,
+        tracer: SampleTracer | None,
     ) -> Streamed:
         """The step's update, when every group is there.
 
@@ -93,12 +101,20 @@ class Gradients:
             DivergedError: loss or gradient is NaN or infinite.
             InputError: credit of all groups together is another than that of each.
         """
+        columns = self._algorithm.requires(step)
+        with trace.span("columns") if columns else nullcontext():
+            parts = [part.filled() for part in self._columns.parts(batch, step, groups, form)]
+            self._roles.rest()
+        whole = attached(batch, parts, columns, self._name)
+        with trace.span("update"):
+            return self._finish(whole, parts, step, tracer)
+
+    def _finish(
+        self, whole: TokenBatch, parts: Sequence[TokenBatch], step: int, tracer: SampleTracer | None
+    ) -> Streamed:
         summed = self._coming.pop(step, [])
-        parts = [part.filled() for part in self._columns.parts(batch, step, groups, form)]
-        self._roles.rest()
         for part in parts[len(summed) :]:
             summed.append(self._sum(part, step, summed))
-        whole = attached(batch, parts, self._algorithm.requires(step), self._name)
         self._refuse_shared_credit(self._algorithm.credit(whole), [one.batch for one in summed])
         for number, one in enumerate(summed):
             done = one.answer.result() if one.answer else None

@@ -109,8 +109,7 @@ class Learning:
             return Learned({})
         batch = replace(batch, provenance=Provenance(step=step))
         if self.gradients and form:
-            with trace.span("update"):
-                done = self.gradients.finish(batch, step, groups, form, tracer)
+            done = self.gradients.finish(batch, step, groups, form, trace, tracer)
             self._compare(done.metrics, trace)
             told = {**_distance(done.batch), **done.metrics}
             return Learned(told, done.tokens, 1 if done.tokens else 0, done.metrics)

@@ -139,10 +139,10 @@ def _compute(
     targets = torch.cat([batch.tokens[index][:, None], given], 1)
     if model.head is not None and len(index) * model.vocab_size > CHUNKED_ABOVE:
         hidden = model.hidden_states(batch.tokens, batch.positions, batch.lengths)[index - 1]
-        logprobs, entropies = _in_chunks(model.head, hidden, targets, temperature, entropy=entropy)
+        logprobs, entropies = chunked_logprobs(model.head, hidden, targets, temperature, entropy=entropy)
     else:
         logits = model.logits(batch.tokens, batch.positions, batch.lengths, index - 1)
-        logprobs, entropies = _of_logits(logits, targets, temperature, entropy=entropy)
+        logprobs, entropies = logprobs_of(logits, targets, temperature, entropy=entropy)
     zeros = logprobs.new_zeros(len(batch.tokens))
     spread = zeros.index_copy(0, index, logprobs[:, 0])
     spread_entropies = zeros.index_copy(0, index, entropies) if entropy else zeros
@@ -154,13 +154,7 @@ def _compute(
 
 
 def logprobs_of(logits: Tensor, targets: Tensor, temperature: float, *, entropy: bool) -> tuple[Tensor, Tensor]:
-    """[N, V] logits and [N] tokens → [N] log-probabilities and entropies, in float32 and by plain autograd."""
-    logprobs, entropies = _of_logits(logits, targets[:, None], temperature, entropy=entropy)
-    return logprobs[:, 0], entropies
-
-
-def _of_logits(logits: Tensor, targets: Tensor, temperature: float, *, entropy: bool) -> tuple[Tensor, Tensor]:
-    """[N, V] logits and [N, K] tokens → [N, K] log-probabilities, [N] entropies."""
+    """[N, V] logits, [N, K] tokens → [N, K] log-probabilities, [N] entropies, in float32 and by plain autograd."""
     scaled = _precise(logits) if temperature == 1.0 else _precise(logits) / temperature
     if not entropy and targets.shape[1] == 1:
         logprobs = -F.cross_entropy(scaled, targets[:, 0], reduction="none")
@@ -180,21 +174,13 @@ def _precise(logits: Tensor) -> Tensor:
 def chunked_logprobs(
     head: OutputHead, hidden: Tensor, targets: Tensor, temperature: float, *, entropy: bool, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`logprobs_of` the head's logits, without ever holding all of them: [N, hidden] → [N], [N].
+    """`logprobs_of` the head's logits, without ever holding all of them: [N, hidden], [N, K] tokens → [N, K], [N].
 
     Args:
         chunk: rows at a time; by default what `chunk_rows` says.
 
     The weight's gradient is summed over chunks in float32 and rounded once, at the end.
     """
-    logprobs, entropies = _in_chunks(head, hidden, targets[:, None], temperature, entropy=entropy, chunk=chunk)
-    return logprobs[:, 0], entropies
-
-
-def _in_chunks(
-    head: OutputHead, hidden: Tensor, targets: Tensor, temperature: float, *, entropy: bool, chunk: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """`_of_logits` in chunks: [N, hidden] and [N, K] tokens → [N, K], [N]."""
     weight, bias = head.layer.weight, head.layer.bias
     rows = chunk or chunk_rows(*weight.shape)
     result: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(
