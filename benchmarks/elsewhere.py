@@ -68,6 +68,7 @@ class Elsewhere:
     def __init__(self, pool: str) -> None:
         self._inner, self._thread = InlineBackend(pool=pool), ThreadPoolExecutor(1)
         self.decode_seconds = self.generated = 0.0  # as it shall seem, and as the last call really took
+        self.arrived: list[tuple[float, Any]] = []  # what the last stream yielded, and after how many seconds
         self.pool, self.ranks, self.contexts = pool, 1, self._inner.contexts
         self.processes = self._inner.processes
 
@@ -129,8 +130,10 @@ class Elsewhere:
                 came += [(time.perf_counter() - begin, one) for one in found]
             self.generated = time.perf_counter() - begin
             slower = max(self.decode_seconds / self.generated, 1.0)
+            self.arrived = []
             for at, one in came:
                 time.sleep(max(0.0, at * slower - (time.perf_counter() - begin)))
+                self.arrived.append((time.perf_counter() - begin, one))
                 flow.queue.put(one)
             flow.queue.put(None)
 

@@ -5,8 +5,9 @@
 Three ways of one step, interleaved: everything after the last response (`waits`), scores and the reference's
 log-probabilities as groups end (`streams`), and gradients too (`gradients`). Loop, training and reference are the real
 ones (0.9 M parameters, 16 prompts x 8). The rollout's pool is a thread whose groups come when those of another machine
-would, a quarter of the rows decoded at a time; the reward sleeps for its time in a thread of its own. The ideal is the
-longest of decoding, scoring and the rest, as if each could begin with the first token. Medians of wall-clock seconds.
+would, a quarter of the rows decoded at a time; the reward sleeps for its time in a thread of its own. The ideal scores
+every stretch as soon as it has come and those before it are scored, and does its share of the rest as soon as it is
+scored: groups come as they came, in the order of the data stream. Medians of wall-clock seconds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -42,6 +44,7 @@ from posttrain.engine.recipes.algorithm import RolloutDefaults
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.rewards.port import RewardCall
 from posttrain.engine.rewards.scripted import ScriptedReward
+from posttrain.engine.rollout.batches import Rollouts
 from posttrain.engine.samples import Prompt
 from posttrain.engine.scoring import RewardScorer
 from posttrain.engine.settings import PolicyGradientOptimizerConfig, RuntimeConfig
@@ -70,11 +73,7 @@ class Result:
     waits: float
     streams: float
     gradients: float
-
-    @property
-    def ideal(self) -> float:
-        """Seconds of a step in which everything runs side by side."""
-        return max(self.decode_seconds, self.reward_seconds, self.rest_seconds)
+    ideal: float
 
 
 @dataclass
@@ -118,6 +117,18 @@ def recipe(folder: Path, tokenizer: PreTrainedTokenizerFast, way: str, tiny: boo
     return Side(made, away, slow)
 
 
+def ideal(arrived: Sequence[tuple[float, Rollouts]], stretches: int, reward: float, rest: float) -> float:
+    """Seconds of a step in which nothing waits but for groups before it in the data stream."""
+    came = {group.key: at for at, found in arrived for group in found.groups}
+    keys, there, scored, done = sorted(came), 0.0, 0.0, 0.0
+    for number in range(stretches):
+        part = keys[number * len(keys) // stretches : (number + 1) * len(keys) // stretches]
+        there = max(there, *(came[key] for key in part))
+        scored = max(scored, there) + reward / stretches
+        done = max(done, scored) + rest / stretches
+    return done
+
+
 def measure(folder: Path, tokenizer: PreTrainedTokenizerFast, share: float, steps: int, tiny: bool) -> Result:
     """Interleaved steps of the three; the first two of each are not timed."""
     sides = [recipe(folder, tokenizer, way, tiny, steps + 2) for way in WAYS]
@@ -129,9 +140,12 @@ def measure(folder: Path, tokenizer: PreTrainedTokenizerFast, share: float, step
     decode = max(2 * rest, sides[0].away.generated)
     for side in sides:
         side.away.decode_seconds, side.slow["seconds"] = decode, share * decode
-    times = [[run(side.recipe, step) for side in sides] for step in range(2, steps + 2)]
-    waits, streams, gradients = (statistics.median(side) for side in zip(*times, strict=True))
-    return Result(decode, share * decode, rest, waits, streams, gradients)
+    stretches = 2 if tiny else 8
+    times = []
+    for step in range(2, steps + 2):
+        took = [run(side.recipe, step) for side in sides]
+        times.append([*took, ideal(sides[-1].away.arrived, stretches, share * decode, rest)])
+    return Result(decode, share * decode, rest, *(statistics.median(side) for side in zip(*times, strict=True)))
 
 
 def main() -> None:

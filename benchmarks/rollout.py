@@ -171,9 +171,10 @@ def bound_seconds(model: LanguageModel, work: Workload, flops: float, bytes_rate
     weights = sum(p.numel() for p in model.module.parameters() if p.ndim == 2)
     per_key = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
     prompt_tokens = sum(len(p) for p in work.prompts)
-    steps = [n - 1 for n in work.limits]
-    contexts = sum(sum(range(PROMPT + 1, PROMPT + n + 1)) for n in steps)
-    contexts += len(work.prompts) * PROMPT * (PROMPT + 1) // 2
+    steps, sizes = [n - 1 for n in work.limits], [len(p) for p in work.prompts]
+    before = [size for size in sizes for _ in range(work.group)]
+    contexts = sum(sum(range(at + 1, at + n + 1)) for at, n in zip(before, steps, strict=True))
+    contexts += sum(size * (size + 1) // 2 for size in sizes)
     work_flops = 2 * weights * (prompt_tokens + sum(steps)) + per_key * contexts
     kv_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * contexts
     work_bytes = 4 * weights * max(work.limits) + kv_bytes

@@ -2,8 +2,9 @@
 
     python -m benchmarks.streaming [--json FILE] [--rounds N] [--tiny]
 
-Response lengths are log-normal with p99/median = 10 (σ 0.99) and prescribed, as in `benchmarks.rollout`. Three ways
-over the native engine, each with at most as many rows at a time:
+Response lengths are log-normal with p99/median = 10 (σ 0.99) and prescribed, as in `benchmarks.rollout`; prompts differ
+in length too, as they do (rows that all stand at one position, which batches of equal prompts do, take cheaper steps).
+Three ways over the native engine, each with at most as many rows at a time:
 
 - `padded batches`: batch by batch, and each computes its ended rows until the last one ends, as a batch of fixed size
   does; measured as one that gives every row of a batch the batch's longest limit;
@@ -55,9 +56,9 @@ class Result:
 
 
 def build_lengths(responses: int, median: float, longest: int) -> Workload:
-    """Prompts of 20 tokens; log-normal response lengths."""
+    """Prompts of 8 to 20 tokens; log-normal response lengths."""
     rng = random.Random(responses)
-    prompts = [[rng.randrange(3, 512) for _ in range(PROMPT)] for _ in range(responses)]
+    prompts = [[rng.randrange(3, 512) for _ in range(rng.randrange(8, PROMPT + 1))] for _ in range(responses)]
     return Workload(1, prompts, [max(1, min(longest, int(rng.lognormvariate(0, SIGMA) * median))) for _ in prompts])
 
 

@@ -75,6 +75,15 @@ def test_a_teacher_is_a_stage_or_a_model_by_its_ref(world: World) -> None:
     assert found["name"] == "model:same@1", found
 
 
+def test_a_student_that_is_its_own_teacher_is_warned_of(world: World) -> None:
+    warned = "distill: teacher sft is the model that is trained, so nothing will be learnt"
+    assert warned in " ".join(world.ok("plan", taught(world, "sft")).split())
+    registered = " ".join(world.ok("plan", taught(world, "model:tiny", "base")).split())
+    assert "distill: teacher model:tiny@1 is the model that is trained" in registered
+    for teacher, model in (("sft", "base"), ("model:same", "base"), ("large", "small")):
+        assert "nothing will be learnt" not in world.ok("plan", taught(world, teacher, model))
+
+
 @pytest.mark.parametrize(
     ("teacher", "model", "told"),
     [

@@ -36,7 +36,7 @@ from posttrain.preflight.judging import refuse_judges_without_scores
 from posttrain.preflight.locks import is_lock, read_lock, refuse_lock
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
 from posttrain.preflight.placing import refuse_infeasible, refuse_oversized
-from posttrain.preflight.teaching import refuse_teachers
+from posttrain.preflight.teaching import check_teachers
 from posttrain.trackers.following import Scribe
 from posttrain.trackers.tracking import check_trackers, of_workspace, record_trackers, resolved
 
@@ -139,10 +139,10 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
     loads = {name: contract.load for name, contract in planned.contracts.items() if contract.load}
     refuse_oversized(planned.manifest, source)
     refuse_judges_without_scores(planned.manifest, workspace, source, spec.model)
-    refuse_teachers(planned.manifest, workspace, source, spec.model)
+    same = tuple(check_teachers(planned.manifest, workspace, source, spec.model))
     refuse_infeasible(planned.manifest, loads, workspace, source, spec.model)
     found = (*check_confinement(planned, workspace), *check_fit(planned, spec, workspace, source))
-    found = (*found, *_frozen(spec, workspace), *barred, *_unheard(workspace))
+    found = (*same, *found, *_frozen(spec, workspace), *barred, *_unheard(workspace))
     return replace(planned, warnings=(*planned.warnings, *found), trackers=_trackers(spec, workspace, source))
 
 

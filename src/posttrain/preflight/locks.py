@@ -29,7 +29,7 @@ from posttrain.preflight.images import refuse_image
 from posttrain.preflight.judging import refuse_judges_without_scores
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
 from posttrain.preflight.placing import refuse_infeasible, refuse_oversized
-from posttrain.preflight.teaching import refuse_teachers
+from posttrain.preflight.teaching import check_teachers
 from posttrain.workspace.opened import OpenWorkspace
 
 RECIPE = "recipe"
@@ -153,6 +153,6 @@ def _check_lock(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> dic
     refuse_oversized(manifest, path)
     loads = {name: contract.load for name, contract in contracts.items() if contract.load}
     refuse_judges_without_scores(manifest, workspace, path)
-    refuse_teachers(manifest, workspace, path)
+    tuple(check_teachers(manifest, workspace, path))  # what it warns of was told when the run was locked
     refuse_infeasible(manifest, loads, workspace, path)
     return contracts

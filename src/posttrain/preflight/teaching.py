@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,14 @@ from posttrain.workspace.opened import OpenWorkspace
 _SLOT, _TOKENIZER = "teacher", "tokenizer.json"
 
 
-def refuse_teachers(manifest: Manifest, workspace: OpenWorkspace, source: Path, model: str | None = None) -> None:
-    """Refuse a stage whose `teacher` makes no text, has other tokens than the student, or has not so many as it asks.
+def check_teachers(
+    manifest: Manifest, workspace: OpenWorkspace, source: Path, model: str | None = None
+) -> Iterator[str]:
+    """Refuse a stage whose `teacher` makes no text, has other tokens than the student, or has not so many as it asks;
+    yield a warning where both are one model.
 
-    What nobody knows yet (a channel's model, a tokenizer without `tokenizer.json`) the stage's job asks.
+    What nobody knows yet (a channel's model, a tokenizer without `tokenizer.json`, one of two models made in this run)
+    the stage's job asks.
 
     Args:
         source: the run file or lock, for errors.
@@ -36,6 +40,7 @@ def refuse_teachers(manifest: Manifest, workspace: OpenWorkspace, source: Path, 
             fault = asked.scores() or asked.speaks_otherwise() or asked.has_fewer()
             if fault:
                 raise InputError(f"{source}: stages.{stage.name}.{fault}")
+            yield from asked.is_the_student()
 
 
 class _Asked:
@@ -74,6 +79,15 @@ class _Asked:
         if not isinstance(asked, int) or not sizes or asked <= min(sizes):
             return ""
         return f"top_k: must be at most {min(sizes)}, the tokens of the vocabulary, got {asked}; lower it"
+
+    def is_the_student(self) -> Iterator[str]:
+        """A warning: from a copy of itself, which the student is at first, it learns nothing."""
+        student, teacher = self._stage.inputs.get("model"), self._stage.inputs[_SLOT]
+        if student is None or student.source != teacher.source:
+            return
+        told = (student.name, teacher.name) if student.source == "stage" else (student.digest, teacher.digest)
+        if told[0] and told[0] == told[1]:
+            yield f"{self._stage.name}: teacher {self._name} is the model that is trained, so nothing will be learnt"
 
     def _size(self, slot: str) -> int | None:
         began = origin(self._manifest, self._stage, slot)

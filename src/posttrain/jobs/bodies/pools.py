@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 
 from posttrain.domain.errors import InputError
+from posttrain.domain.facts import Note
 from posttrain.engine.assembly import PoolOf
 from posttrain.engine.config import TrainingConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
@@ -60,6 +62,9 @@ def _open_cluster_pools(
     """Role → its pool of Ray processes. All pools are asked of the cluster before the first one is made."""
     roles, address = roles_of(config), config.runtime.ray_address
     pools = config.placement.pools(roles)
+    ranks = ", ".join(f"{name} ({pool.resources.rank_count})" for name, pool in pools.items())
+    to = f"asking the Ray cluster at {address}" if address else "starting Ray on this machine"
+    recorder.sink(Note(f"{to} for the ranks of {ranks}; each loads its packages, which may take a minute", time.time()))
     cpus = sum(pool.resources.cpus or 0 for pool in pools.values())
     store = config.runtime.object_store
     size = None if store == "auto" else store
