@@ -16,7 +16,7 @@ from tiny_run import RUN
 from torch import Tensor
 from workbench import Workbench
 
-from posttrain.domain.facts import Metric, Span
+from posttrain.domain.facts import Metric, Note, Span
 from posttrain.store.trees import materialise
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "distill.md"
@@ -81,6 +81,8 @@ def test_a_teacher_in_a_process_of_its_own_teaches_the_same(template: Workbench,
     for name, value in whole.items():
         torch.testing.assert_close(cut[name], value, atol=1e-4, rtol=0)
     (attempt,) = apart.attempts(apart.run_id(), "distill")
+    told = [fact.message for fact in apart.facts(attempt) if isinstance(fact, Note)]
+    assert any("starting Ray on this machine for the ranks of " in line for line in told), told
     spans = [fact for fact in apart.facts(attempt) if isinstance(fact, Span) and fact.attributes.get("kind") == "call"]
     held = [span for span in spans if span.attributes["method"] == "hold"]
     assert len(held) > 4, "in stretches, while others are sampled"
