@@ -6,8 +6,8 @@ Three ways of one step, interleaved: everything after the last response (`waits`
 log-probabilities as groups end (`streams`), and gradients too (`gradients`). Loop, training and reference are the real
 ones (0.9 M parameters, 16 prompts x 8). The rollout's pool is a thread whose groups come when those of another machine
 would, a quarter of the rows decoded at a time; the reward sleeps for its time in a thread of its own. The ideal scores
-every stretch as soon as it has come and those before it are scored, and does its share of the rest as soon as it is
-scored: groups come as they came, in the order of the data stream. Medians of wall-clock seconds.
+a stretch of groups when its last one has come and the reward is free, and does its share of the rest when those before
+it in the data stream have theirs; groups come as they came. Medians of wall-clock seconds.
 """
 
 from __future__ import annotations
@@ -118,14 +118,16 @@ def recipe(folder: Path, tokenizer: PreTrainedTokenizerFast, way: str, tiny: boo
 
 
 def ideal(arrived: Sequence[tuple[float, Rollouts]], stretches: int, reward: float, rest: float) -> float:
-    """Seconds of a step in which nothing waits but for groups before it in the data stream."""
+    """Seconds of a step in which nothing waits but for what it needs: see above."""
     came = {group.key: at for at, found in arrived for group in found.groups}
-    keys, there, scored, done = sorted(came), 0.0, 0.0, 0.0
-    for number in range(stretches):
-        part = keys[number * len(keys) // stretches : (number + 1) * len(keys) // stretches]
-        there = max(there, *(came[key] for key in part))
-        scored = max(scored, there) + reward / stretches
-        done = max(done, scored) + rest / stretches
+    keys, size = sorted(came), len(came) // stretches
+    there = [max(came[key] for key in keys[at : at + size]) for at in range(0, len(keys), size)]
+    now, scored = 0.0, dict[int, float]()
+    for stretch in sorted(range(stretches), key=there.__getitem__):
+        scored[stretch] = now = max(now, there[stretch]) + reward / stretches
+    done = 0.0
+    for stretch in range(stretches):
+        done = max(done, scored[stretch]) + rest / stretches
     return done
 
 

@@ -22,6 +22,7 @@ from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.kv_pages import PageStore
 from posttrain.engine.rollout.kv_slots import SlotStore
 from posttrain.engine.rollout.kv_store import KVStore
+from posttrain.engine.rollout.llama_decoder import LlamaDecoder
 from posttrain.engine.rollout.stopping import StopStrings
 from posttrain.engine.samples import Trajectory
 
@@ -223,6 +224,28 @@ def test_long_prompts_are_computed_in_chunks_between_the_steps_of_others(monkeyp
         assert_same(found[asked.id], one)
     assert engine.counters.prefilled_tokens == 52
     assert engine.counters.steps > 19, "the short ones waited for the long prompt"
+
+
+def test_many_prompts_are_computed_in_pieces_as_each_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tokens at once than one piece takes: the bits are those of a prompt that came alone."""
+    prompts = [[3 + (number + at) % 50 for at in range(5 + 7 * number % 30)] for number in range(60)]
+    assert sum(map(len, prompts)) > 1024
+    work = requests(prompts, 1, limit=4)
+    sizes: list[int] = []
+    piece = LlamaDecoder._finish_piece
+
+    def counted(self: LlamaDecoder, x: torch.Tensor, *given: Any) -> torch.Tensor:
+        sizes.append(len(x))
+        return piece(self, x, *given)
+
+    monkeypatch.setattr(LlamaDecoder, "_finish_piece", counted)
+    engine = engine_of(model_of("qwen3"), kv_cache=LARGE)
+    engine.submit(work)
+    found = drain(engine, len(work))
+    assert 512 in sizes
+    assert max(sizes) < 1024
+    for asked in work:
+        assert_same(found[asked.id], alone("qwen3", asked))
 
 
 def test_what_is_decoded_behind_an_end_is_dropped_and_counted() -> None:

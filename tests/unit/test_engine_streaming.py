@@ -123,6 +123,12 @@ def ppo(
     return OnPolicy(config, PPO(config), roles, PROMPTS, scorer or Even(), 11)
 
 
+def by_place(scorer: Even) -> list[Any]:
+    """What was asked for together, step by step, by its place in the step; five stretches each."""
+    steps = [scorer.asked[at : at + 5] for at in range(0, len(scorer.asked), 5)]
+    return [sorted(asked, key=lambda one: one[1].first) for asked in steps]
+
+
 def ended(desk: Desk) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     desk.run()
     return desk.weights(), told(desk)
@@ -137,7 +143,7 @@ def test_whoever_ends_first_changes_no_bit(model: ModelSource, tmp_path: Path, l
     for seed in range(4):
         scorer = Even()
         others, told_there = ended(Desk(tmp_path / f"{seed}", ppo(model, seed, scorer, **ahead)))
-        assert scorer.asked == plain.asked, "the same responses together, in the same order"
+        assert by_place(scorer) == by_place(plain), "the same responses together"
         assert told_there == metrics
         assert all(torch.equal(value, others[name]) for name, value in weights.items())
 
@@ -422,9 +428,9 @@ def test_whatever_comes_when_is_handed_on_once_in_the_order_of_the_stream(
     assert [group.group.key for group in found] == keys, "each once, in order"
     assert [group.rewards.tolist() for group in found] == [[float(key)] for key in keys], "with its own score"
     assert {group.step for group in found} == {2}
-    cut = [keys[at : at + together] for at in range(0, len(keys), together)]
-    assert [firsts for firsts, _ in world.asked] == cut, "the same are scored together whatever comes when"
-    assert [stretch.first for _, stretch in world.asked] == list(range(0, len(keys), together))
+    cut = [(keys[at : at + together], at) for at in range(0, len(keys), together)]
+    asked = [(firsts, stretch.first) for firsts, stretch in world.asked]
+    assert sorted(asked) == cut, "the same are scored together whatever comes when, each once"
     assert sorted(span.name for span in facts) == ["reward", "rollout"]
 
 
@@ -442,6 +448,18 @@ def test_steps_without_documents_leave_nothing(model: ModelSource) -> None:
             assert made.step(step, quiet(step)).metrics["updates"] == 0
         assert not made._learning.columns._coming
         assert not (made._learning.gradients and made._learning.gradients._coming)
+
+
+def test_one_long_response_holds_up_its_own_stretch_alone() -> None:
+    world: Any = Scripted([3, 4, 5, 6, 7], [6, 7, 5, 4, 3], [1, 1, 1, 1, 1], [], 2)
+    incoming = Incoming(0, [3, 4, 5, 6, 7], [PROMPTS[0]] * 5, world, 1, world, 2, early=True)
+    trace = Trace(lambda fact: None, 0)
+    scored = []
+    for _ in range(5):
+        given, _ = incoming.look(trace, 0.0)
+        scored.append([firsts for firsts, _ in world.asked])
+        assert [group.group.key for group in given] == ([3, 4, 5, 6, 7] if incoming.over else [])
+    assert scored == [[], [[7]], [[7], [5, 6]], [[7], [5, 6]], [[7], [5, 6], [3, 4]]]
 
 
 def test_scores_are_looked_at_while_nothing_comes() -> None:

@@ -114,9 +114,9 @@ class Trajectory:
     @property
     def logprobs(self) -> Floats:
         """[r]: of the policy that sampled; 0 at observed tokens."""
-        none = np.zeros(len(self), dtype=np.float32)
-        parts = [none[: len(s.tokens)] if s.logprobs is None else s.logprobs for s in self.segments[1:]]
-        return _joined(parts, np.float32)
+        kind = np.float32
+        parts = [np.zeros(len(s.tokens), kind) if s.logprobs is None else s.logprobs for s in self.segments[1:]]
+        return _joined(parts, kind)
 
     @property
     def versions(self) -> tuple[str, ...]:

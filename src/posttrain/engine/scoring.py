@@ -52,7 +52,10 @@ class Scorer(Protocol):
     def begin(
         self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch
     ) -> Future[Sequence[Score]]:
-        """One score per trajectory; `prompts` is parallel to it. Stretches come in order, each once."""
+        """One score per trajectory; `prompts` is parallel to it.
+
+        Stretches come in any order, each once; what they are worth is asked for in order.
+        """
 
     def text(self, trajectory: Trajectory) -> str:
         """A response as text."""
@@ -80,7 +83,7 @@ class RewardScorer:
     ) -> None:
         self._reward, self._tokenizer, self._processes = reward, tokenizer, processes
         self._errors_max, self._tell, self._told = errors_max, tell, False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")  # one call at a time, in order
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")  # one call at a time
         self._scored: list[Score] = []  # of what is sampled together, so far
 
     def groups(self, prompts: int, tokens: int) -> int:

@@ -2,15 +2,16 @@
 
 ::
 
-    rollout ─▶ groups, in any order ─▶ stretches of the stream, each when its last group is there ─▶ scores, in order
+    rollout ─▶ groups, in any order ─▶ stretches of the stream, each when its last group is there ─▶ groups, in order
 
-What is scored together, and the order in which groups are handed on, follow the data stream and never the clock.
+What is scored together, and the order in which groups are handed on, follow the data stream and never the clock. Which
+stretch is scored first follows who ended first: one long response holds up its own stretch and no other.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import final
@@ -58,10 +59,16 @@ class Incoming:
     _begun: tuple[float, float] = field(default_factory=lambda: (time.time(), time.perf_counter()))
     _came: dict[int, Group] = field(default_factory=dict)
     _sampled: bool = False
-    _given: int = 0  # groups that the scorer has
-    _scoring: deque[tuple[list[ScoredGroup], Future[Sequence[Score]]]] = field(default_factory=deque)
+    _places: dict[int, int] = field(init=False)  # of keys
+    _lacking: Counter[int] = field(init=False)  # groups that have not come yet, by stretch
+    _whole: list[int] = field(default_factory=list)  # stretches that the scorer may have
+    _scoring: dict[int, tuple[list[ScoredGroup], Future[Sequence[Score]]]] = field(default_factory=dict)
     _taken: int = 0
     _waits: tuple[float, float] | None = None  # since when only scores are waited for
+
+    def __post_init__(self) -> None:
+        self._places = {key: place for place, key in enumerate(self.keys)}
+        self._lacking = Counter(place // self.together for place in self._places.values())
 
     @property
     def over(self) -> bool:
@@ -97,6 +104,11 @@ class Incoming:
         for found in self.stream.take(seconds):
             self.counts.update(found.counts)
             self._came |= {group.key: group for group in found.groups}
+            for group in found.groups:
+                stretch = self._places[group.key] // self.together
+                self._lacking[stretch] -= 1
+                if not self._lacking[stretch]:
+                    self._whole.append(stretch)
         if not self.stream.ended:
             return
         self._sampled = True
@@ -110,34 +122,36 @@ class Incoming:
             self._came = {group.key: group for group in self.went_on(groups, trace)}
 
     def _give(self) -> None:
-        """Hand whole stretches to the scorer, in order."""
+        """Hand whole stretches to the scorer."""
         if not (self._sampled or self.early):
             return
-        while self._given < len(self.keys):
-            chosen = range(self._given, min(self._given + self.together, len(self.keys)))
-            if any(self.keys[at] not in self._came for at in chosen):
-                return
+        for stretch in sorted(self._whole):
+            first = stretch * self.together
+            chosen = range(first, min(first + self.together, len(self.keys)))
             none = (Score(None),) * self.samples
             groups = [ScoredGroup(self.prompts[at], self._came[self.keys[at]], none, self.batch) for at in chosen]
-            self._scoring.append((groups, self._begin(groups)))
-            self._given = chosen.stop
+            self._scoring[stretch] = groups, self._begin(groups, first)
+        self._whole.clear()
 
-    def _begin(self, groups: Sequence[ScoredGroup]) -> Future[Sequence[Score]]:
+    def _begin(self, groups: Sequence[ScoredGroup], first: int) -> Future[Sequence[Score]]:
         scores = [score for group in groups for score in group.scores]
         if self.scorer is None:
             return Future(lambda: scores, lambda: True)
         prompts = [group.prompt for group in groups for _ in group.scores]
         answers = [answer for group in groups for answer in group.answers]
-        stretch = Stretch(self._given * self.samples, len(self.keys) * self.samples)
+        stretch = Stretch(first * self.samples, len(self.keys) * self.samples)
         return self.scorer.begin(prompts, answers, stretch)
 
     def _scored(self, trace: Trace, *, wait: bool) -> list[ScoredGroup]:
         found: list[ScoredGroup] = []
-        while self._scoring and (wait or self._scoring[0][1].done()):
-            groups, answer = self._scoring.popleft()
+        while (stretch := self._taken // self.together) in self._scoring:
+            groups, answer = self._scoring[stretch]
+            if not (wait or answer.done()):
+                break
+            del self._scoring[stretch]
             scores = iter(answer.result())
             found += [group.scored(tuple(next(scores) for _ in group.scores)) for group in groups]
-        self._taken += len(found)
+            self._taken += len(groups)
         if found and self._taken == len(self.keys) and self.scorer:  # what scoring takes when the rollout has ended
             started, begin = self._waits or (time.time(), time.perf_counter())
             trace.sink(Span("reward", trace.step, started, time.perf_counter() - begin, {"batch": self.batch}))

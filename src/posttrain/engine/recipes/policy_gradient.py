@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from posttrain.engine.algorithms.advantages import Estimator, by_group, has_signal
+from posttrain.engine.algorithms.advantages import Estimator, by_group
 from posttrain.engine.algorithms.aggregation import DENOMINATORS, Totals
 from posttrain.engine.algorithms.kl import kl_estimate
 from posttrain.engine.algorithms.objectives import PolicyObjective, old_logprobs
@@ -119,7 +118,9 @@ def scored(group: ScoredGroup) -> list[int]:
 
 def with_signal(group: ScoredGroup) -> list[int]:
     """They, where their rewards differ; none otherwise."""
-    return scored(group) if bool(has_signal(torch.from_numpy(group.rewards)[None])[0]) else []
+    chosen = scored(group)
+    rewards = group.rewards[chosen]
+    return chosen if len(chosen) > 1 and rewards.max() > rewards.min() else []
 
 
 def with_advantage(batch: TokenBatch) -> list[int]:

@@ -34,6 +34,7 @@ _VECTOR = 32  # floats that an element-wise kernel takes at a time
 _ANGLES = 1024  # rotary tables grow by so many positions
 _SCORES = 2**26  # attention scores of prompts held at a time
 _CHUNK = 1024  # tokens of one prompt computed at a time
+_PIECE = 512  # tokens that a CPU takes through an MLP at a time: a quarter faster than 5,120 of the benchmark's model
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -224,7 +225,17 @@ class LlamaDecoder:
         return heads
 
     def _finish(self, x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
-        """The rest of a layer after attention: output projection, residual, MLP, residual."""
+        """The rest of a layer after attention; on a CPU in pieces: what lies between products stays in its cache."""
+        pieces = len(x) // _PIECE if x.device.type == "cpu" else 1
+        if pieces < 2:
+            return self._finish_piece(x, attended, layer)
+        sizes = [_PIECE] * (pieces - 1)
+        sizes.append(len(x) - sum(sizes))
+        parts = zip(torch.split(x, sizes), torch.split(attended, sizes), strict=True)
+        return torch.cat([self._finish_piece(*part, layer) for part in parts])
+
+    def _finish_piece(self, x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
+        """Output projection, residual, MLP, residual."""
         x = _add_linear(x, attended, layer.output)
         normed = self._rms_norm(x, layer.mlp_norm)
         gate, up = _linear(normed, layer.gate_up).chunk(2, -1)
