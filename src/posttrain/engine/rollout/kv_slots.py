@@ -259,12 +259,10 @@ class SlotStore:
         kept = len(kind.rows) - len(gone)
         free = [slot for slot, row in enumerate(kind.rows[:kept]) if row in gone]
         moved = [slot for slot, row in enumerate(kind.rows[kept:], kept) if row not in gone]
-        if free:
-            to, source = (torch.tensor(slots, device=self._shape.device) for slots in (free, moved))
-            for pairs in kind.pairs:
-                pairs[:, to] = pairs[:, source]
         for slot, origin in zip(free, moved, strict=True):
             kind.rows[slot] = kind.rows[origin]
+            for pairs in kind.pairs:
+                pairs[:, slot] = pairs[:, origin]
         del kind.rows[kept:]
         if not kind.rows:
             kind.pairs, kind.views = [], []
