@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import cli_world
 import pytest
@@ -14,10 +15,13 @@ from cli_world import BAD_REWARD, GOOD_REWARD, World, make_world
 from posttrain.app.handles import plan, submit
 from posttrain.app.workspace import Workspace, open_workspace
 from posttrain.domain.errors import InputError
+from posttrain.domain.facts import Metric
 from posttrain.domain.jobs import JobOrder
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.audit import verify_rows
 from posttrain.views.vigil import Vigil
+from posttrain.web.curves import learning_curve
+from posttrain.web.series import CurveSeries
 
 
 @pytest.fixture
@@ -234,6 +238,28 @@ def test_a_corrupt_event_segment_does_not_end_whoever_watches(world: World, monk
     status = {stage["name"]: stage for stage in world.json("get", "sort")["stages"]}
     assert (status["grpo"]["step"], status["grpo"]["steps"]) == (6, 6)
     assert (world.root / ".posttrain" / "runs" / world.newest() / "curves.png").exists()
+
+
+def test_a_picture_has_the_loss_where_nothing_is_scored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of distillation without a reward, which tells how far it agrees with its teacher; a suite's point beside."""
+    drawn: list[list[str]] = []
+
+    def seen(path: Path, series: Sequence[CurveSeries], **options: Any) -> None:
+        drawn.append(sorted({one.quantity for one in series}))
+        learning_curve(path, series, **options)
+
+    def metric(step: int, values: dict[str, float], at: float) -> Metric:
+        told = {"agreement": 0.5, "response_tokens/mean": 7.0} if "reward/mean" in values else {}
+        return Metric(step, {"loss": values["loss"], **told}, at)
+
+    monkeypatch.setattr("posttrain.views.reporting.learning_curve", seen)
+    world.ok("run", "run.yaml")
+    monkeypatch.setattr(cli_world, "Metric", metric)
+    world.ok("run", "run.yaml", "--seed", "18")
+    assert drawn == [
+        ["held-out accuracy", "training reward"],
+        ["agreement with the teacher", "held-out accuracy", "response length (tokens)", "training loss"],
+    ]
 
 
 def test_a_lost_job_is_retried_and_told(world: World) -> None:

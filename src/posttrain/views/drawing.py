@@ -21,9 +21,11 @@ from posttrain.workspace.opened import OpenWorkspace
 PANELS = {
     "reward/mean": "training reward",
     "probe/accuracy": "held-out accuracy",
+    "agreement": "agreement with the teacher",
     "response_tokens/mean": "response length (tokens)",
 }
-LOSS = {"loss": "training loss"}  # for runs that sample nothing
+LOSS = {"loss": "training loss", "accuracy": "pairs ranked rightly"}  # where nothing is scored
+_SCORED = frozenset({"reward/mean", "probe/accuracy"})
 KEPT = 600  # points of a curve that a page is given
 _MEANS = 160  # points of a running mean
 _EACH = 0.975  # one-sided, each end of a 95 % interval
@@ -42,10 +44,13 @@ class Curves:
 def main_curves(
     workspace: OpenWorkspace, watcher: RunWatcher, status: RunStatus, manifest: Manifest, label: str
 ) -> Curves:
-    """Stages without any of the main quantities (SFT) are drawn only when there is nothing else."""
+    """Stages without any of the main quantities (SFT) are drawn only when there is nothing else; the loss is drawn
+    where no stage scores what it samples (distillation).
+    """
     names = [stage.record.name for stage in status.stages]
     sampled = [name for name in names if watcher.watcher(name).curves.keys() & PANELS.keys()]
-    panels = PANELS if sampled else LOSS
+    scored = any(watcher.watcher(name).curves.keys() & _SCORED for name in sampled)
+    panels = PANELS if scored else LOSS | (PANELS if sampled else {})
     series: list[CurveSeries] = []
     boundaries: list[StageBoundary] = []
     offset, ends = 0, {}

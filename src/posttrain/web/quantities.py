@@ -22,6 +22,7 @@ WORDS = {
     "probe/accuracy": "held-out accuracy (probe)",
     "loss": "training loss",
     "accuracy": "pairs ranked rightly",
+    "agreement": "tokens where teacher and student would say the same",
     "response_tokens/mean": "mean response length, tokens",
     "entropy": "entropy per token, nats (from the samples)",
     "kl": "KL to the reference, nats per token",
@@ -53,9 +54,10 @@ WORDS = {
     COMPONENTS: "mean of each component of the reward",
 }
 _COMPONENT = re.compile(r"reward/(.+)/mean", re.DOTALL)
-MAIN = 8  # of WORDS: what is looked at first
+MAIN = 9  # of WORDS: what is looked at first
 _RATES = (
     "accuracy",
+    "agreement",
     "truncated",
     "groups/zero_std",
     "groups/dropped",
