@@ -18,7 +18,7 @@ from test_engine_recipes import PROMPTS, TINY, TOKENIZER, quiet
 from test_engine_training import Desk
 from torch import Tensor
 
-from posttrain.domain.errors import InputError
+from posttrain.domain.errors import DeadlineError, InputError
 from posttrain.domain.facts import Sample
 from posttrain.engine.algorithms.gae import whiten
 from posttrain.engine.assembly import open_roles
@@ -45,7 +45,8 @@ from posttrain.engine.recipes.dr_grpo import DrGRPO
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.recipes.rloo import RLOO
-from posttrain.engine.rewards.port import RewardError, Score
+from posttrain.engine.rewards.parallel import ParallelReward
+from posttrain.engine.rewards.port import RewardCall, RewardError, Score
 from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.training import TrainWorker
@@ -259,6 +260,43 @@ class TestFailures:
             self.scored(set(range(16)), 1.0)
         assert len(self.scored(set(range(15)), 1.0)) == 16
 
+    @settings(max_examples=150, deadline=None)
+    @given(
+        failing=st.sets(st.integers(0, 15), max_size=8),
+        raising=st.none() | st.integers(0, 15),
+        order=st.permutations(range(4)),
+        errors_max=st.sampled_from([0.0, 0.2, 1.0]),
+        processes=st.integers(1, 2),
+    )
+    def test_they_are_the_same_whatever_came_first(
+        self, failing: set[int], raising: int | None, order: list[int], errors_max: float, processes: int
+    ) -> None:
+        """Scores, or the error with its words: stretches are begun as they come, and heard in order."""
+        told = [self.heard(failing, raising, begun, errors_max, processes) for begun in (range(4), order)]
+        assert told[0] == told[1]
+
+    def heard(
+        self, failing: set[int], raising: int | None, order: Sequence[int], errors_max: float, processes: int
+    ) -> list[Any]:
+        def score(call: RewardCall) -> list[Any]:
+            numbers = [int(row["number"]) for row in call.rows]
+            if raising in numbers:
+                raise ValueError(f"completion {raising} is odd")
+            return [math.nan if number in failing else float(number) for number in numbers]
+
+        rows = [Prompt((1, 5), f"{number // 2}", {"number": number}) for number in range(16)]
+        functions = [ScriptedReward(score) for _ in range(processes)]
+        scorer, lines = RewardScorer(ParallelReward(functions), TOKENIZER, errors_max=errors_max), list[str]()
+        scorer._tell = lines.append
+        begun = {at: scorer.begin(rows[4 * at : 4 * at + 4], self.answers(), Stretch(4 * at, 16)) for at in order}
+        found: list[Any] = []
+        try:
+            for at in range(4):
+                found += begun[at].result()
+        except Exception as error:
+            found += [type(error).__name__, str(error)]
+        return [*map(str, found), *lines]
+
 
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "grpo": (GRPOConfig, GRPO, {}),
@@ -460,6 +498,46 @@ def test_one_long_response_holds_up_its_own_stretch_alone() -> None:
         scored.append([firsts for firsts, _ in world.asked])
         assert [group.group.key for group in given] == ([3, 4, 5, 6, 7] if incoming.over else [])
     assert scored == [[], [[7]], [[7], [5, 6]], [[7], [5, 6]], [[7], [5, 6], [3, 4]]]
+
+
+def test_a_score_that_failed_is_told_where_the_rollout_fails_before_its_turn() -> None:
+    class Broken(Scripted):
+        def take(self, timeout: float) -> list[Rollouts]:
+            if not self.counts:
+                raise DeadlineError("rollout said nothing")
+            return super().take(timeout)
+
+        def begin(self, *given: Any) -> Future[Any]:
+            def fail() -> Any:
+                raise RewardError("reward:r@1: reward.py:4 raised ValueError: odd")
+
+            return Future(fail, lambda: True)
+
+    world: Any = Broken([3, 4], [4, 3], [1], [], 1)
+    incoming = Incoming(0, [3, 4], [PROMPTS[0]] * 2, world, 1, world, 1, early=True)
+    facts: list[Any] = []
+    trace = Trace(facts.append, 0)
+    assert incoming.take(trace) == []
+    with pytest.raises(DeadlineError):
+        incoming.take(trace)
+    [note] = facts
+    assert note.message.endswith("scoring had failed: reward:r@1: reward.py:4 raised ValueError: odd")
+
+
+def test_a_score_that_waits_for_its_turn_is_not_looked_for() -> None:
+    waited: list[float] = []
+
+    class Silent(Scripted):
+        def take(self, timeout: float) -> list[Rollouts]:
+            waited.append(timeout)
+            return super().take(timeout)
+
+    world: Any = Silent([3, 4], [4, 3], [1, 0, 0, 1], [], 1)
+    incoming = Incoming(0, [3, 4], [PROMPTS[0]] * 2, world, 1, world, 1, early=True)
+    trace = Trace(lambda fact: None, 0)
+    while not incoming.over:
+        incoming.take(trace)
+    assert set(waited) == {60.0}
 
 
 def test_scores_are_looked_at_while_nothing_comes() -> None:

@@ -80,6 +80,13 @@ def test_a_student_that_is_its_own_teacher_is_warned_of(world: World) -> None:
     assert warned in " ".join(world.ok("plan", taught(world, "sft")).split())
     registered = " ".join(world.ok("plan", taught(world, "model:tiny", "base")).split())
     assert "distill: teacher model:tiny@1 is the model that is trained" in registered
+    kept = (
+        "tuned: {kind: grpo, model: sft, data: train, reward: exact, steps: 2, keep_best: true, probe: {data: train}}"
+    )
+    more = f"rewards: {{exact: reward:sort}}\nstages:\n  {kept}"
+    for teacher, said in (("tuned/best", False), ("tuned", True)):
+        name = written(world, "stages:", more, teacher=teacher, model="tuned")
+        assert ("nothing will be learnt" in " ".join(world.ok("plan", name).split())) == said, teacher
     for teacher, model in (("sft", "base"), ("model:same", "base"), ("large", "small")):
         assert "nothing will be learnt" not in world.ok("plan", taught(world, teacher, model))
 

@@ -85,9 +85,9 @@ class _Asked:
         student, teacher = self._stage.inputs.get("model"), self._stage.inputs[_SLOT]
         if student is None or student.source != teacher.source:
             return
-        told = (student.name, teacher.name) if student.source == "stage" else (student.digest, teacher.digest)
+        told = (student.word, teacher.word) if student.source == "stage" else (student.digest, teacher.digest)
         if told[0] and told[0] == told[1]:
-            yield f"{self._stage.name}: teacher {self._name} is the model that is trained, so nothing will be learnt"
+            yield f"{self._stage.name}: teacher {teacher.word} is the model that is trained, so nothing will be learnt"
 
     def _size(self, slot: str) -> int | None:
         began = origin(self._manifest, self._stage, slot)

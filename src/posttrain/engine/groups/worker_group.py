@@ -25,6 +25,8 @@ from posttrain.engine.groups.port import Answer, Backend, Call, Flow, Gatherable
 from posttrain.engine.groups.recording import Recorder
 from posttrain.pacing.balancing import Assignment, CostModel, balance
 
+_FETCH = 5.0  # seconds that an answer has to come from where it lies, however late somebody asks for it
+
 W = TypeVar("W")
 B = TypeVar("B", bound=Shardable)
 G = TypeVar("G", bound=Gatherable)
@@ -212,7 +214,7 @@ class NonBlocking(Generic[W]):
 
         def wait() -> T:
             left = handle.deadline - (time.perf_counter() - begun[1])
-            answers: list[Answer[R]] = handle.backend.wait(calls, max(left, 0.0))
+            answers: list[Answer[R]] = handle.backend.wait(calls, max(left, min(_FETCH, handle.deadline)))
             slowest = max(answers, key=lambda answer: answer.seconds)
             if slowest.seconds > handle.deadline:  # in this process nothing could interrupt it
                 raise DeadlineError(

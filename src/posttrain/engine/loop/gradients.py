@@ -8,9 +8,9 @@ change once a step, behind the last group, as they would otherwise: sampling sta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -102,7 +102,9 @@ class Gradients:
             InputError: credit of all groups together is another than that of each.
         """
         columns = self._algorithm.requires(step)
-        with trace.span("columns") if columns else nullcontext():
+        told: AbstractContextManager[dict[str, Any]] = trace.span("columns") if columns else nullcontext({})
+        with told as span:
+            span |= {"columns": [column.name for column in columns]}
             parts = [part.filled() for part in self._columns.parts(batch, step, groups, form)]
             self._roles.rest()
         whole = attached(batch, parts, columns, self._name)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
-from posttrain.domain.facts import Span
+from posttrain.domain.facts import Note, Span
 from posttrain.engine.groups.worker_group import Future, Stream
 from posttrain.engine.recipes.algorithm import ScoredGroup
 from posttrain.engine.rewards.port import Score
@@ -71,6 +71,11 @@ class Incoming:
         self._lacking = Counter(place // self.together for place in self._places.values())
 
     @property
+    def _next(self) -> int:
+        """The stretch that is handed on next."""
+        return self._taken // self.together
+
+    @property
     def over(self) -> bool:
         """Whether every group was taken, and the rollout has ended."""
         return self._sampled and self._taken == len(self.keys)
@@ -88,7 +93,7 @@ class Incoming:
         """
         ended = self._sampled
         if not ended:
-            self._receive(trace, _LOOK if busy or self._scoring else _PATIENCE)
+            self._receive(trace, _LOOK if busy or self._next in self._scoring else _PATIENCE)
         self._give()
         return self._scored(trace, wait=ended)
 
@@ -101,7 +106,12 @@ class Incoming:
         return self._scored(trace, wait=False), not self._sampled
 
     def _receive(self, trace: Trace, seconds: float) -> None:
-        for found in self.stream.take(seconds):
+        try:
+            came = self.stream.take(seconds)
+        except Exception:
+            self._tell_failures(trace)
+            raise
+        for found in came:
             self.counts.update(found.counts)
             self._came |= {group.key: group for group in found.groups}
             for group in found.groups:
@@ -120,6 +130,17 @@ class Incoming:
         self._waits = time.time(), time.perf_counter()
         if self.went_on:
             self._came = {group.key: group for group in self.went_on(groups, trace)}
+
+    def _tell_failures(self, trace: Trace) -> None:
+        """Of stretches whose turn does not come any more."""
+        for _, (_, answer) in sorted(self._scoring.items()):
+            if answer.done():
+                try:
+                    answer.result()
+                except Exception as error:  # whatever it is, it is not what ends the call
+                    line = str(error).partition("\n")[0]
+                    trace.sink(Note(f"before the rollout ended, scoring had failed: {line}", time.time(), "warning"))
+                    return
 
     def _give(self) -> None:
         """Hand whole stretches to the scorer."""
@@ -144,11 +165,11 @@ class Incoming:
 
     def _scored(self, trace: Trace, *, wait: bool) -> list[ScoredGroup]:
         found: list[ScoredGroup] = []
-        while (stretch := self._taken // self.together) in self._scoring:
-            groups, answer = self._scoring[stretch]
+        while self._next in self._scoring:
+            groups, answer = self._scoring[self._next]
             if not (wait or answer.done()):
                 break
-            del self._scoring[stretch]
+            del self._scoring[self._next]
             scores = iter(answer.result())
             found += [group.scored(tuple(next(scores) for _ in group.scores)) for group in groups]
             self._taken += len(groups)

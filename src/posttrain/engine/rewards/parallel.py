@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import final
 
 from posttrain.engine.rewards.port import RewardCall, RewardFunction, Score, groups_of, part_of, refuse_failures
@@ -46,6 +46,7 @@ class ParallelReward:
             for function, mine in zip(self._functions, chosen, strict=True)
             if mine
         ]
+        wait([answer for _, answer in asked])  # where one fails, the others are still at work: nobody asks them twice
         scores: dict[int, Score] = {}
         for mine, answer in asked:
             scores |= zip(mine, answer.result(), strict=True)

@@ -53,11 +53,11 @@ class ProcessReward:
         self._name = name or f"reward {source or found.name}"
         self._scratch = Scratch()
         self._closed, self._killed = False, 0
+        self._fatal = ""  # what ended it
         self._killed_at: list[int] = []
         self._places: list[int] = []
         self._log = Log()
         self._session: Session | None = None
-        self._scored = 0  # completions that the present worker has answered
         try:
             given = provision or Provision({})
             self._network = given.network
@@ -89,6 +89,8 @@ class ProcessReward:
         """
         if not len(call):
             return []
+        if self._fatal:  # whoever asks next hears what ended it
+            raise RewardError(self._fatal)
         if self._closed:
             raise InputError(f"{self._name} is closed; open it again to score")
         found: dict[int, Score] = {}
@@ -129,7 +131,6 @@ class ProcessReward:
             given = part_of(call, chosen)
             columns = {field.name: getattr(given, field.name) for field in fields(given)}
             session = self._opened()
-            before = self._scored
             waiting = {self._places[i]: i for i in chosen}  # by the numbers that worker and errors use
             at = list(waiting)
             try:
@@ -142,7 +143,7 @@ class ProcessReward:
             except LateError:
                 self._session = None
                 late = f"{self._name} took longer than its time-out of {self._timeout:g} s"
-                return _Fault(Score.failure("timeout", late), session.at, at[0], before)
+                return _Fault(Score.failure("timeout", late), session.at, at[0])
             except EndedError as error:
                 self._session = None
                 self._killed_at.append(session.at)
@@ -153,11 +154,9 @@ class ProcessReward:
                     found.pop(i, None)
                 self._count_kill(error)
             except MalformedError as error:
-                self.close()
-                raise RewardError(f"{self._name} answered {error}; it must not write to its worker's socket") from None
+                raise self._ended(f"answered {error}; it must not write to its worker's socket") from None
             except (ValueError, TypeError) as error:
-                self.close()
-                raise RewardError(f"{self._name} was given what is not JSON: {error}; mend the data set") from None
+                raise self._ended(f"was given what is not JSON: {error}; mend the data set") from None
 
     def _take(self, message: Any, waiting: dict[int, int], found: dict[int, Score]) -> None:
         if isinstance(message, Answers):
@@ -165,7 +164,6 @@ class ProcessReward:
                 if answer.at not in waiting:
                     raise MalformedError("a completion that was not asked for, or twice")
                 failed = answer.error is not None
-                self._scored += 1
                 found[waiting.pop(answer.at)] = (
                     Score.failure("error", f"{self._name}: {answer.error}")
                     if failed
@@ -209,9 +207,8 @@ class ProcessReward:
         place, message = self._places[index], fault.score.message
         where = f"completion {place} {shortened(call.completions[index])}"
         if fault.score.status == "timeout":
-            kept = f"it had scored {fault.before} others before, so what it kept of them may be why"
-            more = f" to score {where} and was killed; " + (f"{kept}: keep nothing, " if fault.before else "")
-            return Score.failure("timeout", f"{message}{more}make it faster or raise reward_timeout")
+            act = "keep nothing of what it scored before, which may be why, make it faster or raise reward_timeout"
+            return Score.failure("timeout", f"{message} to score {where} and was killed; {act}")
         known = f"completion {place} " in message
         return Score.failure("error", message if known else f"{message} on {where}")
 
@@ -246,9 +243,14 @@ class ProcessReward:
                 session.close()
                 raise InputError(f"{self._name} is closed; open it again to score")
             self._session, self._confined, self._notes = session, session.confined, session.notes
-            self._scored = 0
             self.dialect, self.where = message.dialect, message.where
         return self._session
+
+    def _ended(self, why: str) -> RewardError:
+        """Its worker is not asked again."""
+        self.close()
+        self._fatal = f"{self._name} {why}"
+        return RewardError(self._fatal)
 
     def _loaded(self, session: Session) -> Opened:
         order = {"op": "open", "file": self._file, "entry": self._entry, "dialect": self._wanted}
@@ -280,7 +282,6 @@ class _Fault:
     score: Score
     at: int  # the completion that the worker says it was at
     first: int  # the first one of the part
-    before: int = 0  # completions that the same worker had scored before this part
 
 
 class _PartFailedError(Exception):
