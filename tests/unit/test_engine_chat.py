@@ -123,8 +123,8 @@ def test_errors_name_data_set_and_row(tokenizer: PreTrainedTokenizerFast) -> Non
         encode_prompts(tokenizer, [ROW, {"prompt": [{**QUESTION, "content": "Q: sort 312"}]}], name="d@1", limit=length)
     with pytest.raises(InputError, match=rf"prompt must fit {length} - 1 \(max_new_tokens\) tokens, got {length}"):
         encode_prompts(tokenizer, [ROW], name="d@1", limit=length, reserve=1)
-    with pytest.raises(InputError, match=rf"set max_new_tokens below {length}, the context"):
-        encode_prompts(tokenizer, [ROW], name="d@1", limit=length, reserve=length)
+    with pytest.raises(InputError, match=r"set max_new_tokens to 2 at most, or shorten or drop it"):
+        encode_prompts(tokenizer, [ROW], name="d@1", limit=length + 2, reserve=40)
     with pytest.raises(InputError, match=r"d@1 row 1: prompt and completion must fit 5 tokens, got 21"):
         encode_examples(tokenizer, [ROW], name="d@1", limit=5)
     with pytest.raises(InputError, match=r"d@1 row 1: a demonstration needs completion, messages or text"):

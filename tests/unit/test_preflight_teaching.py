@@ -75,6 +75,15 @@ def test_a_teacher_is_a_stage_or_a_model_by_its_ref(world: World) -> None:
     assert found["name"] == "model:same@1", found
 
 
+def test_responses_have_room_in_a_model_that_the_run_makes(world: World) -> None:
+    """Its context stands in the file, and its tokens are characters, so what can never fit is refused."""
+    line = refused(world, written(world, "max_new_tokens: 4", "max_new_tokens: 512", teacher="large", model="small"))
+    assert line.startswith("data: dataset:train@1 row 1: prompt of at least "), line
+    assert "+ max_new_tokens 512 exceeds the context of 512; " in line
+    assert line.endswith("lower max_new_tokens or raise context_length")
+    world.ok("plan", written(world, "max_new_tokens: 4", "max_new_tokens: 400", teacher="large", model="small"))
+
+
 def test_a_student_that_is_its_own_teacher_is_warned_of(world: World) -> None:
     warned = "distill: teacher sft is the model that is trained, so nothing will be learnt"
     assert warned in " ".join(world.ok("plan", taught(world, "sft")).split())

@@ -160,6 +160,23 @@ def check_prompts(
             )
 
 
+def check_characters(rows: Sequence[Row], *, name: str, context: int, reserve: int) -> None:
+    """As `check_prompts` for a model that is not there yet: its tokens will be characters, and marks besides.
+
+    Raises:
+        InputError: a row that does not fit for its text alone; names data set and row (from 1).
+    """
+    for number, row in enumerate(rows, start=1):
+        prompt = row.get("prompt") or ""
+        said = [prompt] if isinstance(prompt, str) else [turn.get("content") for turn in prompt]
+        length = sum(len(text) for text in said if isinstance(text, str))
+        if length + reserve > context:
+            raise InputError(
+                f"{name} row {number}: prompt of at least {length} tokens + max_new_tokens {reserve} exceeds the "
+                f"context of {context}; shorten or drop the row, lower max_new_tokens or raise context_length"
+            )
+
+
 def check_demonstrations(
     rows: Sequence[Row], tokenizer: PlanTokenizer, *, name: str, context: int | None, longest: int | None
 ) -> None:

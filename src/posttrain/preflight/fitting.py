@@ -18,6 +18,7 @@ from posttrain.data.fitting import (
     PlanTokenizer,
     Read,
     check_answers,
+    check_characters,
     check_demonstrations,
     check_pairs,
     check_prompts,
@@ -31,6 +32,7 @@ from posttrain.data.rows import Row, Rows, canonical_row, distinct_items, read_r
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.contracts import RowNeeds
 from posttrain.domain.errors import InputError, IntegrityError, WorkspaceError
+from posttrain.domain.kinds import kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.rewards import scored_slot
 from posttrain.domain.runspec import RunSpec
@@ -63,9 +65,9 @@ class _Shelf:
     rows: dict[str, Rows] = field(default_factory=dict)
     bases: dict[str, _Base] = field(default_factory=dict)
 
-    def base(self, ref: InputRef | None) -> _Base:
-        if ref is None:
-            return _Base(None)
+    def base(self, ref: InputRef | StageManifest) -> _Base:
+        if isinstance(ref, StageManifest):
+            return _Base(None, context=_context_of(ref))
         if str(ref.digest) not in self.bases:
             with located(f"{self.source}: model"), bytes_of(ref):
                 read = self._reader(ref)
@@ -190,7 +192,7 @@ def check_fit(planned: Planned, spec: RunSpec, workspace: OpenWorkspace, source:
         contract = planned.contracts.get(stage.name)
         if contract is None or _starts_from_channel(stage):  # the candidate's evaluation has the same data
             continue
-        base = base_model(planned.manifest, stage)
+        base = origin(planned.manifest, stage, "model")
         for slot, needs in contract.rows.items():
             place = f"{source}: stages.{stage.name}.{slot}"
             warnings = list(_check(shelf, base, stage.inputs[slot], contract.inputs[slot][1], needs, place))
@@ -222,16 +224,17 @@ def _check_rewards(shelf: _Shelf, stage: StageManifest, inputs: Mapping[str, tup
 
 
 def _check(
-    shelf: _Shelf, model: InputRef | None, data: InputRef, word: str, needs: RowNeeds, place: str
+    shelf: _Shelf, begun: InputRef | StageManifest, data: InputRef, word: str, needs: RowNeeds, place: str
 ) -> Iterator[str]:
-    key = {"form": _FORM, "model": model and model.digest, "data": data.digest, "needs": asdict(needs)}
+    model = begun.digest if isinstance(begun, InputRef) else _context_of(begun)
+    key = {"form": _FORM, "model": model, "data": data.digest, "needs": asdict(needs)}
     memory = shelf.workspace.root / "cache" / "fits" / digest_json(key).removeprefix("sha256:")
     if memory.exists():
         return
     with located(place):
         rows = shelf.data(data, word)
     used = rows[: needs.first]
-    base, looked_at = shelf.base(model), used[:_LOOKED_AT]
+    base, looked_at = shelf.base(begun), used[:_LOOKED_AT]
     with located(place), _in_files(rows, data.name):
         _check_rows(looked_at, base, data.name, needs)
     if len(looked_at) < len(used):
@@ -251,6 +254,12 @@ def _in_files(rows: Rows, name: str) -> Iterator[None]:
         raise type(error)(rows.located(str(error), name)) from error
 
 
+def _context_of(stage: StageManifest) -> int | None:
+    """Of the model that a stage makes from nothing."""
+    context = stage.params.get("context_length") if kind_of(stage.kind).from_nothing else None
+    return context if isinstance(context, int) else None
+
+
 def _check_rows(rows: list[Row], base: _Base, name: str, needs: RowNeeds) -> None:
     if needs.answer:
         check_answers(rows, name)
@@ -264,6 +273,8 @@ def _check_rows(rows: list[Row], base: _Base, name: str, needs: RowNeeds) -> Non
         check_demonstrations(rows, base.tokenizer, name=name, context=base.context, longest=needs.max_length)
     elif base.tokenizer:
         check_prompts(rows, base.tokenizer, name=name, context=base.context, reserve=needs.reserve)
+    elif base.context and not (needs.pairs or needs.learn):
+        check_characters(rows, name=name, context=base.context, reserve=needs.reserve)
 
 
 def _remember(memory: Path) -> None:

@@ -62,7 +62,8 @@ def encode_prompts(
     for number, ids in enumerate(prompts(_Tokens(tokenizer), rows, name=name), start=1):
         if len(ids) + reserve > limit:
             room = f"{limit} - {reserve} (max_new_tokens)" if reserve else f"{limit}"
-            act = "shorten or drop it" if reserve < limit else f"set max_new_tokens below {limit}, the context"
+            least = f"set max_new_tokens to {limit - len(ids)} at most, or " if 0 < limit - len(ids) < reserve else ""
+            act = f"{least}shorten or drop it"
             raise InputError(f"{name} row {number}: prompt must fit {room} tokens, got {len(ids)}; {act}")
         found.append(ids)
     return found
