@@ -155,7 +155,7 @@ BAD = [
     (changed("stages.sft.data", "trian"), "stages.sft.data: 'trian' is not in `data` (did you mean 'train'?)"),
     (changed("stages.grpo.reward", "exakt"), "stages.grpo.reward: 'exakt' is not in `rewards` (did you mean 'exact'?)"),
     (changed("stages.grpo.model", "sfd"), "stages.grpo.model: no stage 'sfd' makes a model (did you mean 'sft'?)"),
-    (changed("stages.sft.model", "grpo"), "stages: must not wait for each other in a circle"),
+    (changed("stages.sft.model", "grpo"), "stages: must not wait for each other in a circle, got sft → grpo → sft"),
     (changed("model", None), "`base` needs the top-level key `model`"),
     (changed("data.train", "dataset:missing"), "run.yaml: data.train: dataset:missing: no dataset"),
     (changed("release.model", "evaluate"), "release.model: no stage 'evaluate' makes a model"),

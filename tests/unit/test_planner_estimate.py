@@ -36,6 +36,14 @@ def test_another_kind_says_nothing() -> None:
     assert estimate(GRPO, [other]).seconds is None
 
 
+def test_a_stage_of_which_nobody_knows_how_much_it_did_says_nothing() -> None:
+    """As an evaluation of a file that is not registered: a unit of it would be the whole."""
+    earlier = [Experience(Workload("evaluate", {"max_new_tokens": 8}), 993, 1.3)]
+    now = Workload("evaluate", {"documents": 200, "max_new_tokens": 8}, length=3.0)
+    assert estimate(now, earlier).history == 0
+    assert estimate(now, earlier).tokens == 200 * 11
+
+
 def test_the_median_of_earlier_stages_is_taken() -> None:
     half = {name: value / 2 if name != "max_new_tokens" else value for name, value in WORK.items()}
     earlier = [Experience(Workload("grpo", half), tokens, seconds) for tokens, seconds in

@@ -247,7 +247,10 @@ def score_lines(scores: Scores) -> Iterator[Grid | Text]:
     yield _score_table(scores) if scores.trained else _value_table(scores)
     yield Text(f"{100 * scores.confidence:g} % intervals: {'; '.join(scores.methods)}", style="dim")
     if scores.lone:
-        yield Text("before: add an evaluate stage of `model: base`, or a gate against another model", style="dim")
+        yield Text(
+            "before: add an evaluate stage of the model it began with, or a gate against another model",
+            style="dim",
+        )
 
 
 def _score_table(scores: Scores) -> Grid:

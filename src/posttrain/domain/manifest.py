@@ -134,6 +134,14 @@ class Manifest(Frozen):
                     yield stage.name, slot, ref
 
 
+def _circle(waiting: Mapping[str, set[str]]) -> list[str]:
+    """Of stages that all wait for another of them: some that wait for the next, and the last for the first."""
+    path = [next(iter(waiting))]
+    while (upstream := min(waiting[path[-1]] & waiting.keys())) not in path:
+        path.append(upstream)
+    return [*path[path.index(upstream) :], upstream]
+
+
 def topological(edges: Mapping[str, set[str]]) -> list[str]:
     """Stage names so that each comes after what it waits for; ties keep the order of writing.
 
@@ -145,7 +153,7 @@ def topological(edges: Mapping[str, set[str]]) -> list[str]:
     while waiting:
         free = [name for name, upstream in waiting.items() if not (upstream & waiting.keys())]
         if not free:
-            raise InputError(f"stages: must not wait for each other in a circle, got {' → '.join(sorted(waiting))}")
+            raise InputError(f"stages: must not wait for each other in a circle, got {' → '.join(_circle(waiting))}")
         order.append(free[0])
         del waiting[free[0]]
     return order

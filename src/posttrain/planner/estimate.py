@@ -52,7 +52,11 @@ class Estimate:
 
 
 def comparable(one: Workload, other: Workload) -> bool:
-    """Whether a unit of both costs the same: it does not with longer answers or more passes."""
+    """Whether a unit of both costs the same: it does not with longer answers or more passes, nor where the number of
+    one's documents is not known.
+    """
+    if ("documents" in one.work) != ("documents" in other.work):
+        return False
     shares = [{name: w.work.get(name, 0.0) / w.units for name in _SHARED if w.units} for w in (one, other)]
     same = [[w.work.get("max_new_tokens", 0.0), w.work.get("rounds", 1.0)] for w in (one, other)]
     return one.kind == other.kind and same[0] == same[1] and shares[0] == shares[1]
