@@ -178,3 +178,18 @@ def test_attempts_follow_each_other_and_stages_lie_side_by_side() -> None:
 def test_nothing_said_is_an_empty_trace() -> None:
     assert chrome_trace([]) == {"traceEvents": [], "displayTimeUnit": "ms"}
     assert summarise([AttemptSpans("sft", 1, [])]) == []
+
+
+def test_steps_that_were_lost_and_taken_again_count_once() -> None:
+    first = [Span("update", step, EPOCH + step, 1.0) for step in range(5)]
+    second = [Span("update", step, EPOCH + 100 + step, 1.0) for step in range(3, 8)]
+    (stage,) = summarise([AttemptSpans("grpo", 1, first), AttemptSpans("grpo", 2, second)])
+    assert (len(stage.steps), stage.redone) == (10, 2)
+    assert (stage.to_json()["steps"], stage.to_json()["redone_steps"]) == (8, 2)
+
+
+def test_what_is_asked_while_pools_start_is_no_part_of_the_time() -> None:
+    spans = [call(0, EPOCH - 6, 1.0, [(0, EPOCH - 6, 1.0)]), Span("update", 0, EPOCH, 2.0)]
+    (stage,) = summarise([AttemptSpans("distill", 1, spans)])
+    assert stage.seconds == 2.0
+    assert [role.busy for role in stage.roles] == [2.0, 0.0]

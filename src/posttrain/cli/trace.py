@@ -71,7 +71,8 @@ def _show_written(written: WrittenTrace, output: Output) -> None:
         return
     screen = console()
     for stage in written.stages:
-        say(f"{stage.stage}: {len(stage.steps)} steps in {_time(stage.seconds)}")
+        again = f" ({stage.redone} more were lost with an attempt that ended)" if stage.redone else ""
+        say(f"{stage.stage}: {len(stage.steps) - stage.redone} steps in {_time(stage.seconds)}{again}")
         screen.print(role_table(stage))
         for line in _step_lines(stage):
             say(line)

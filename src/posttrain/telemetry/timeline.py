@@ -36,10 +36,13 @@ class AttemptSpans:
         return [span for span in self.spans if is_call(span)]
 
     def window(self) -> Interval:
-        """From the controller's first span to its last; (0, 0) without any."""
+        """From the controller's first hand-off to its last span; (0, 0) without any. Calls before, while other pools
+        start, are no work that others wait for.
+        """
         if not self.spans:
             return 0.0, 0.0
-        return min(span.started for span in self.spans), max(end_of(span) for span in self.spans)
+        first = min(span.started for span in self.phases() or self.spans)
+        return first, max(end_of(span) for span in self.spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,11 @@ class StageTimeline:
     steps: tuple[StepTime, ...]
     phases: Mapping[str, float]  # hand-off → median share of a step, in the order of a step
 
+    @property
+    def redone(self) -> int:
+        """Steps that an attempt took and lost, and a later one took again."""
+        return len(self.steps) - len({step.step for step in self.steps})
+
     def slowest(self, most: int = 5) -> list[StepTime]:
         """The longest steps, longest first."""
         return sorted(self.steps, key=lambda step: -step.seconds)[:most]
@@ -142,7 +150,8 @@ class StageTimeline:
             "stage": self.stage,
             "seconds": self.seconds,
             "attempts": self.attempts,
-            "steps": len(self.steps),
+            "steps": len(self.steps) - self.redone,
+            "redone_steps": self.redone,
             "roles": [role.to_json() for role in self.roles],
             "phase_shares": dict(self.phases),
             "slowest_steps": [
