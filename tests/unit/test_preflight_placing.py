@@ -149,6 +149,24 @@ def test_pools_without_ray_are_refused_before_anything_starts(
     assert contents(world) == before
 
 
+def test_scoring_processes_need_no_ray_and_take_no_rank_s_memory(
+    world: World, machine: list[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = world.ok("plan", file(world, "placement: collocated"))
+    monkeypatch.setattr("posttrain.preflight.placing.ray_is_installed", lambda: False)
+    scored = world.ok("plan", file(world, "placement: {reward: {ranks: 4}}"))
+    assert "reward: 4 processes score side by side" in scored
+    sizes = [
+        [
+            line
+            for line in shown.splitlines()
+            if "micro_batch_tokens" in line or "kv_cache" in line or "object_store" in line
+        ]
+        for shown in (alone, scored)
+    ]
+    assert sizes[0] == sizes[1]
+
+
 def test_what_runs_elsewhere_is_warned_of(
     world: World, machine: list[Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

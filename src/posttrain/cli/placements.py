@@ -31,6 +31,8 @@ def placed(stage: StagePlan) -> Iterator[Text | Table]:
         for peak in found.peaks if found else ():
             device = " of its GPU" if peak.device == "cuda" else ""
             yield Text(f"memory: about {gib(peak.bytes)}{device} at most, in {peak.phase}", style="dim")
+        if "reward" in stage.load.roles and (scoring := placement.pool_of("reward").ranks) > 1:
+            yield Text(f"reward: {scoring} processes score side by side", style="dim")
         return
     where = f" at {stage.load.ray_address}" if stage.load.ray_address else ""
     for name, pool in placement.pools(stage.load.roles).items():

@@ -155,8 +155,10 @@ class Placement(Frozen):
 
     @property
     def is_inline(self) -> bool:
-        """Whether one process is enough: a single pool of one rank. A cluster that is named is used nevertheless."""
-        pools = self.pools()
+        """Whether one process is enough for all models: a single pool of one rank. A cluster that is named is used
+        nevertheless; a reward function has processes of its own anyway.
+        """
+        pools = self.pools([role for role in ROLES if role != "reward"])
         return len(pools) == 1 and all(pool.ranks == 1 for pool in pools.values())
 
     def pools(self, roles: Collection[str] = ROLES) -> dict[str, Pool]:

@@ -140,7 +140,7 @@ def unknown_kinds(load: Load) -> list[str]:
 class _Stage:
     def __init__(self, load: Load, shapes: Mapping[str, Shape], room: Room) -> None:
         self._load, self._shapes, self._room = load, shapes, room
-        self._pools = load.placement.pools(load.roles)
+        self._pools = load.placement.pools([role for role in load.roles if role != "reward"])  # those with models
 
     def micro_batches(self, prompt_tokens: int) -> Settled:
         """Tokens of a micro-batch, and whether layers are computed again."""
