@@ -375,7 +375,7 @@ class TestGradients:
                 {"placement": {**APART, "reference": {"with": "rollout"}}, "kl": {"coefficient": 0.1}},
                 "roles that answer while the rollout works, got reference in its pool rollout; write placement",
             ),
-            (GRPOConfig, {"placement": "collocated"}, "a policy in a pool of its own, got it in the pool main with"),
+            (GRPOConfig, {"placement": "collocated"}, "a rollout in a pool of its own, got it in the pool main with"),
         ],
     )
     def test_where_they_cannot_the_plan_says_so(self, kind: Any, options: dict[str, Any], why: str) -> None:

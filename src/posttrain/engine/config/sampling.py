@@ -214,7 +214,7 @@ class OnPolicyConfig(SamplingConfig):
             reason = f"a rollout that samples what the step trains, got lag {self.lag.steps}; drop one of them"
         if not reason and at["policy"] == at["rollout"]:
             reason = (
-                f"a policy in a pool of its own, got it in the pool {at['rollout']} with the rollout; write placement: "
+                f"a rollout in a pool of its own, got it in the pool {at['rollout']} with the policy; write placement: "
                 "{policy: {…}, rollout: {…}}"
             )
         roles = [role for role in self.roles() if role in ("reference", "reward_model")]
