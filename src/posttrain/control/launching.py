@@ -76,7 +76,7 @@ def plan_attempt(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRec
             stage,
             state=StageState.RUNNING,
             reason=Reason.RUNNING,
-            message=f"attempt {number}" + (_resumes(stage, found) if found else ""),
+            message=f"attempt {number}" + (_resumes(stage, found) if found else _anew(number)),
             next_action="",
             cache_key=key,
             started_at=stage.started_at or now,
@@ -249,6 +249,10 @@ def _fetch_elsewhere(stores: Stores, stage: StageRecord, cache: Path) -> Failure
             passes = isinstance(error, InfrastructureError)
             return Failure(FailureClass.INFRASTRUCTURE if passes else FailureClass.BAD_INPUT, str(error), "launch")
     return None
+
+
+def _anew(number: int) -> str:
+    return " begins anew: no checkpoint was left" if number > 1 else ""
 
 
 def _resumes(stage: StageRecord, found: Found) -> str:
