@@ -273,7 +273,7 @@ def _check_rows(rows: list[Row], base: _Base, name: str, needs: RowNeeds) -> Non
         check_demonstrations(rows, base.tokenizer, name=name, context=base.context, longest=needs.max_length)
     elif base.tokenizer:
         check_prompts(rows, base.tokenizer, name=name, context=base.context, reserve=needs.reserve)
-    elif base.context and not (needs.pairs or needs.learn):
+    elif base.ref is None and base.context and not (needs.pairs or needs.learn):
         check_characters(rows, name=name, context=base.context, reserve=needs.reserve)
 
 
