@@ -169,7 +169,7 @@ def write_files(bench: Workbench) -> None:
 def filled_in(words: list[str], runs: list[str], sample: str) -> list[str]:
     """The words with what a reader would put in the place of examples."""
     ids = iter(runs)
-    known = {"RUN": runs[0] if runs else "", "CHANNEL": "prod", "12.388.3": sample, "ID": sample}
+    known = {"RUN": runs[0] if runs else "", "CHANNEL": "prod", "12.384.3": sample, "ID": sample}
     filled = []
     for word in words:
         if re.fullmatch(r"sort-(brief-)?[0-9a-z]{8}", word):  # a run id
