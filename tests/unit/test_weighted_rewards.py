@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -33,6 +34,7 @@ from posttrain.domain.jobs import InputBlob
 from posttrain.engine.algorithms.advantages import ESTIMATORS
 from posttrain.engine.loop.rollout_metrics import rollout_metrics
 from posttrain.engine.recipes.algorithm import ScoredGroup
+from posttrain.engine.rewards.parallel import ParallelReward
 from posttrain.engine.rewards.port import RewardCall, RewardError, RewardFunction, Score
 from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.rewards.weighted import WeightedReward
@@ -469,3 +471,25 @@ def test_a_locked_manifest_is_read_back_with_its_weights(bench: Bench) -> None:
     again = NativeTrainer().check("grpo", json.loads(json.dumps(stage.params)))
     assert dict(again.params) == stage.params
     assert set(again.inputs) == {slot for slot in stage.inputs if "/" not in slot}
+
+
+def test_where_one_process_fails_nobody_is_left_at_work() -> None:
+    """Else the next batch would be asked of a process that still answers this one."""
+    begun, failed, ended = threading.Event(), threading.Event(), list[int]()
+
+    def fails(call: RewardCall) -> list[float]:
+        assert begun.wait(300)
+        failed.set()
+        raise ValueError("odd")
+
+    def works(call: RewardCall) -> list[float]:
+        begun.set()
+        assert failed.wait(300)
+        ended.append(sum(range(2_000_000)))
+        return [1.0] * len(call)
+
+    reward = ParallelReward([ScriptedReward(fails), ScriptedReward(works)])
+    with pytest.raises(RewardError, match="odd"):
+        reward.score(RewardCall(prompts=["p", "q"], completions=["a", "b"], rows=[{"n": 1}, {"n": 2}]))
+    assert len(ended) == 1
+    reward.close()
