@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import families
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -82,7 +83,8 @@ def compare(device: str, dtype: torch.dtype, near: float, record: Callable[[Run]
             plain.remove([2, 5])
             pages.remove([2, 5])
         rows = plain.order
-        tokens, positions = [3 + (row + step) % 40 for row in rows], [len(prompts[row]) + step for row in rows]
+        tokens = torch.tensor([3 + (row + step) % 40 for row in rows])
+        positions = np.array([len(prompts[row]) + step for row in rows])
         wanted, found = decoder.step(plain, tokens, positions), steps.step(tokens, positions)
         torch.testing.assert_close(found, wanted, atol=near, rtol=0)
 
@@ -103,21 +105,22 @@ def test_what_was_recorded_is_dropped_when_what_it_reads_moves(monkeypatch: pyte
     prompts = several(3)
     store = store_with(decoder, prompts)
     steps = GraphedSteps(decoder, store, record)
+    step = torch.tensor([4, 4, 4]), np.array([1, 2, 3])
     for _ in range(2):
-        steps.step([4, 4, 4], [1, 2, 3])
+        steps.step(*step)
     assert (record.recorded, record.replayed) == (1, 2)
     before = store.allocated
     store.extend({0: 2000})
     assert store.allocated > before
-    steps.step([4, 4, 4], [1, 2, 3])
+    steps.step(*step)
     assert record.recorded == 2, "the pages lie elsewhere"
     store.extend({0: 9000})
-    steps.step([4, 4, 4], [1, 2, 3])
+    steps.step(*step)
     recorded = record.recorded
     plain = decoder.rotations
-    decoder.inputs([4], [plain])
+    decoder.inputs(torch.tensor([4]), np.array([plain]))
     assert decoder.rotations > plain
-    steps.step([4, 4, 4], [1, 2, 3])
+    steps.step(*step)
     assert record.recorded == recorded + 1, "the tables of rotations lie elsewhere"
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -111,7 +112,7 @@ class Beside:
         order = self.store.order
         if not order:
             return
-        self.store.begin_step([len(self.rows[row].keys) for row in order])
+        self.store.begin_step(np.array([len(self.rows[row].keys) for row in order]))
         query = self.draw(LAYERS, len(order), KV_HEADS * GROUP, WIDTH)
         pairs = self.draw(LAYERS, 2, len(order), KV_HEADS, WIDTH)
         for at, row in enumerate(order):
@@ -375,7 +376,7 @@ def test_a_class_that_grows_keeps_nothing_of_what_it_had() -> None:
     store = SlotStore(shape, 2**20, 64)
     store.keep({(5, 4): (0, 2), (9, 8): (2, 4)}, [torch.zeros(4, 2, 1, 4) for _ in range(2)])
     store.add({0: ((5, 4), 3)})
-    store.begin_step([2])
+    store.begin_step(np.array([2]))
     before = [weakref.ref(pairs) for pairs in store._classes[0].pairs]
     store.add({1: ((9, 8), 3)})
     assert [pairs() for pairs in before] == [None, None]

@@ -8,14 +8,16 @@ a step is copied; weights, rotations and pages it reads where they are, so it is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from posttrain.engine.rollout.kv_pages import PageStore, Step, padded_size
+from posttrain.engine.rollout.kv_store import Positions
 from posttrain.engine.rollout.llama_decoder import LlamaDecoder
 from posttrain.engine.rollout.page_attention import Looks
 
@@ -44,11 +46,11 @@ class GraphedSteps:
         self._asked: Counter[tuple[int, ...]] = Counter()
         self._memory: tuple[int, int] = (0, 0)
 
-    def step(self, tokens: Sequence[int] | Tensor, positions: Sequence[int]) -> Tensor:
+    def step(self, tokens: Tensor, positions: Positions) -> Tensor:
         """See `LlamaDecoder.step`. The logits are good until the next step."""
         count = len(positions)
         rows = self._decoder.rows(padded_size(count, _ROWS))
-        padded = [*positions, *[0] * (rows - count)]
+        padded = np.pad(positions, (0, rows - count))
         self._store.begin_step(padded)
         step = self._store.step
         assert step is not None

@@ -13,7 +13,7 @@ import numpy as np
 
 from posttrain.domain.errors import InputError, IntegrityError, JobFailedError
 from posttrain.engine.rollout.port import Completion, Generation, RolloutEngine, SamplingParams
-from posttrain.engine.samples import Trajectory
+from posttrain.engine.samples import Ints, Trajectory
 
 PATIENCE = 3600.0  # seconds without any answer after which an engine is given up
 _ROUNDING = 1e-3  # a log-probability may lie above 0 by that much
@@ -61,13 +61,17 @@ def answers(
     """
     engine.submit(work)
     waiting, known = {generation.id: generation for generation in work}, set[str]()
+    prompts = {tokens: np.array(tokens, dtype=np.int32) for tokens in dict.fromkeys(asked.tokens for asked in work)}
     try:
         while waiting:
             found: list[tuple[Generation, Trajectory]] = []
             for done in _next(engine, waiting, patience):
-                _check(engine.name, done, waiting, known, version)
-                found.append((waiting.pop(done.id), done.trajectory))
-                known.add(done.id)
+                asked = _asked(engine.name, done, waiting, known)
+                found.append((asked, done.trajectory))
+                _check(engine.name, done.trajectory, asked, prompts[asked.tokens], version)
+            _check_numbers(engine.name, found)
+            for asked, _ in found:
+                del waiting[asked.id]
             yield found
     finally:
         if waiting:
@@ -137,40 +141,67 @@ def _next(engine: RolloutEngine, waiting: dict[str, Generation], patience: float
             )
 
 
-def _check(engine: str, done: Completion, waiting: dict[str, Generation], known: set[str], version: str) -> None:
+def _asked(engine: str, done: Completion, waiting: dict[str, Generation], known: set[str]) -> Generation:
+    """What an answer answers.
+
+    Raises:
+        JobFailedError: it was not asked for, or came before.
+    """
+    if done.id in known or done.id not in waiting:
+        what = "twice" if done.id in known else "without being asked"
+        raise JobFailedError(f"rollout engine {engine} must answer every sample once, got {done.id} {what}; mend it")
+    known.add(done.id)
+    return waiting[done.id]
+
+
+def _check(engine: str, answer: Trajectory, asked: Generation, prompt: Ints, version: str) -> None:
     """Hold an answer against what was asked for.
 
     Raises:
         JobFailedError, IntegrityError: see `generate`.
     """
-    if done.id not in waiting:
-        what = "twice" if done.id in known else "without being asked"
-        raise JobFailedError(f"rollout engine {engine} must answer every sample once, got {done.id} {what}; mend it")
-    asked = waiting[done.id]
-    reason = _fault(done.trajectory, asked)
+    reason = _fault(answer, asked, prompt)
     if reason is not None:
-        raise JobFailedError(f"rollout engine {engine}: the answer to {_sample(asked)} {reason}; mend the engine")
-    found = {segment.version for segment in done.trajectory.segments if segment.source == "sampled"}
-    if found != {version}:
-        raise IntegrityError(
-            f"rollout engine {engine}: the answer to {_sample(asked)} must be sampled by policy {version or '(any)'}, "
-            f"got {', '.join(sorted(found)) or 'none'}; its weights were not brought up to date"
-        )
+        raise _faulty(engine, asked, reason)
+    for segment in answer.segments:
+        if segment.source == "sampled" and segment.version != version:
+            raise IntegrityError(
+                f"rollout engine {engine}: the answer to {_sample(asked)} must be sampled by policy "
+                f"{version or '(any)'}, got {segment.version or 'none'}; its weights were not brought up to date"
+            )
 
 
-def _fault(answer: Trajectory, asked: Generation) -> str | None:
-    """What is wrong with an answer by itself."""
-    if not np.array_equal(answer.prompt, asked.tokens):
-        return f"must continue its {len(asked.tokens)} tokens, got another beginning"
+def _fault(answer: Trajectory, asked: Generation, prompt: Ints) -> str | None:
+    """What is wrong with an answer by itself, but for its numbers."""
+    if answer.prompt is not prompt and not np.array_equal(answer.prompt, prompt):
+        return f"must continue its {len(prompt)} tokens, got another beginning"
     if not 1 <= answer.generated <= asked.limit:
         return f"must have 1..{asked.limit} tokens, got {answer.generated}"
     if answer.status not in ("ok", "truncated"):
         return f"must have ended by itself or at its limit, got {answer.status}"
-    if not np.isfinite(answer.logprobs).all():
-        return f"must have finite log-probabilities, got {answer.logprobs[~np.isfinite(answer.logprobs)][0]}"
-    if (answer.logprobs > _ROUNDING).any():
-        return f"must have log-probabilities <= 0, got {answer.logprobs.max():g}"
     return None
+
+
+def _check_numbers(engine: str, found: Sequence[tuple[Generation, Trajectory]]) -> None:
+    """Log-probabilities are finite and not above 0; looked at together, for most answers are short.
+
+    Raises:
+        JobFailedError: see `generate`.
+    """
+    told = [answer.logprobs for _, answer in found]
+    everything = np.concatenate(told)
+    if np.isfinite(everything).all() and everything.max() <= _ROUNDING:
+        return
+    for (asked, _), logprobs in zip(found, told, strict=True):
+        odd = logprobs[~np.isfinite(logprobs)]
+        if len(odd):
+            raise _faulty(engine, asked, f"must have finite log-probabilities, got {odd[0]}")
+        if (logprobs > _ROUNDING).any():
+            raise _faulty(engine, asked, f"must have log-probabilities <= 0, got {logprobs.max():g}")
+
+
+def _faulty(engine: str, asked: Generation, reason: str) -> JobFailedError:
+    return JobFailedError(f"rollout engine {engine}: the answer to {_sample(asked)} {reason}; mend the engine")
 
 
 def _sample(asked: Generation) -> str:

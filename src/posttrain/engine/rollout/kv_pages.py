@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from posttrain.domain.errors import JobFailedError
-from posttrain.engine.rollout.kv_store import KVShape, Prompt
+from posttrain.engine.rollout.kv_store import KVShape, Positions, Prompt
 from posttrain.engine.rollout.page_attention import Looks, attend_pages, fits_varlen
 
 PAGE = 128  # positions
@@ -166,14 +166,14 @@ class PageStore:
         self._rows, self._kept, self._table = {}, {}, None
         self.step = None
 
-    def begin_step(self, positions: Sequence[int]) -> None:
+    def begin_step(self, positions: Positions) -> None:
         """See `KVStore.begin_step`; positions beyond the rows are padding, which writes to nobody's page."""
         if self._table is None or len(self._table) != len(positions):
             most = max(map(len, self._rows.values()))
             padding = [[_NOBODYS] * most] * (len(positions) - len(self._rows))
             tables = [pages + [_NOBODYS] * (most - len(pages)) for pages in self._rows.values()]
             self._table = np.array([*tables, *padding])
-        table, places, device = self._table, np.asarray(positions), self._shape.device
+        table, places, device = self._table, positions, self._shape.device
         last, offset = np.divmod(places, self._page)
         row, column = np.nonzero(np.arange(table.shape[1]) <= last[:, None])
         used = np.minimum(self._page, places[row] + 1 - column * self._page)

@@ -16,10 +16,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from posttrain.engine.rollout.kv_store import KVShape, Prompt
+from posttrain.engine.rollout.kv_store import KVShape, Positions, Prompt
 from posttrain.engine.rollout.row_products import padded_width, weigh
 
 _FIRST_CLASS = 128  # positions
+_FEW = 4  # rows that are moved one by one
 
 
 class _View:
@@ -44,6 +45,7 @@ class _Class:
     rows: list[int] = field(default_factory=list)  # by slot
     views: list[_View] = field(default_factory=list)  # see `see`
     viewed: tuple[int, int] = (0, 0)  # rows and width of `views`
+    begins: Tensor = field(default_factory=lambda: torch.empty(0, 0))  # see `_line_begins`
 
     @property
     def slots(self) -> int:
@@ -82,6 +84,8 @@ class SlotStore:
     def __init__(self, shape: KVShape, budget: int, longest: int = 1) -> None:
         self._shape, self._budget = shape, budget
         self._classes: list[_Class] = []
+        self._columns = torch.arange(0, device=shape.device)  # of the longest class
+        self._unseen, self._seen = torch.tensor([-math.inf, 0.0], dtype=shape.dtype, device=shape.device)
         self.reach(longest)
         self._kept: dict[Prompt, tuple[Sequence[Tensor], int, int]] = {}  # packed pairs, begin, end
         self._place: dict[int, int] = {}  # row → class
@@ -96,6 +100,8 @@ class SlotStore:
                 last = min(positions, padded_width(longest))
                 self._classes.append(_Class(last))
             positions *= 2
+        if len(self._columns) < last:
+            self._columns = torch.arange(last, device=self._shape.device)
 
     @property
     def order(self) -> list[int]:
@@ -163,7 +169,7 @@ class SlotStore:
 
     def _fill(self, spans: Mapping[int, tuple[int, int]], pairs: Sequence[Tensor]) -> None:
         """Begin rows with tokens [begin, end) of packed keys and values."""
-        for at, kind in enumerate(self._classes):
+        for kind in self._classes:
             rows = [(slot, *spans[row]) for slot, row in enumerate(kind.rows) if row in spans]
             if not rows:
                 continue
@@ -171,9 +177,12 @@ class SlotStore:
             counts = ends - begins
             time = torch.arange(int(counts.sum()), device=self._shape.device)
             time -= (counts.cumsum(0) - counts).repeat_interleave(counts)
-            slot, source = slots.repeat_interleave(counts), begins.repeat_interleave(counts) + time
+            sides = torch.arange(kind.begins.shape[1], device=self._shape.device)  # keys and values of each head
+            places = (kind.begins[slots.repeat_interleave(counts)] + time[:, None]).view(-1)
+            source = ((begins.repeat_interleave(counts) + time)[:, None] * len(sides) + sides).view(-1)
             for layer, packed in enumerate(pairs):
-                self._classes[at].pairs[layer][:, slot, :, time] = packed[source]
+                flat = packed.reshape(-1, self._shape.head_dim)
+                kind.pairs[layer].view(-1, self._shape.head_dim).index_copy_(0, places, flat.index_select(0, source))
 
     def extend(self, lengths: Mapping[int, int]) -> None:
         """See `KVStore.extend`."""
@@ -205,7 +214,7 @@ class SlotStore:
         """See `KVStore.clear`."""
         self._classes, self._kept, self._place, self._parts = [], {}, {}, []
 
-    def begin_step(self, positions: Sequence[int]) -> None:
+    def begin_step(self, positions: Positions) -> None:
         """See `KVStore.begin_step`."""
         self._parts, begin = [], 0
         for kind in self._classes:
@@ -214,20 +223,15 @@ class SlotStore:
                 self._parts.append(self._part(kind, begin, end, positions[begin:end]))
                 begin = end
 
-    def _part(self, kind: _Class, begin: int, end: int, positions: Sequence[int]) -> _Part:
-        longest, shortest = max(positions), min(positions)
+    def _part(self, kind: _Class, begin: int, end: int, positions: Positions) -> _Part:
+        longest, shortest = int(positions.max()), int(positions.min())
         width = padded_width(longest + 1)
         views = kind.see(width)
         if longest == shortest:
             return _Part(begin, end, width, views, longest, None, None)
-        device, heads = self._shape.device, self._shape.kv_heads
-        at = torch.tensor(positions, device=device)
-        unseen = torch.arange(width, device=device) > at[:, None]
-        bias = torch.zeros(unseen.shape, dtype=self._shape.dtype, device=device).masked_fill_(unseen, float("-inf"))
-        slot = torch.arange(len(positions), device=device)[:, None] * heads + torch.arange(heads, device=device)
-        places = slot * kind.positions + at[:, None]
-        values = places + kind.slots * heads * kind.positions
-        return _Part(begin, end, width, views, 0, torch.cat([places, values], 1).view(-1), bias[:, None, None])
+        at = torch.from_numpy(positions).to(self._shape.device)[:, None]
+        bias = torch.where(self._columns[:width] > at, self._unseen, self._seen)
+        return _Part(begin, end, width, views, 0, (kind.begins[: len(positions)] + at).view(-1), bias[:, None, None])
 
     def attend(self, layer: int, heads: Tensor) -> Tensor:
         """See `KVStore.attend`."""
@@ -261,8 +265,14 @@ class SlotStore:
         moved = [slot for slot, row in enumerate(kind.rows[kept:], kept) if row not in gone]
         for slot, origin in zip(free, moved, strict=True):
             kind.rows[slot] = kind.rows[origin]
-            for pairs in kind.pairs:
-                pairs[:, slot] = pairs[:, origin]
+        seen = kind.viewed[1] if kind.views else kind.positions
+        for pairs in kind.pairs if free else []:
+            used = pairs[:, :, :, :seen]
+            if len(free) > _FEW:
+                used[:, free] = used[:, moved]
+                continue
+            for slot, origin in zip(free, moved, strict=True):
+                used[:, slot] = used[:, origin]
         del kind.rows[kept:]
         if not kind.rows:
             kind.pairs, kind.views = [], []
@@ -287,6 +297,7 @@ class SlotStore:
         kind.views, self._parts = [], []  # the last step's views would keep what is replaced
         shape, count = self._shape, min(len(kind.rows), slots)
         size = (2, slots, shape.kv_heads, kind.positions, shape.head_dim)
+        kind.begins = _line_begins(*size[1:4], shape.device)
         # Masked positions are multiplied by 0, and a NaN that was left in memory would pass through that.
         if not kind.pairs:
             kind.pairs = [torch.zeros(size, dtype=shape.dtype, device=shape.device) for _ in range(shape.layers)]
@@ -294,3 +305,9 @@ class SlotStore:
         for layer, old in enumerate(kind.pairs):
             kind.pairs[layer] = torch.zeros(size, dtype=shape.dtype, device=shape.device)
             kind.pairs[layer][:, :count] = old[:, :count]
+
+
+def _line_begins(slots: int, heads: int, positions: int, device: torch.device) -> Tensor:
+    """[slots, 2 * heads] where a slot's keys of each head, then its values, begin in the flat view."""
+    keys = torch.arange(slots * heads, device=device).view(slots, heads) * positions
+    return torch.cat([keys, keys + slots * heads * positions], 1)

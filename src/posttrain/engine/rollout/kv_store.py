@@ -6,10 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 Prompt = tuple[int, ...]
+Positions = npt.NDArray[np.int64]  # [rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ class KVStore(Protocol):
     def clear(self) -> None:
         """Forget all and give the memory back."""
 
-    def begin_step(self, positions: Sequence[int]) -> None:
+    def begin_step(self, positions: Positions) -> None:
         """Every row, in order, will write its next key at this position and attend up to it."""
 
     def attend(self, layer: int, heads: Tensor) -> Tensor:

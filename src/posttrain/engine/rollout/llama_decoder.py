@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,7 +25,7 @@ from posttrain.engine.models import LanguageModel
 from posttrain.engine.models.attention import Block, plan_packing
 from posttrain.engine.rollout.fused_weights import FusedLinear, FusedWeights, LayerWeights
 from posttrain.engine.rollout.head_logits import float32_logits
-from posttrain.engine.rollout.kv_store import KVShape, KVStore
+from posttrain.engine.rollout.kv_store import KVShape, KVStore, Positions
 from posttrain.engine.rollout.page_attention import attend_packed_prompts, fits_varlen, why_not_varlen
 from posttrain.engine.rollout.row_products import padded_width, weigh
 
@@ -84,8 +85,9 @@ class LlamaDecoder:
         """Compute prompts; with `past`, the next tokens of its one prompt, which is part of what comes back."""
         begin = past.spans[0][1] if past is not None else 0
         lengths = [len(prompt) for prompt in prompts]
-        positions = [position for n in lengths for position in range(begin, begin + n)]
-        x, cosine, sine = self._enter(*self.inputs([t for prompt in prompts for t in prompt], positions))
+        positions = np.concatenate([np.arange(begin, begin + n) for n in lengths])
+        tokens = torch.tensor([token for prompt in prompts for token in prompt])
+        x, cosine, sine = self._enter(*self.inputs(tokens, positions))
         blocks, inverse = ([], None) if self._varlen else self._blocks(lengths)
         pairs: list[Tensor] = []
         total = sum(lengths)
@@ -110,8 +112,8 @@ class LlamaDecoder:
             return _CHUNK
         return max(_FEWEST_QUERIES, min(_CHUNK, _SCORES // (self._heads * (begin + _CHUNK))))
 
-    def step(self, store: KVStore, tokens: Sequence[int] | Tensor, positions: Sequence[int]) -> Tensor:
-        """[rows, vocabulary]: the logits after one more token in every row of the store."""
+    def step(self, store: KVStore, tokens: Tensor, positions: Positions) -> Tensor:
+        """[rows, vocabulary]: the logits after one more token [rows] in every row of the store."""
         store.begin_step(positions)
         return self.decode(store, *self.inputs(tokens, positions), len(positions))
 
@@ -141,19 +143,14 @@ class LlamaDecoder:
     def _padded(self, x: Tensor, rows: int) -> Tensor:
         return x if len(x) == rows else F.pad(x, (0, 0, 0, rows - len(x)))
 
-    def inputs(self, tokens: Sequence[int] | Tensor, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def inputs(self, tokens: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Tokens and positions on the device, padded; the tables of rotations reach them from now on."""
-        device, longest = self._weights.embedding.device, max(positions)
+        device, longest = self._weights.embedding.device, int(positions.max())
         while longest >= len(self._cosine):
             self._extend_rotations()
-        spare = [0] * (self.rows(len(positions)) - len(positions))
-        if isinstance(tokens, Tensor):
-            places = torch.tensor([*positions, *spare], device=device)
-            lacking = len(places) - len(tokens)
-            return (F.pad(tokens, (0, lacking)) if lacking else tokens), places
-        lacking = len(positions) + len(spare) - len(tokens)
-        both = torch.tensor([[*tokens, *[0] * lacking], [*positions, *spare]], device=device)
-        return both[0], both[1]
+        rows = self.rows(len(positions))
+        places, tokens = torch.from_numpy(positions).to(device), tokens.to(device)
+        return _longer(tokens, rows), _longer(places, rows)
 
     def _enter(self, tokens: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Embeddings and rotations."""
@@ -289,6 +286,11 @@ def _rows_agree(matrix: Tensor, rows: int) -> bool:
         if not torch.equal(torch.addmm(plain[at], part, matrix.t()), added[at]):
             return False
     return True
+
+
+def _longer(words: Tensor, rows: int) -> Tensor:
+    lacking = rows - len(words)
+    return F.pad(words, (0, lacking)) if lacking else words
 
 
 def _repeat_last(index: Tensor, width: int) -> Tensor:

@@ -171,11 +171,12 @@ class RowDraws:
             alike.setdefault(params, []).append(row)
         return [(params, torch.tensor(rows, device=self._device)) for params, rows in alike.items()]
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows, in this order; at least one."""
-        self._sampling = [self._sampling[row] for row in rows]
-        self._alike = self._found_alike()
-        self._numbers = self._numbers.index_select(0, torch.tensor(rows, device=self._device))
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows [n], in this order; at least one."""
+        if self._alike[0][1] is not None:
+            self._sampling = [self._sampling[row] for row in rows.tolist()]
+            self._alike = self._found_alike()
+        self._numbers = self._numbers.index_select(0, rows)
 
     @property
     def left(self) -> int:

@@ -7,21 +7,22 @@ its end, so those that are decoded always come before those that wait, and the o
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
 import numpy as np
 
-from posttrain.domain.errors import JobFailedError
 from posttrain.engine.rollout.port import Completion, Generation
 from posttrain.engine.rollout.stopping import StopStrings, Tail
-from posttrain.engine.samples import Segment, Status, Trajectory
+from posttrain.engine.samples import Floats, Ints, Segment, Status, Trajectory
 
 _REFILL_SHARE = 16  # slots are refilled once a 16th of them is free: a pass over one short prompt costs a whole step
 
+_NO_TOKENS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
-@dataclass(slots=True)
+
+@dataclass
 class RolloutCounters:
     """What an engine has computed since it was opened."""
 
@@ -35,63 +36,36 @@ class RolloutCounters:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A generation on its way."""
+    """A generation on its way. What it says while it is decoded is in the `RowTable`, and here when it leaves that."""
 
     number: int  # in the order of the stream
     asked: Generation
-    stops: frozenset[int]  # tokens that end it
+    prompt: Segment  # one for all rows that begin with it
     key: int  # of its random numbers
     tail: Tail | None = None  # of its text; None: no string ends it
+    ended: bool = False  # by a token or a string, before or at its limit
     stopped: bool = False  # at a string
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    tokens: Ints = field(default_factory=lambda: _NO_TOKENS)
+    logprobs: Floats = field(default_factory=lambda: _NO_LOGPROBS)
     marks: list[tuple[str, int]] = field(default_factory=list)  # version, first of its tokens
-    fed: int = 0  # of `tokens`, how many the model has read
 
-    @property
-    def position(self) -> int:
-        """Where the next token that it reads lies."""
-        return len(self.asked.tokens) + self.fed
-
-    @property
-    def replays(self) -> int:
-        """Tokens that it has said and the model has yet to read before the last of them."""
-        return max(0, len(self.tokens) - self.fed - 1)
-
-    def say(self, token: int, logprob: float, version: str) -> bool:
-        """Append a token; whether the row has ended."""
+    def mark(self, version: str, begin: int) -> None:
+        """Tokens from `begin` on are said by this version."""
+        if self.marks and self.marks[-1][1] == begin:
+            self.marks.pop()
         if not self.marks or self.marks[-1][0] != version:
-            self.marks.append((version, len(self.tokens)))
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        if token in self.stops:
-            return True
-        if self.tail is not None and self.tail.ends(token):
-            self.stopped = True
-        return self.stopped or len(self.tokens) >= self.asked.limit
+            self.marks.append((version, begin))
 
     def completion(self, version: str, *, aborted: bool = False) -> Completion:
-        """What it has said.
-
-        Raises:
-            JobFailedError: a log-probability that is not finite.
-        """
-        tokens = np.asarray(self.tokens, dtype=np.int32)
-        logprobs = np.asarray(self.logprobs, dtype=np.float32)
-        if not np.isfinite(logprobs).all():
-            raise JobFailedError(
-                "policy logits must be finite, got NaN or infinity while sampling; the policy has diverged"
-            )
-        marks = self.marks or [(version, 0)]
-        ends = [begin for _, begin in marks[1:]] + [len(tokens)]
+        """What it has said."""
+        marks = [mark for mark in self.marks if mark[1] < len(self.tokens)] or [(version, 0)]
+        ends = [*(begin for _, begin in marks[1:]), len(self.tokens)]
         said = [
-            Segment(tokens[begin:end], "sampled", logprobs[begin:end], by)
+            Segment(self.tokens[begin:end], "sampled", self.logprobs[begin:end], by)
             for (by, begin), end in zip(marks, ends, strict=True)
         ]
-        ended = self.stopped or (bool(self.tokens) and self.tokens[-1] in self.stops)
-        status: Status = "aborted" if aborted else "ok" if ended else "truncated"
-        prompt = Segment(np.asarray(self.asked.tokens, dtype=np.int32), "prompt")
-        return Completion(self.asked.id, Trajectory((prompt, *said), status, self.stopped))
+        status: Status = "aborted" if aborted else "ok" if self.ended else "truncated"
+        return Completion(self.asked.id, Trajectory((self.prompt, *said), status, self.stopped))
 
 
 @final
@@ -109,12 +83,15 @@ class Schedule:
         self._wanted: Counter[tuple[int, ...]] = Counter()  # prompts of waiting rows
         self._next = 0
 
-    def submit(self, work: Sequence[Generation], keys: Sequence[int], eos_token_ids: Collection[int]) -> None:
+    def submit(self, work: Sequence[Generation], keys: Sequence[int]) -> None:
         """Put generations at the end of the queue, each with the key of its random numbers."""
-        ends, none = frozenset(eos_token_ids), frozenset[int]()
+        prompts: dict[tuple[int, ...], Segment] = {}
         for asked, key in zip(work, keys, strict=True):
             tail = self._texts.tail(asked.sampling.stop) if self._texts and asked.sampling.stop else None
-            self.waiting.append(Row(self._next, asked, none if asked.sampling.ignore_eos else ends, key, tail))
+            prompt = prompts.get(asked.tokens)
+            if prompt is None:
+                prompt = prompts[asked.tokens] = Segment(np.array(asked.tokens, dtype=np.int32), "prompt")
+            self.waiting.append(Row(self._next, asked, prompt, key, tail))
             self._wanted[asked.tokens] += 1
             self._next += 1
 
@@ -144,7 +121,6 @@ class Schedule:
         """These wait again, in their places; the model will read them anew."""
         for row in sorted(rows, key=lambda row: -row.number):
             del self.running[row.number]
-            row.fed = 0
             self.waiting.appendleft(row)
             self._wanted[row.asked.tokens] += 1
 

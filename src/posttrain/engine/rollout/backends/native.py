@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,9 +33,11 @@ from posttrain.engine.rollout.kv_store import KVShape, KVStore, Prompt
 from posttrain.engine.rollout.llama_decoder import LlamaDecoder, Prefix
 from posttrain.engine.rollout.port import Completion, Generation, InFlight
 from posttrain.engine.rollout.queueing import Intake
+from posttrain.engine.rollout.row_table import Indices, RowTable
 from posttrain.engine.rollout.sampling import RowDraws, generation_keys
 from posttrain.engine.rollout.scheduling import RolloutCounters, Row, Schedule
 from posttrain.engine.rollout.stopping import StopStrings
+from posttrain.engine.samples import Floats
 
 _PREFILL_TOKENS = 8192  # of prompts between two decoding steps
 _RESERVE_SHARE = 16  # a 16th of the budget is left to rows that grow
@@ -84,6 +86,7 @@ class NativeRollout:
         self._given_bytes, self._budget = kv_cache, kv_cache or 0
         self._intake = Intake("native", model.context_length, reads_text=texts is not None)
         self._schedule = Schedule(texts)
+        self._table, self._arranged = RowTable(model.eos_token_ids), True
         self._open_store = store or (PageStore if model.device.type == "cuda" else SlotStore)
         self._record = record or (cuda_recorder() if model.device.type == "cuda" else None)
         self._begin_store()
@@ -106,7 +109,7 @@ class NativeRollout:
 
     def counts(self) -> Mapping[str, int]:
         """See `RolloutEngine.counts`."""
-        return asdict(self.counters)
+        return dict(vars(self.counters))
 
     def views(self) -> Iterator[tuple[str, Tensor]]:
         """See `RolloutEngine.views`."""
@@ -125,18 +128,18 @@ class NativeRollout:
         if idle:
             self._budget = self._given_bytes or free_bytes(self._model.device) // 2
             self._begin_store()
-            self._fresh = False
+            self._table, self._fresh = RowTable(self._model.eos_token_ids), False
         if work:
             longest = max(len(asked.tokens) + asked.limit + self._read_every for asked in work)
             self._store.reach(longest, min(len(work), max(asked.sampling.batch_size for asked in work)))
             self._budget = max(self._budget, *(self._bytes_alone(asked) for asked in work))
             self._store.allow(self._budget)
-            self._schedule.submit(work, generation_keys(work), self._model.eos_token_ids)
+            self._schedule.submit(work, generation_keys(work))
 
     def _begin_store(self) -> None:
         """Empty, with the budget."""
         self._store = store = self._open_store(self._decoder.shape, self._budget)
-        self._step: Callable[[Sequence[int] | Tensor, Sequence[int]], Tensor] = partial(self._decoder.step, store)
+        self._step: Callable[[Tensor, Indices], Tensor] = partial(self._decoder.step, store)
         if isinstance(store, PageStore) and self._record is not None:
             self._step = GraphedSteps(self._decoder, store, self._record).step
 
@@ -166,10 +169,9 @@ class NativeRollout:
     def abort(self, ids: Collection[str]) -> None:
         """See `RolloutEngine.abort`."""
         names = set(ids)
-        running = set(self._schedule.running)
+        running = dict(self._schedule.running)
         taken = self._schedule.take(lambda row: row.asked.id in names)
-        self._store.remove([row.number for row in taken if row.number in running])
-        self._draws = None
+        self._drop([row for row in taken if row.number in running])
         self._done += [row.completion(self._intake.version, aborted=True) for row in taken]
         self._forget_unwanted()
 
@@ -184,12 +186,15 @@ class NativeRollout:
     @torch.inference_mode()
     def update(self, policy: str, version: str, *, in_flight: InFlight = "finish") -> None:
         """See `RolloutEngine.update`."""
-        begun = [row for row in (*self._schedule.running.values(), *self._schedule.waiting) if row.tokens]
-        self._intake.update(policy, version, in_flight, len(begun))
+        schedule = self._schedule
+        begun = len(schedule.running) + sum(len(row.tokens) > 0 for row in schedule.waiting)
+        self._intake.update(policy, version, in_flight, begun)
         self._forget(list(self._hidden))
         self._partial = None
         if in_flight == "recompute":
-            self._preempt(list(self._schedule.running.values()))
+            self._preempt(list(schedule.running.values()))
+        self._arrange()
+        self._table.mark(version)
 
     def _look_at_weights(self) -> None:
         """They may have changed while nothing was in work, or the engine was paused.
@@ -221,20 +226,21 @@ class NativeRollout:
             return
         rows = self._schedule.admit(count)
         hidden = torch.cat([self._hidden[row.asked.tokens] for row in rows])
-        fresh = [(i, row) for i, row in enumerate(rows) if not row.tokens]
-        ended: set[int] = set()
+        fresh = [(at, row) for at, row in enumerate(rows) if not len(row.tokens)]
+        self._table.enter(rows, self._intake.version)
+        ended: list[Row] = []
         if fresh:
-            logits = self._decoder.logits(hidden)[[i for i, _ in fresh]]
-            draws = self._draw([row for _, row in fresh], [0] * len(fresh))
-            tokens, logprobs = draws.next(logits)
-            for (_, row), token, logprob in zip(fresh, tokens.tolist(), logprobs.tolist(), strict=True):
-                if row.say(token, logprob, self._intake.version):
-                    ended.add(row.number)
-        going = [row for row in rows if row.number not in ended]
-        self._store.add({row.number: (row.asked.tokens, self._first_length(row)) for row in going})
+            beginning = [row for _, row in fresh]
+            logits = self._decoder.logits(hidden)[[at for at, _ in fresh]]
+            tokens, logprobs = _on_host(*self._draw(beginning, [0] * len(fresh)).next(logits))
+            ended = self._table.begin(beginning, tokens, logprobs)
+        over = {row.number for row in ended}
+        going = {row.number: row for row in rows if row.number not in over}
+        self._store.add({number: (row.asked.tokens, self._first_length(row)) for number, row in going.items()})
+        self._table.give_room({number: self._store.capacity(number) for number in going})
         self._complete(ended)
         self._forget_unwanted()
-        self._draws = None
+        self._draws, self._arranged = None, False
 
     def _first_length(self, row: Row) -> int:
         return len(row.asked.tokens) + max(1, len(row.tokens)) + self._read_every
@@ -305,58 +311,51 @@ class NativeRollout:
     def _decode(self) -> None:
         """A few tokens for every row, and what follows from them."""
         self._make_room()
-        order = [self._schedule.running[number] for number in self._store.order]
-        if not order:
+        self._arrange()
+        table = self._table
+        if not len(table):
             return
-        count = min(self._read_every, max(row.replays + row.asked.limit - len(row.tokens) for row in order))
-        forced = self._forced(order, count)
-        tokens: Sequence[int] | Tensor = [row.tokens[row.fed] for row in order]
-        positions = [row.position for row in order]
+        count = min(self._read_every, table.most_left)
+        known = table.known(count) if count > 1 else None
+        forced = None if known is None else torch.from_numpy(known).to(self._model.device)
+        tokens, positions = torch.from_numpy(table.unread), table.positions
         if self._draws is None or self._draws.left < count:
-            self._draws = self._draw(order, [row.fed + 1 for row in order])
+            self._draws = self._draw(table.rows, (table.read + 1).tolist())
         said: list[tuple[Tensor, Tensor]] = []
         for step in range(count):
-            logits = self._step(tokens, [position + step for position in positions])
-            chosen, logprobs = self._draws.next(logits)
+            chosen, logprobs = self._draws.next(self._step(tokens, positions + step))
             said.append((chosen, logprobs))
             tokens = chosen if forced is None else torch.where(forced[step] < 0, chosen, forced[step])
         self.counters.steps += count
-        self.counters.decoded_tokens += count * len(order)
-        self._read(order, said)
+        self.counters.decoded_tokens += count * len(table)
+        self._note(said)
 
     def _draw(self, rows: Sequence[Row], first: Sequence[int]) -> RowDraws:
         """The draws of these rows, from the token `first` on."""
         return RowDraws([row.asked.sampling for row in rows], [row.key for row in rows], first, self._model.device)
 
-    def _forced(self, order: Sequence[Row], count: int) -> Tensor | None:
-        """[count, rows] what rows that are read anew have said already, -1 where a token is drawn."""
-        if count == 1 or not any(row.replays for row in order):
-            return None
-        known = [[*row.tokens[row.fed + 1 : row.fed + 1 + count], *[-1] * count][:count] for row in order]
-        return torch.tensor(known, device=self._model.device).t()
+    def _note(self, said: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """What was drawn; rows that it ends give their slots back, and the others go on with their draws."""
+        tokens, logprobs = (torch.stack(parts) for parts in zip(*said, strict=True))
+        ended = self._table.note(*_on_host(tokens, logprobs), self.counters)
+        if not ended:
+            return
+        self._store.remove([row.number for row in ended])
+        self._complete(ended)
+        kept = self._arrange(anew=True)
+        if self._draws is not None and len(kept):
+            self._draws.select(torch.from_numpy(kept).to(self._model.device))
 
-    def _read(self, order: Sequence[Row], said: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Note what was drawn; what lies behind the end of a row is dropped."""
-        version, ended = self._intake.version, set[int]()
-        for chosen, logprobs in said:
-            for row, token, logprob in zip(order, chosen.tolist(), logprobs.tolist(), strict=True):
-                if row.number in ended:
-                    self.counters.discarded_tokens += 1
-                    continue
-                row.fed += 1
-                if row.fed < len(row.tokens):
-                    self.counters.recomputed_tokens += 1
-                elif row.say(token, logprob, version):
-                    ended.add(row.number)
-        if ended:
-            self._store.remove(ended)
-            self._complete(ended)
-            if self._draws is not None and self._schedule.running:
-                places = {row.number: place for place, row in enumerate(order)}
-                self._draws.select([places[number] for number in self._store.order])
+    def _arrange(self, *, anew: bool = False) -> Indices:
+        """The table takes rows as the store does; see `RowTable.arrange`."""
+        if self._arranged and not anew:
+            return np.arange(len(self._table))
+        self._arranged = True
+        return self._table.arrange(self._store.order)
 
-    def _complete(self, numbers: Collection[int]) -> None:
-        rows = [self._schedule.running[number] for number in sorted(numbers)]
+    def _complete(self, rows: Sequence[Row]) -> None:
+        rows = sorted(rows, key=lambda row: row.number)
+        self._table.leave(rows)
         self._done += [row.completion(self._intake.version) for row in rows]
         for row in rows:
             del self._schedule.running[row.number]
@@ -364,11 +363,8 @@ class NativeRollout:
     def _make_room(self) -> None:
         """Let every row grow by the next tokens; where the budget has no room, the youngest are preempted."""
         store, running = self._store, self._schedule.running
-        needs = {
-            row.number: row.position + self._read_every
-            for row in running.values()
-            if row.position + self._read_every > store.capacity(row.number)
-        }
+        self._arrange()
+        needs = self._table.outgrowing(self._read_every)
         if not needs:
             return
         while self._lacks_room(needs):
@@ -382,20 +378,31 @@ class NativeRollout:
             needs.pop(victim.number, None)
             self._preempt([victim])
         store.extend(needs)
-        self._draws = None
+        self._table.give_room({number: store.capacity(number) for number in needs})
+        self._draws, self._arranged = None, False
 
     def _lacks_room(self, needs: Mapping[int, int]) -> bool:
         return self._store.used + self._partial_bytes() + self._store.growth_bytes(needs) > self._budget
 
     def _preempt(self, rows: Sequence[Row]) -> None:
-        self._store.remove([row.number for row in rows])
+        self._drop(rows)
         self._schedule.preempt(rows)
         self.counters.preemptions += len(rows)
-        self._draws = None
+
+    def _drop(self, rows: Sequence[Row]) -> None:
+        """They are decoded no longer, though they have not ended."""
+        self._store.remove([row.number for row in rows])
+        self._table.leave(rows)
+        self._draws, self._arranged = None, False
 
     def _forget_all(self) -> None:
         """Give the memory back; rows that are left are lost, and their ids free."""
         self._intake.give(row.asked.id for row in self._schedule.take(lambda row: True))
         self._store.clear()
         self._begin_store()
-        self._hidden, self._partial, self._draws = {}, None, None
+        self._table.clear()
+        self._hidden, self._partial, self._draws, self._arranged = {}, None, None, True
+
+
+def _on_host(tokens: Tensor, logprobs: Tensor) -> tuple[Indices, Floats]:
+    return tokens.cpu().numpy(), logprobs.float().cpu().numpy()
