@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
+from posttrain.engine.packing import Flags, laid, positions, responses, tokens_of
 from posttrain.engine.wide import TopK, WideColumn, joined, rows_of
 
 Tokens = Sequence[int] | npt.NDArray[np.int32]
@@ -102,19 +103,15 @@ class TokenBatch:
         if unit is not None and (unit < 1 or len(documents) % unit):
             raise InputError(f"documents of a batch in units must be a multiple of {unit}, got {len(documents)}")
         lengths = tuple(len(d.prompt) + len(d.response) for d in documents)
-        parts = [np.asarray(part, dtype=np.int64) for d in documents for part in (d.prompt, d.response)]
-        positions = _positions(lengths)
-        mask, logprobs = np.zeros(sum(lengths), dtype=np.bool_), np.zeros(sum(lengths), dtype=np.float32)
-        for start, document in zip(accumulate(lengths, initial=0), documents, strict=False):
-            response = slice(start + len(document.prompt), start + len(document.prompt) + len(document.response))
-            mask[response] = True if document.sampled is None else document.sampled
-            if document.logprobs is not None:
-                logprobs[response] = document.logprobs
+        response = responses((len(d.prompt) for d in documents), lengths)
+        logprobs = np.zeros(len(response), dtype=np.float32)
+        if scored:
+            logprobs[response] = laid((d.logprobs for d in documents), np.float32)
         batch = cls(
-            tokens=torch.from_numpy(np.concatenate(parts)),
-            positions=positions,
+            tokens=torch.from_numpy(laid((part for d in documents for part in (d.prompt, d.response)), np.int64)),
+            positions=torch.from_numpy(positions(lengths)),
             lengths=lengths,
-            response_mask=torch.from_numpy(mask),
+            response_mask=torch.from_numpy(_masked(documents, response)),
             token_columns={"behaviour_logprobs": torch.from_numpy(logprobs)} if scored else {},
             units=None if unit is None else (unit,) * (len(documents) // unit),
             unit=unit or 2,
@@ -306,9 +303,7 @@ class TokenBatch:
     def _select(self, documents: Sequence[int], units: tuple[int, ...] | None) -> TokenBatch:
         chosen = tuple(documents)
         _refuse_outside(chosen, self.documents, "documents")
-        starts = [0, *accumulate(self.lengths)]
-        spans = [torch.arange(starts[i], starts[i + 1]) for i in chosen]
-        index = torch.cat(spans).to(self.device) if spans else torch.zeros(0, dtype=torch.int64, device=self.device)
+        index = torch.from_numpy(tokens_of(self.lengths, chosen)).to(self.device)
         places = torch.tensor(chosen, dtype=torch.int64, device=self.device)
         taken = self._each(lambda values: values[index], lambda values: values[places])
         ids = tuple(self.sample_ids[i] for i in chosen) if self.sample_ids else ()
@@ -394,7 +389,11 @@ def _check_documents(documents: Sequence[Document]) -> bool:
     return scored > 0
 
 
-def _positions(lengths: Sequence[int]) -> Tensor:
-    """[T] int64: 0, 1, … restarting at every document."""
-    sizes = np.asarray(lengths)
-    return torch.from_numpy(np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes))
+def _masked(documents: Sequence[Document], response: Flags) -> Flags:
+    """Of the response tokens those that were sampled."""
+    if all(d.sampled is None for d in documents):
+        return response
+    kept = ([True] * len(d.response) if d.sampled is None else d.sampled for d in documents)
+    mask = response.copy()
+    mask[response] = laid(kept, np.bool_)
+    return mask

@@ -22,7 +22,7 @@ from posttrain.engine.algorithms.objectives import Objective
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.predictions import Need
 from posttrain.engine.rewards.port import Score
-from posttrain.engine.samples import Group, Prompt, Trajectory
+from posttrain.engine.samples import Group, Prompt, Sample, Trajectory
 
 
 @final
@@ -91,7 +91,11 @@ class ScoredGroup:
     @property
     def ids(self) -> list[str]:
         """[samples] `<step>.<prompt's position in the data stream>.<sample>`: what a trace finds them by."""
-        return [f"{self.step}.{self.group.key}.{sample.index}" for sample in self.group.samples]
+        return [self.id_of(sample) for sample in self.group.samples]
+
+    def id_of(self, sample: Sample) -> str:
+        """Of one of the samples."""
+        return f"{self.step}.{self.group.key}.{sample.index}"
 
     @property
     def tokens(self) -> int:
@@ -257,10 +261,11 @@ def pack(
         None where no sample is taken.
     """
     taken = [(at, group, list(which(group))) for at, group in enumerate(groups)]
-    documents = [group.answers[i].document for _, group, chosen in taken for i in chosen]
-    if not documents:
+    samples = [(group, group.group.samples[i]) for _, group, chosen in taken for i in chosen]
+    if not samples:
         return None
-    batch = TokenBatch.pack(documents, sample_ids=[group.ids[i] for _, group, chosen in taken for i in chosen])
+    ids = [group.id_of(sample) for group, sample in samples]
+    batch = TokenBatch.pack([sample.last.document for _, sample in samples], sample_ids=ids)
     rewards = np.concatenate([group.rewards[chosen] for _, group, chosen in taken if chosen])
     numbers = torch.tensor([at for at, _, chosen in taken for _ in chosen])
     return batch.with_document_columns(reward=torch.from_numpy(rewards), group=numbers)

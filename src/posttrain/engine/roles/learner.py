@@ -24,6 +24,7 @@ from posttrain.engine.algorithms.objectives import LossParts
 from posttrain.engine.algorithms.schedule import learning_rate
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.groups.rank_context import RankContext
+from posttrain.engine.heap import keep_freed_memory
 from posttrain.engine.models.activation_checkpointing import checkpoint_activations
 from posttrain.engine.models.costs import cost_model
 from posttrain.engine.models.sharding import FullySharded, Sharding, Unsharded, local
@@ -84,6 +85,8 @@ class Learner:
         first: int = 0,
     ) -> None:
         context.need_collectives(type(module).__name__)
+        if torch.device(context.device).type == "cpu":
+            keep_freed_memory()
         self._costs = cost_model(module)  # counted before it is sharded
         self.sharding = open_sharding(context, module, runtime)
         self.token_budget = micro_batch_tokens(runtime, context.device)
@@ -108,6 +111,8 @@ class Learner:
         """
         placed = batch if batch.device == self._device else batch.to(self._device)
         lengths = placed.item_lengths
+        if lengths and sum(lengths) <= self.token_budget:  # nothing to balance, which takes longer than to see that
+            return (tuple(range(len(lengths))),), [placed]
         shards = micro_batches(lengths, self._costs.costs(lengths), self.token_budget)
         return shards, [placed] if len(shards) == 1 else [placed.select_items(shard) for shard in shards]
 

@@ -151,15 +151,21 @@ class RowDraws:
         sampling: [rows].
         keys: [rows] of their random numbers, see `generation_keys`.
         first: [rows] number of the next token in its response.
+        ahead: how many tokens it can draw.
     """
 
     def __init__(
-        self, sampling: Sequence[SamplingParams], keys: Sequence[int], first: Sequence[int], device: torch.device
+        self,
+        sampling: Sequence[SamplingParams],
+        keys: Sequence[int],
+        first: Sequence[int],
+        device: torch.device,
+        ahead: int = _AHEAD,
     ) -> None:
         self._sampling, self._device = sampling, device
         self._alike = self._found_alike()
         both = torch.tensor([keys, first], device=device)
-        self._numbers = uniforms(both[0], both[1], _AHEAD)
+        self._numbers = uniforms(both[0], both[1], ahead)
         self._used = 0
 
     def _found_alike(self) -> list[tuple[SamplingParams, Tensor | None]]:
@@ -181,7 +187,7 @@ class RowDraws:
     @property
     def left(self) -> int:
         """How many tokens more it can draw."""
-        return _AHEAD - self._used
+        return self._numbers.shape[1] - self._used
 
     def next(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The next token of every row, and its log-probability."""

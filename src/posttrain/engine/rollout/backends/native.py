@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
+from posttrain.engine.heap import keep_freed_memory
 from posttrain.engine.memory import free_bytes
 from posttrain.engine.models import LanguageModel
 from posttrain.engine.rollout.decode_graphs import GraphedSteps, Run, cuda_recorder
@@ -79,6 +80,8 @@ class NativeRollout:
             )
         if read_every is not None and not 1 <= read_every <= _UNSEEN:
             raise InputError(f"native read_every must be in 1..{_UNSEEN} steps, got {read_every}; set it")
+        if model.device.type == "cpu":
+            keep_freed_memory()
         self._model = model
         self._weights = fuse_weights(model.module)
         self._decoder = LlamaDecoder(self._weights)
@@ -121,7 +124,7 @@ class NativeRollout:
         Raises:
             InputError: also, a generation whose keys and values alone exceed `kv_cache`.
         """
-        for asked in work:
+        for asked in work if self._given_bytes is not None else ():
             self._refuse_longer(asked)
         self._intake.take(work)
         idle = not (self._schedule.running or self._schedule.waiting)
@@ -130,9 +133,10 @@ class NativeRollout:
             self._begin_store()
             self._table, self._fresh = RowTable(self._model.eos_token_ids), False
         if work:
-            longest = max(len(asked.tokens) + asked.limit + self._read_every for asked in work)
+            sizes = {(len(asked.tokens), asked.limit) for asked in work}
+            longest = max(prompt + limit + self._read_every for prompt, limit in sizes)
             self._store.reach(longest, min(len(work), max(asked.sampling.batch_size for asked in work)))
-            self._budget = max(self._budget, *(self._bytes_alone(asked) for asked in work))
+            self._budget = max(self._budget, *(self._bytes_alone(*size) for size in sizes))
             self._store.allow(self._budget)
             self._schedule.submit(work, generation_keys(work))
 
@@ -216,8 +220,8 @@ class NativeRollout:
                 f"got {self._given_bytes}; raise it, or lower max_new_tokens"
             )
 
-    def _bytes_alone(self, asked: Generation) -> int:
-        return self._store.bytes_alone(len(asked.tokens) + asked.limit + self._read_every, len(asked.tokens))
+    def _bytes_alone(self, prompt: int, limit: int) -> int:
+        return self._store.bytes_alone(prompt + limit + self._read_every, prompt)
 
     def _admit(self) -> None:
         """Begin rows from the head of the queue."""
@@ -232,7 +236,7 @@ class NativeRollout:
         if fresh:
             beginning = [row for _, row in fresh]
             logits = self._decoder.logits(hidden)[[at for at, _ in fresh]]
-            tokens, logprobs = _on_host(*self._draw(beginning, [0] * len(fresh)).next(logits))
+            tokens, logprobs = _on_host(*self._draw(beginning, [0] * len(fresh), ahead=1).next(logits))
             ended = self._table.begin(beginning, tokens, logprobs)
         over = {row.number for row in ended}
         going = {row.number: row for row in rows if row.number not in over}
@@ -330,9 +334,10 @@ class NativeRollout:
         self.counters.decoded_tokens += count * len(table)
         self._note(said)
 
-    def _draw(self, rows: Sequence[Row], first: Sequence[int]) -> RowDraws:
+    def _draw(self, rows: Sequence[Row], first: Sequence[int], **ahead: int) -> RowDraws:
         """The draws of these rows, from the token `first` on."""
-        return RowDraws([row.asked.sampling for row in rows], [row.key for row in rows], first, self._model.device)
+        sampling, keys = [row.asked.sampling for row in rows], [row.key for row in rows]
+        return RowDraws(sampling, keys, first, self._model.device, **ahead)
 
     def _note(self, said: Sequence[tuple[Tensor, Tensor]]) -> None:
         """What was drawn; rows that it ends give their slots back, and the others go on with their draws."""
