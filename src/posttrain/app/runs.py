@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -58,29 +59,35 @@ def drive_run(
     run_id: str,
     timeout: float | None = None,
     watch: Callable[[RunRecord], None] | None = None,
+    *,
+    ahead: Sequence[str] = (),
 ) -> RunRecord:
     """Drive a run in this process until it ends (or watch, while another process drives it).
 
     Args:
         timeout: seconds; None: as long as it takes. Only a `wall_clock` budget bounds the jobs then.
         watch: called about ten times a second with the run.
+        ahead: modules that are needed at its end, loaded while its first job starts (see `load_ahead`).
 
     Raises:
         DeadlineError: `timeout` passed; the run is not stopped by that.
     """
-    if any(kind_of(stage.kind).judges for stage in workspace.ledger.stages(run_id)):
-        load_ahead(JUDGING)
+    judges = any(kind_of(stage.kind).judges for stage in workspace.ledger.stages(run_id))
     reconciler, scribe, courier = workspace.reconciler, Scribe(workspace, run_id), Courier(workspace)
 
     def look(now: RunRecord) -> None:
+        loading.result()
         scribe.keep()
         courier.keep()
         if watch:
             watch(now)
 
+    loader = ThreadPoolExecutor(1, "load-ahead")
+    loading = loader.submit(load_ahead, [*ahead, *(JUDGING if judges else ())])
     try:
         record = reconciler.drive(run_id, timeout=timeout, watch=look)
     finally:
+        loader.shutdown()
         reconciler.release(run_id)
         workspace.seal()
         courier.close()

@@ -83,11 +83,9 @@ class Submissions:
         report: bool = False,
     ) -> RunRecord:
         """See `Submissions.drive`."""
-        from posttrain.app.runs import REPORTING, drive_run, load_ahead
+        from posttrain.app.runs import REPORTING, drive_run
 
-        if report:
-            load_ahead(REPORTING)
-        return drive_run(self.workspace, run_id, timeout, watch)
+        return drive_run(self.workspace, run_id, timeout, watch, ahead=REPORTING if report else ())
 
     def detach(self, run_id: str) -> RunDriver:
         """See `Submissions.detach`."""

@@ -28,10 +28,11 @@ from posttrain.engine.memory import free_bytes
 from posttrain.engine.models import LanguageModel
 from posttrain.engine.rollout.decode_graphs import GraphedSteps, Run, cuda_recorder
 from posttrain.engine.rollout.fused_weights import fuse_weights, why_not_fusable
+from posttrain.engine.rollout.kept_prompts import KeptPrompts
 from posttrain.engine.rollout.kv_pages import PageStore
 from posttrain.engine.rollout.kv_slots import SlotStore
 from posttrain.engine.rollout.kv_store import KVShape, KVStore, Prompt
-from posttrain.engine.rollout.llama_decoder import LlamaDecoder, Prefix
+from posttrain.engine.rollout.llama_decoder import LlamaDecoder
 from posttrain.engine.rollout.port import Completion, Generation, InFlight
 from posttrain.engine.rollout.queueing import Intake
 from posttrain.engine.rollout.row_table import Indices, RowTable
@@ -92,13 +93,11 @@ class NativeRollout:
         self._table, self._arranged = RowTable(model.eos_token_ids), True
         self._open_store = store or (PageStore if model.device.type == "cuda" else SlotStore)
         self._record = record or (cuda_recorder() if model.device.type == "cuda" else None)
+        self.counters = RolloutCounters()
         self._begin_store()
-        self._hidden: dict[Prompt, Tensor] = {}  # [1, hidden] after each prompt that the store keeps
-        self._partial: tuple[Prompt, Prefix] | None = None
         self._done: list[Completion] = []
         self._fresh = False  # the weights are those that were looked at
         self._draws: RowDraws | None = None
-        self.counters = RolloutCounters()
 
     @property
     def name(self) -> str:
@@ -143,6 +142,7 @@ class NativeRollout:
     def _begin_store(self) -> None:
         """Empty, with the budget."""
         self._store = store = self._open_store(self._decoder.shape, self._budget)
+        self._prompts = KeptPrompts(self._decoder, store, self.counters)
         self._step: Callable[[Tensor, Indices], Tensor] = partial(self._decoder.step, store)
         if isinstance(store, PageStore) and self._record is not None:
             self._step = GraphedSteps(self._decoder, store, self._record).step
@@ -193,8 +193,7 @@ class NativeRollout:
         schedule = self._schedule
         begun = len(schedule.running) + sum(len(row.tokens) > 0 for row in schedule.waiting)
         self._intake.update(policy, version, in_flight, begun)
-        self._forget(list(self._hidden))
-        self._partial = None
+        self._prompts.forget_all()
         if in_flight == "recompute":
             self._preempt(list(schedule.running.values()))
         self._arrange()
@@ -229,15 +228,12 @@ class NativeRollout:
         if not count:
             return
         rows = self._schedule.admit(count)
-        hidden = torch.cat([self._hidden[row.asked.tokens] for row in rows])
-        fresh = [(at, row) for at, row in enumerate(rows) if not len(row.tokens)]
+        fresh = [row for row in rows if not len(row.tokens)]
         self._table.enter(rows, self._intake.version)
         ended: list[Row] = []
         if fresh:
-            beginning = [row for _, row in fresh]
-            logits = self._decoder.logits(hidden)[[at for at, _ in fresh]]
-            tokens, logprobs = _on_host(*self._draw(beginning, [0] * len(fresh), ahead=1).next(logits))
-            ended = self._table.begin(beginning, tokens, logprobs)
+            logits = self._prompts.logits([row.asked.tokens for row in fresh])
+            ended = self._table.begin(fresh, *_on_host(*self._draw(fresh, [0] * len(fresh), ahead=1).next(logits)))
         over = {row.number for row in ended}
         going = {row.number: row for row in rows if row.number not in over}
         self._store.add({number: (row.asked.tokens, self._first_length(row)) for number, row in going.items()})
@@ -251,21 +247,21 @@ class NativeRollout:
 
     def _admissible(self) -> int:
         """How many rows of the queue's head begin now: their prompts are computed, and there is room for them."""
-        schedule, store = self._schedule, self._store
-        planned, tokens, count = store.used + self._partial_bytes(), 0, 0
+        schedule, store, kept = self._schedule, self._store, self._prompts
+        planned, tokens, count = store.used + kept.begun_bytes, 0, 0
         missing: dict[Prompt, None] = {}
         for row in list(schedule.waiting)[: schedule.refill()]:
             prompt = row.asked.tokens
-            new = prompt not in self._hidden and prompt not in missing
+            new = prompt not in kept and prompt not in missing
             planned += store.row_bytes(self._first_length(row), len(prompt))
             planned += store.prompt_bytes(len(prompt)) if new else 0
             alone = not schedule.running and not count
             if alone and planned > self._budget:
-                self._forget([kept for kept in self._hidden if kept != prompt])
+                kept.forget([other for other in kept if other != prompt])
             if not alone and planned > self._budget - self._budget // _RESERVE_SHARE:
                 break
-            if new and len(prompt) > self._decoder.chunk(0):
-                if count or not self._advance(prompt):
+            if new and kept.is_long(prompt):
+                if count or not kept.advance(prompt):
                     break
             elif new:
                 tokens += len(prompt)
@@ -273,44 +269,12 @@ class NativeRollout:
                     break
                 missing[prompt] = None
             count += 1
-        self._compute(list(missing))
+        kept.compute(list(missing))
         return count
-
-    def _compute(self, prompts: Sequence[Prompt]) -> None:
-        if prompts:
-            self.counters.prefilled_tokens += sum(len(prompt) for prompt in prompts)
-            self._keep(prompts, self._decoder.prefill(prompts))
-
-    def _keep(self, prompts: Sequence[Prompt], computed: Prefix) -> None:
-        self._store.keep(dict(zip(prompts, computed.spans, strict=True)), computed.pairs)
-        self._hidden |= {prompt: computed.hidden[at : at + 1] for at, prompt in enumerate(prompts)}
-
-    def _advance(self, prompt: Prompt) -> bool:
-        """Compute the next chunk of a long prompt; whether it was the last."""
-        past = self._partial[1] if self._partial is not None and self._partial[0] == prompt else None
-        begin = past.spans[0][1] if past is not None else 0
-        piece = prompt[begin : begin + self._decoder.chunk(begin)]
-        prefix = self._decoder.prefill([piece], past)
-        self.counters.prefilled_tokens += len(piece)
-        if begin + len(piece) < len(prompt):
-            self._partial = (prompt, prefix)
-            return False
-        self._partial = None
-        self._keep([prompt], prefix)
-        return True
-
-    def _partial_bytes(self) -> int:
-        """Of the beginning of a long prompt, which the store does not hold yet."""
-        return 0 if self._partial is None else self._decoder.shape.position_bytes * len(self._partial[1].pairs[0])
 
     def _forget_unwanted(self) -> None:
         """Keep prompts that waiting rows share."""
-        self._forget([prompt for prompt in self._hidden if not self._schedule.wanted(prompt)])
-
-    def _forget(self, prompts: Collection[Prompt]) -> None:
-        self._store.forget(prompts)
-        for prompt in prompts:
-            del self._hidden[prompt]
+        self._prompts.forget([prompt for prompt in self._prompts if not self._schedule.wanted(prompt)])
 
     def _decode(self) -> None:
         """A few tokens for every row, and what follows from them."""
@@ -373,9 +337,8 @@ class NativeRollout:
         if not needs:
             return
         while self._lacks_room(needs):
-            if self._hidden or self._partial:  # can be computed again, at less than rows
-                self._forget(list(self._hidden))
-                self._partial = None
+            if self._prompts.any:  # can be computed again, at less than rows
+                self._prompts.forget_all()
                 continue
             if len(running) == 1:
                 break
@@ -387,7 +350,7 @@ class NativeRollout:
         self._draws, self._arranged = None, False
 
     def _lacks_room(self, needs: Mapping[int, int]) -> bool:
-        return self._store.used + self._partial_bytes() + self._store.growth_bytes(needs) > self._budget
+        return self._store.used + self._prompts.begun_bytes + self._store.growth_bytes(needs) > self._budget
 
     def _preempt(self, rows: Sequence[Row]) -> None:
         self._drop(rows)
@@ -406,7 +369,7 @@ class NativeRollout:
         self._store.clear()
         self._begin_store()
         self._table.clear()
-        self._hidden, self._partial, self._draws, self._arranged = {}, None, None, True
+        self._draws, self._arranged = None, True
 
 
 def _on_host(tokens: Tensor, logprobs: Tensor) -> tuple[Indices, Floats]:
