@@ -169,9 +169,12 @@ def beside(store: str, device: str, dtype: torch.dtype, positions: int, seed: in
     shape = KVShape(LAYERS, KV_HEADS, WIDTH, dtype, torch.device(device))
     made = STORES[store](shape, 0)
     made.reach(400, rows)
-    budget = max(positions * shape.position_bytes, made.bytes_alone(400, 12))
+    budget = max(positions * shape.position_bytes, made.bytes_alone(400, 100))
     made.allow(budget)
     return Beside(made, shape, budget, torch.Generator().manual_seed(seed))
+
+
+PROMPTS = st.one_of(st.integers(1, 12), st.sampled_from([33, 100]))  # longer than what others' steps look at
 
 
 def play(world: Beside, data: st.DataObject) -> None:
@@ -181,7 +184,7 @@ def play(world: Beside, data: st.DataObject) -> None:
         actions += ["remove"] if world.rows else []
         action = data.draw(st.sampled_from(actions), "action")
         if action == "keep":
-            world.keep(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3), "prompts"))
+            world.keep(data.draw(st.lists(PROMPTS, min_size=1, max_size=3), "prompts"))
         elif action == "add":
             prompt = data.draw(st.sampled_from(sorted(world.prompts)), "prompt")
             world.add(prompt, data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4), "room"))
@@ -380,3 +383,16 @@ def test_a_class_that_grows_keeps_nothing_of_what_it_had() -> None:
     before = [weakref.ref(pairs) for pairs in store._classes[0].pairs]
     store.add({1: ((9, 8), 3)})
     assert [pairs() for pairs in before] == [None, None]
+
+
+@pytest.mark.parametrize("store", ["slots", "pages"])
+def test_a_row_that_is_longer_than_what_the_last_step_saw_is_moved_whole(store: str) -> None:
+    world = beside(store, "cpu", torch.float32, 4000, 0)
+    world.keep([40, 100])
+    short, long = sorted(world.prompts, key=len)
+    for _ in range(3):
+        world.add(short, [10])
+    world.step()
+    world.add(long, [1])
+    world.remove([min(world.rows)])
+    world.step()

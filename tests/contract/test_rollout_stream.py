@@ -139,6 +139,11 @@ ATTACKS: list[tuple[Twist, type[PosttrainError], str]] = [
     (changed(logprobs=[-1.0, float("nan"), -1.0, -1.0]), JobFailedError, "sample 0 of prompt 1 .* finite .* got nan"),
     (changed(logprobs=[-1.0, float("-inf"), -1.0, -1.0]), JobFailedError, "sample 0 of prompt 1 .* finite .* got -inf"),
     (changed(logprobs=[0.5, -1.0, -1.0, -1.0]), JobFailedError, "sample 0 of prompt 1 .* <= 0, got 0.5"),
+    (
+        changed(logprobs=[[-1.0]] * 4),
+        JobFailedError,
+        "sample 0 of prompt 1 must have one log-probability a token, got an array of 2 dimensions",
+    ),
     (changed(prompt=[7, 8]), JobFailedError, "sample 0 of prompt 1 must continue its 3 tokens, got another beginning"),
     (lambda done: [*done[:1], *done], JobFailedError, r"every sample once, got 0\.0 twice"),
     (lambda done: [replace(c, id=f"{c.id}9") for c in done], JobFailedError, r"got 0\.09 without being asked"),

@@ -103,13 +103,14 @@ class TokenBatch:
         if unit is not None and (unit < 1 or len(documents) % unit):
             raise InputError(f"documents of a batch in units must be a multiple of {unit}, got {len(documents)}")
         lengths = tuple(len(d.prompt) + len(d.response) for d in documents)
-        response = responses((len(d.prompt) for d in documents), lengths)
+        places = positions(lengths)
+        response = responses(places, (len(d.prompt) for d in documents), lengths)
         logprobs = np.zeros(len(response), dtype=np.float32)
         if scored:
             logprobs[response] = laid((d.logprobs for d in documents), np.float32)
         batch = cls(
             tokens=torch.from_numpy(laid((part for d in documents for part in (d.prompt, d.response)), np.int64)),
-            positions=torch.from_numpy(positions(lengths)),
+            positions=torch.from_numpy(places),
             lengths=lengths,
             response_mask=torch.from_numpy(_masked(documents, response)),
             token_columns={"behaviour_logprobs": torch.from_numpy(logprobs)} if scored else {},

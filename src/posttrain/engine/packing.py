@@ -16,7 +16,8 @@ T = TypeVar("T", bound=np.generic)
 def laid(parts: Iterable[Any], kind: type[T]) -> npt.NDArray[T]:
     """Sequences or arrays end to end."""
     # arrays of another type, as of a rollout's int32, are cast all at once
-    return np.concatenate([p if isinstance(p, np.ndarray) else np.asarray(p, kind) for p in parts], dtype=kind)
+    arrays = [part if isinstance(part, np.ndarray) else np.asarray(part, kind) for part in parts]
+    return np.concatenate(arrays, dtype=kind, casting="unsafe")
 
 
 def stretches(sizes: Ints, starts: Ints) -> Ints:
@@ -37,7 +38,7 @@ def tokens_of(lengths: Sequence[int], chosen: Sequence[int]) -> Ints:
     return stretches(every[rows], (every.cumsum() - every)[rows])
 
 
-def responses(prompts: Iterable[int], lengths: Sequence[int]) -> Flags:
-    """[T]: which tokens come after their document's prompt, of so many tokens."""
-    behind: Flags = positions(lengths) >= np.repeat(list(prompts), lengths)
+def responses(places: Ints, prompts: Iterable[int], lengths: Sequence[int]) -> Flags:
+    """[T]: which tokens, at these places of their documents, come after a prompt of so many tokens."""
+    behind: Flags = places >= np.repeat(list(prompts), lengths)
     return behind

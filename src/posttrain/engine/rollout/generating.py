@@ -13,6 +13,7 @@ import numpy as np
 
 from posttrain.domain.errors import InputError, IntegrityError, JobFailedError
 from posttrain.engine.rollout.port import Completion, Generation, RolloutEngine, SamplingParams
+from posttrain.engine.rollout.scheduling import prompt_segments
 from posttrain.engine.samples import Ints, Trajectory
 
 PATIENCE = 3600.0  # seconds without any answer after which an engine is given up
@@ -59,9 +60,9 @@ def answers(
     Raises:
         JobFailedError, IntegrityError: see `generate`.
     """
-    engine.submit(work)
     waiting, known = {generation.id: generation for generation in work}, set[str]()
-    prompts = {tokens: np.array(tokens, dtype=np.int32) for tokens in dict.fromkeys(asked.tokens for asked in work)}
+    prompts = {tokens: segment.tokens for tokens, segment in prompt_segments(work).items()}
+    engine.submit(work)
     try:
         while waiting:
             found: list[tuple[Generation, Trajectory]] = []
@@ -179,6 +180,8 @@ def _fault(answer: Trajectory, asked: Generation, prompt: Ints) -> str | None:
         return f"must have 1..{asked.limit} tokens, got {answer.generated}"
     if answer.status not in ("ok", "truncated"):
         return f"must have ended by itself or at its limit, got {answer.status}"
+    if np.ndim(answer.logprobs) != 1:
+        return f"must have one log-probability a token, got an array of {np.ndim(answer.logprobs)} dimensions"
     return None
 
 
@@ -188,7 +191,7 @@ def _check_numbers(engine: str, found: Sequence[tuple[Generation, Trajectory]]) 
     Raises:
         JobFailedError: see `generate`.
     """
-    told = [answer.logprobs for _, answer in found]
+    told = [np.asarray(answer.logprobs) for _, answer in found]
     everything = np.concatenate(told)
     if np.isfinite(everything).all() and everything.max() <= _ROUNDING:
         return

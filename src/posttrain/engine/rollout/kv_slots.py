@@ -163,6 +163,7 @@ class SlotStore:
         for at, new in wanted.items():
             self._allocate(self._classes[at], len(self._classes[at].rows) + len(new))
             self._classes[at].rows += new
+            self._classes[at].views = []  # they may be longer than what the last step saw
             self._place |= dict.fromkeys(new, at)
         for pairs, spans in packs.values():
             self._fill(spans, pairs)
@@ -200,6 +201,7 @@ class SlotStore:
                 after[:, begin : begin + len(rows), :, : old.positions] = before[:, taken]
             self._drop(old, set(rows))
             new.rows += rows
+            new.views = []  # as in `add`
             self._place |= dict.fromkeys(rows, target)
 
     def remove(self, rows: Collection[int]) -> None:

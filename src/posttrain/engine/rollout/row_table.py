@@ -36,16 +36,11 @@ class RowTable:
 
     def __init__(self, ends: Collection[int]) -> None:
         self._ends = np.array(sorted(ends), dtype=np.int64)
+        self._place: dict[int, int] = {}  # of each number in the order
+        self._set([], np.empty((len(_NUMBERS), 0), np.int64))
         self._free = list(range(_FIRST - 1, -1, -1))  # lines
         self._tokens = np.zeros((_FIRST, _FIRST), np.int32)
         self._logprobs = np.zeros((_FIRST, _FIRST), np.float32)
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all rows, and what they have said."""
-        self._place: dict[int, int] = {}  # of each number in the order
-        self._set([], np.empty((len(_NUMBERS), 0), np.int64))
-        self._free = list(range(len(self._tokens) - 1, -1, -1))
 
     def _set(self, rows: list[Row], numbers: Indices) -> None:
         self.rows = rows  # in the order of a step
@@ -139,11 +134,11 @@ class RowTable:
         ended = np.zeros(len(self.rows), np.bool_)
         for chosen, probable in zip(tokens, logprobs, strict=True):
             self.read += ~ended
-            fresh = self.read >= self._said
-            if fresh.all() and not ended.any():
+            fresh = self.read >= self._said  # not where the row has ended
+            if fresh.all():
                 ended = self._say(_ALL, chosen, probable)
                 continue
-            at = np.flatnonzero(fresh & ~ended)
+            at = np.flatnonzero(fresh)
             counters.discarded_tokens += int(ended.sum())
             counters.recomputed_tokens += len(ended) - int(ended.sum()) - len(at)
             ended[at] = self._say(at, chosen[at], probable[at])

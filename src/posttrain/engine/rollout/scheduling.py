@@ -7,12 +7,13 @@ its end, so those that are decoded always come before those that wait, and the o
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
 import numpy as np
 
+from posttrain.domain.errors import InputError
 from posttrain.engine.rollout.port import Completion, Generation
 from posttrain.engine.rollout.stopping import StopStrings, Tail
 from posttrain.engine.samples import Floats, Ints, Segment, Status, Trajectory
@@ -68,6 +69,25 @@ class Row:
         return Completion(self.asked.id, Trajectory((self.prompt, *said), status, self.stopped))
 
 
+def prompt_segments(work: Sequence[Generation]) -> dict[tuple[int, ...], Segment]:
+    """One for all generations that begin with it.
+
+    Raises:
+        InputError: a token that no vocabulary has.
+    """
+    found: dict[tuple[int, ...], Segment] = {}
+    for asked in work:
+        if asked.tokens not in found:
+            try:
+                found[asked.tokens] = Segment(np.array(asked.tokens, dtype=np.int32), "prompt")
+            except OverflowError as error:
+                raise InputError(
+                    f"the prompt of generation {asked.id} must hold tokens below 2^31, got {max(asked.tokens)}; "
+                    "check what encoded it"
+                ) from error
+    return found
+
+
 @final
 class Schedule:
     """The rows that wait and those that are decoded.
@@ -83,15 +103,13 @@ class Schedule:
         self._wanted: Counter[tuple[int, ...]] = Counter()  # prompts of waiting rows
         self._next = 0
 
-    def submit(self, work: Sequence[Generation], keys: Sequence[int]) -> None:
-        """Put generations at the end of the queue, each with the key of its random numbers."""
-        prompts: dict[tuple[int, ...], Segment] = {}
+    def submit(
+        self, work: Sequence[Generation], keys: Sequence[int], prompts: Mapping[tuple[int, ...], Segment]
+    ) -> None:
+        """Put generations at the end of the queue, each with the key of its random numbers; see `prompt_segments`."""
         for asked, key in zip(work, keys, strict=True):
             tail = self._texts.tail(asked.sampling.stop) if self._texts and asked.sampling.stop else None
-            prompt = prompts.get(asked.tokens)
-            if prompt is None:
-                prompt = prompts[asked.tokens] = Segment(np.array(asked.tokens, dtype=np.int32), "prompt")
-            self.waiting.append(Row(self._next, asked, prompt, key, tail))
+            self.waiting.append(Row(self._next, asked, prompts[asked.tokens], key, tail))
             self._wanted[asked.tokens] += 1
             self._next += 1
 

@@ -37,7 +37,7 @@ from posttrain.engine.rollout.port import Completion, Generation, InFlight
 from posttrain.engine.rollout.queueing import Intake
 from posttrain.engine.rollout.row_table import Indices, RowTable
 from posttrain.engine.rollout.sampling import RowDraws, generation_keys
-from posttrain.engine.rollout.scheduling import RolloutCounters, Row, Schedule
+from posttrain.engine.rollout.scheduling import RolloutCounters, Row, Schedule, prompt_segments
 from posttrain.engine.rollout.stopping import StopStrings
 from posttrain.engine.samples import Floats
 
@@ -123,8 +123,9 @@ class NativeRollout:
         Raises:
             InputError: also, a generation whose keys and values alone exceed `kv_cache`.
         """
-        for asked in work if self._given_bytes is not None else ():
-            self._refuse_longer(asked)
+        if self._given_bytes is not None:
+            self._refuse_longer(work, self._given_bytes)
+        prompts = prompt_segments(work)
         self._intake.take(work)
         idle = not (self._schedule.running or self._schedule.waiting)
         if idle:
@@ -137,7 +138,7 @@ class NativeRollout:
             self._store.reach(longest, min(len(work), max(asked.sampling.batch_size for asked in work)))
             self._budget = max(self._budget, *(self._bytes_alone(*size) for size in sizes))
             self._store.allow(self._budget)
-            self._schedule.submit(work, generation_keys(work))
+            self._schedule.submit(work, generation_keys(work), prompts)
 
     def _begin_store(self) -> None:
         """Empty, with the budget."""
@@ -210,14 +211,15 @@ class NativeRollout:
             self._decoder.refresh()
             self._fresh = True
 
-    def _refuse_longer(self, asked: Generation) -> None:
-        tokens = len(asked.tokens) + asked.limit
-        needed = tokens * self._decoder.shape.position_bytes
-        if self._given_bytes is not None and needed > self._given_bytes:
-            raise InputError(
-                f"runtime.kv_cache must hold generation {asked.id} of {tokens} tokens ({needed} bytes), "
-                f"got {self._given_bytes}; raise it, or lower max_new_tokens"
-            )
+    def _refuse_longer(self, work: Sequence[Generation], most: int) -> None:
+        for asked in work:
+            tokens = len(asked.tokens) + asked.limit
+            needed = tokens * self._decoder.shape.position_bytes
+            if needed > most:
+                raise InputError(
+                    f"runtime.kv_cache must hold generation {asked.id} of {tokens} tokens ({needed} bytes), "
+                    f"got {most}; raise it, or lower max_new_tokens"
+                )
 
     def _bytes_alone(self, prompt: int, limit: int) -> int:
         return self._store.bytes_alone(prompt + limit + self._read_every, prompt)
@@ -368,7 +370,7 @@ class NativeRollout:
         self._intake.give(row.asked.id for row in self._schedule.take(lambda row: True))
         self._store.clear()
         self._begin_store()
-        self._table.clear()
+        self._table = RowTable(self._model.eos_token_ids)
         self._draws, self._arranged = None, True
 
 
