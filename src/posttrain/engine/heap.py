@@ -2,8 +2,8 @@
 
 A pass over a micro-batch leaves some dozens of MiB. By itself glibc gives them back to the kernel as soon as twice the
 largest tensor lies free, and every next pass has each page of it zeroed and mapped anew: an eighth of an update of a
-small model (measured). What exceeds the bounds here is given back as before. Where somebody has set glibc's own variables,
-they decide.
+small model (measured). What exceeds the bounds here is given back as before. Where somebody has set glibc's own
+variables, they decide.
 """
 
 from __future__ import annotations
