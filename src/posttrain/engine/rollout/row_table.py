@@ -5,6 +5,7 @@ A step touches every row, so nothing here goes from row to row but where rows en
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import final
 
@@ -35,7 +36,7 @@ class RowTable:
     """
 
     def __init__(self, ends: Collection[int]) -> None:
-        self._ends = np.array(sorted(ends), dtype=np.int64)
+        self._ends = sorted(ends)
         self._place: dict[int, int] = {}  # of each number in the order
         self._set([], np.empty((len(_NUMBERS), 0), np.int64))
         self._free = list(range(_FIRST - 1, -1, -1))  # lines
@@ -54,6 +55,8 @@ class RowTable:
         self._heeds: Indices
         self._watches: Indices
         self._line, self._prompt, self._limit, self._said, self.read, self._room, self._heeds, self._watches = numbers
+        self._heeding, self._watching = self._heeds > 0, bool(self._watches.any())
+        self._longest = int(self._said.max(initial=0))  # said by anybody, at the most
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -159,16 +162,22 @@ class RowTable:
 
     def _say(self, at: Indices | slice, tokens: Indices, logprobs: Floats) -> npt.NDArray[np.bool_]:
         """Append a token to the rows at these places; for each of them whether it ends the row."""
-        if not np.isfinite(logprobs).all():
+        if not math.isfinite(logprobs.sum()):  # nor is the sum of numbers of which one is not
             raise JobFailedError(
                 "policy logits must be finite, got NaN or infinity while sampling; the policy has diverged"
             )
         said, lines = self._said[at], self._line[at]
-        self._reach(int(said.max(initial=0)) + 1)
+        self._longest += 1
+        self._reach(self._longest)
         self._tokens[lines, said], self._logprobs[lines, said] = tokens, logprobs
         self._said[at] += 1
-        ended: npt.NDArray[np.bool_] = (tokens[:, None] == self._ends).any(1) & (self._heeds[at] > 0)
-        over = ended | (self._said[at] >= self._limit[at])
+        ended = np.zeros(len(tokens), np.bool_)
+        for end in self._ends:
+            ended |= tokens == end
+        ended &= self._heeding[at]
+        over: npt.NDArray[np.bool_] = ended | (self._said[at] >= self._limit[at])
+        if not (self._watching or ended.any()):
+            return over
         rows = self.rows if isinstance(at, slice) else [self.rows[place] for place in at.tolist()]
         for place in np.flatnonzero((self._watches[at] > 0) & ~ended).tolist():
             row = rows[place]

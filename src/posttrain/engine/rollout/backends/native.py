@@ -293,7 +293,8 @@ class NativeRollout:
             self._draws = self._draw(table.rows, (table.read + 1).tolist())
         said: list[tuple[Tensor, Tensor]] = []
         for step in range(count):
-            chosen, logprobs = self._draws.next(self._step(tokens, positions + step))
+            chosen, logprobs = self._draws.next(self._step(tokens, positions))
+            positions = positions + 1
             said.append((chosen, logprobs))
             tokens = chosen if forced is None else torch.where(forced[step] < 0, chosen, forced[step])
         self.counters.steps += count
@@ -307,7 +308,9 @@ class NativeRollout:
 
     def _note(self, said: Sequence[tuple[Tensor, Tensor]]) -> None:
         """What was drawn; rows that it ends give their slots back, and the others go on with their draws."""
-        tokens, logprobs = (torch.stack(parts) for parts in zip(*said, strict=True))
+        tokens, logprobs = (
+            torch.stack(parts) if len(parts) > 1 else parts[0][None] for parts in zip(*said, strict=True)
+        )
         ended = self._table.note(*_on_host(tokens, logprobs), self.counters)
         if not ended:
             return
