@@ -149,8 +149,9 @@ class LlamaDecoder:
         while longest >= len(self._cosine):
             self._extend_rotations()
         rows = self.rows(len(positions))
-        places, tokens = torch.from_numpy(positions).to(device), tokens.to(device)
-        return _longer(tokens, rows), _longer(places, rows)
+        lacking = rows - len(positions)
+        padded = np.concatenate([positions, np.zeros(lacking, np.int64)]) if lacking else positions
+        return _longer(tokens.to(device), rows), torch.from_numpy(padded).to(device)
 
     def _enter(self, tokens: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Embeddings and rotations."""

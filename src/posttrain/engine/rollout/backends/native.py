@@ -285,7 +285,7 @@ class NativeRollout:
         table = self._table
         if not len(table):
             return
-        count = min(self._read_every, table.most_left)
+        count = min(self._read_every, table.most_left) if self._read_every > 1 else 1
         known = table.known(count) if count > 1 else None
         forced = None if known is None else torch.from_numpy(known).to(self._model.device)
         tokens, positions = torch.from_numpy(table.unread), table.positions
