@@ -19,6 +19,7 @@ from posttrain.engine.samples import Floats
 Indices = npt.NDArray[np.int64]
 
 _FIRST = 64  # lines and columns that there are at first; they double
+_TOGETHER = 64  # steps that are written together, at the most
 _ALL = slice(None)
 _NUMBERS = ("line", "prompt", "limit", "said", "read", "room", "heeds", "watches")  # see `RowTable`
 
@@ -29,7 +30,8 @@ class RowTable:
 
     What a row says lies in one line of two matrices, which it keeps until it leaves. What changes with every step is a
     vector over the rows: its line, the tokens of its prompt, how many it may say, has said, and of these the model has
-    read, the positions that the store has for it, whether tokens end it, whether a text may.
+    read, the positions that the store has for it, whether tokens end it, whether a text may. Steps after which nothing
+    has to be done wait, and are written together: with few rows a call of numpy costs more than what it computes.
 
     Args:
         ends: tokens that end a response.
@@ -38,6 +40,7 @@ class RowTable:
     def __init__(self, ends: Collection[int]) -> None:
         self._ends = sorted(ends)
         self._place: dict[int, int] = {}  # of each number in the order
+        self._waiting: list[tuple[Indices, Floats]] = []  # what all rows have said since, step by step
         self._set([], np.empty((len(_NUMBERS), 0), np.int64))
         self._free = list(range(_FIRST - 1, -1, -1))  # lines
         self._tokens = np.zeros((_FIRST, _FIRST), np.int32)
@@ -46,20 +49,29 @@ class RowTable:
     def _set(self, rows: list[Row], numbers: Indices) -> None:
         self.rows = rows  # in the order of a step
         self._state = numbers
-        self.read: Indices  # [rows] tokens of its response that the model has read
         self._line: Indices
         self._prompt: Indices
         self._limit: Indices
         self._said: Indices
+        self._read: Indices
         self._room: Indices
         self._heeds: Indices
         self._watches: Indices
-        self._line, self._prompt, self._limit, self._said, self.read, self._room, self._heeds, self._watches = numbers
+        self._line, self._prompt, self._limit, self._said, self._read, self._room, self._heeds, self._watches = numbers
         self._heeding, self._watching = self._heeds > 0, bool(self._watches.any())
         self._longest = int(self._said.max(initial=0))  # said by anybody, at the most
+        self._steps = 0  # since then; so many at the least until somebody is at the limit, or has no room:
+        self._free_steps = int((self._limit - self._said).min(initial=2**31))
+        self._roomy_steps = int((self._room - self._prompt - self._read).min(initial=2**31))
+        self._even = bool((self._read + 1 == self._said).all())  # nobody reads anew what was said before
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def read(self) -> Indices:
+        """[rows] tokens of its response that the model has read."""
+        return self._read + len(self._waiting)
 
     @property
     def positions(self) -> Indices:
@@ -69,7 +81,9 @@ class RowTable:
     @property
     def unread(self) -> Indices:
         """[rows] the next token that the model reads."""
-        return self._tokens[self._line, self.read].astype(np.int64)
+        if self._waiting:
+            return self._waiting[-1][0]
+        return self._tokens[self._line, self._read].astype(np.int64)
 
     @property
     def most_left(self) -> int:
@@ -81,19 +95,22 @@ class RowTable:
 
         The first is what follows the next token that is read.
         """
-        if not (self._said > self.read + 1).any():
+        if self._even:
             return None
-        at = self.read + 1 + np.arange(count)[:, None]
+        at = self._read + 1 + np.arange(count)[:, None]
         found = self._tokens[self._line, np.minimum(at, self._tokens.shape[1] - 1)]
         return np.where(at < self._said, found, -1).astype(np.int64)
 
     def outgrowing(self, count: int) -> dict[int, int]:
         """By number, the positions that rows need for so many tokens more, where they have no room for them."""
+        if self._steps + count <= self._roomy_steps:
+            return {}
         needed = self.positions + count
         return {self.rows[at].number: int(needed[at]) for at in np.flatnonzero(needed > self._room).tolist()}
 
     def enter(self, rows: Sequence[Row], version: str) -> None:
         """They are decoded from now on, by this version of the policy; the model has read nothing of what they said."""
+        self._write()
         self._more_lines(len(rows) - len(self._free))
         self._reach(max(len(row.tokens) for row in rows))
         begun = []
@@ -113,6 +130,7 @@ class RowTable:
 
     def arrange(self, numbers: Sequence[int]) -> Indices:
         """Take these rows in this order from now on; [rows] where they stood before."""
+        self._write()
         before = np.array([self._place[number] for number in numbers], dtype=np.int64)
         self._place = {number: place for place, number in enumerate(numbers)}
         self._set([self.rows[place] for place in before.tolist()], self._state[:, before])
@@ -125,7 +143,7 @@ class RowTable:
             JobFailedError: see `note`.
         """
         at = np.array([self._place[row.number] for row in rows], dtype=np.int64)
-        self.read[at] = 0
+        self._read[at] = 0
         return [row for row, over in zip(rows, self._say(at, tokens, logprobs).tolist(), strict=True) if over]
 
     def note(self, tokens: Indices, logprobs: Floats, counters: RolloutCounters) -> list[Row]:
@@ -134,10 +152,15 @@ class RowTable:
         Raises:
             JobFailedError: a log-probability that is not finite.
         """
+        self._steps += len(tokens)
+        if len(tokens) == 1 and self._nothing_ends(tokens[0], logprobs[0]):
+            self._waiting.append((tokens[0], logprobs[0]))
+            return []
+        self._write()
         ended = np.zeros(len(self.rows), np.bool_)
         for chosen, probable in zip(tokens, logprobs, strict=True):
-            self.read += ~ended
-            fresh = self.read >= self._said  # not where the row has ended
+            self._read += ~ended
+            fresh = self._read >= self._said  # not where the row has ended
             if fresh.all():
                 ended = self._say(_ALL, chosen, probable)
                 continue
@@ -149,16 +172,43 @@ class RowTable:
 
     def mark(self, version: str) -> None:
         """What rows say from now on is this version's."""
+        self._write()
         for row, said in zip(self.rows, self._said.tolist(), strict=True):
             row.mark(version, said)
 
     def leave(self, rows: Iterable[Row]) -> None:
         """They are decoded no longer, and keep what they have said; the others are to be arranged anew."""
+        self._write()
         for row in rows:
             place = self._place.pop(row.number)
             line, said = int(self._line[place]), int(self._said[place])
             row.tokens, row.logprobs = self._tokens[line, :said].copy(), self._logprobs[line, :said].copy()
             self._free.append(line)
+
+    def _nothing_ends(self, tokens: Indices, logprobs: Floats) -> bool:
+        """Whether this step needs only to be written: it ends no row, and no row reads anew."""
+        return (
+            self._even
+            and not self._watching
+            and self._steps < self._free_steps
+            and len(self._waiting) < _TOGETHER
+            and not any((tokens == end).any() for end in self._ends)
+            and math.isfinite(logprobs.sum())
+        )
+
+    def _write(self) -> None:
+        """Nothing waits any more."""
+        if not self._waiting:
+            return
+        tokens, logprobs = (np.stack(parts, 1) for parts in zip(*self._waiting, strict=True))
+        self._waiting = []
+        count = tokens.shape[1]
+        self._longest += count
+        self._reach(self._longest)
+        lines, at = self._line[:, None], self._said[:, None] + np.arange(count)
+        self._tokens[lines, at], self._logprobs[lines, at] = tokens, logprobs
+        self._said += count
+        self._read += count
 
     def _say(self, at: Indices | slice, tokens: Indices, logprobs: Floats) -> npt.NDArray[np.bool_]:
         """Append a token to the rows at these places; for each of them whether it ends the row."""

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -316,16 +315,15 @@ class NativeRollout:
             return
         self._store.remove([row.number for row in ended])
         self._complete(ended)
-        kept = self._arrange(anew=True)
+        kept = self._table.arrange(self._store.order)
         if self._draws is not None and len(kept):
             self._draws.select(torch.from_numpy(kept).to(self._model.device))
 
-    def _arrange(self, *, anew: bool = False) -> Indices:
-        """The table takes rows as the store does; see `RowTable.arrange`."""
-        if self._arranged and not anew:
-            return np.arange(len(self._table))
-        self._arranged = True
-        return self._table.arrange(self._store.order)
+    def _arrange(self) -> None:
+        """The table takes rows as the store does."""
+        if not self._arranged:
+            self._table.arrange(self._store.order)
+            self._arranged = True
 
     def _complete(self, rows: Sequence[Row]) -> None:
         rows = sorted(rows, key=lambda row: row.number)
