@@ -14,6 +14,7 @@ from pathlib import Path
 
 SUITES = (
     "rollout",
+    "versions",
     "streaming",
     "training",
     "dispatch",

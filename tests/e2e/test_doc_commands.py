@@ -34,6 +34,7 @@ VERBS = {command.name for command in app.registered_commands} | {group.name for 
 CI = "".join(path.read_text(encoding="utf-8") for path in (ROOT / ".ci").iterdir())
 SUITES = {
     "rollout",
+    "versions",
     "training",
     "dispatch",
     "controller",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.packing import Flags, laid, positions, responses, tokens_of
+from posttrain.engine.packing import concatenated, positions, responses, sampled_of, tokens_of
 from posttrain.engine.wide import TopK, WideColumn, joined, rows_of
 
 Tokens = Sequence[int] | npt.NDArray[np.int32]
@@ -107,12 +107,16 @@ class TokenBatch:
         response = responses(places, (len(d.prompt) for d in documents), lengths)
         logprobs = np.zeros(len(response), dtype=np.float32)
         if scored:
-            logprobs[response] = laid((d.logprobs for d in documents), np.float32)
+            logprobs[response] = concatenated((d.logprobs for d in documents), np.float32)
         batch = cls(
-            tokens=torch.from_numpy(laid((part for d in documents for part in (d.prompt, d.response)), np.int64)),
+            tokens=torch.from_numpy(
+                concatenated((part for d in documents for part in (d.prompt, d.response)), np.int64)
+            ),
             positions=torch.from_numpy(places),
             lengths=lengths,
-            response_mask=torch.from_numpy(_masked(documents, response)),
+            response_mask=torch.from_numpy(
+                sampled_of(response, [d.sampled for d in documents], [len(d.response) for d in documents])
+            ),
             token_columns={"behaviour_logprobs": torch.from_numpy(logprobs)} if scored else {},
             units=None if unit is None else (unit,) * (len(documents) // unit),
             unit=unit or 2,
@@ -388,13 +392,3 @@ def _check_documents(documents: Sequence[Document]) -> bool:
             f"log-probabilities must be given for all {len(documents)} documents or for none, got {scored}"
         )
     return scored > 0
-
-
-def _masked(documents: Sequence[Document], response: Flags) -> Flags:
-    """Of the response tokens those that were sampled."""
-    if all(d.sampled is None for d in documents):
-        return response
-    kept = ([True] * len(d.response) if d.sampled is None else d.sampled for d in documents)
-    mask = response.copy()
-    mask[response] = laid(kept, np.bool_)
-    return mask

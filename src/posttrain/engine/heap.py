@@ -18,7 +18,10 @@ _MAPPED = 2**25  # larger tensors have pages of their own; glibc takes no larger
 
 
 def keep_freed_memory() -> None:
-    """From now on. Other allocators than glibc's have no such settings, and are left as they are."""
+    """Keep what tensors leave in this process's heap, from now on.
+
+    Other allocators than glibc's have no such settings, and are left as they are.
+    """
     if any(name in os.environ for name in _OWN) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
     try:

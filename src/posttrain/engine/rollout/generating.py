@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from posttrain.domain.errors import InputError, IntegrityError, JobFailedError
-from posttrain.engine.rollout.port import Completion, Generation, RolloutEngine, SamplingParams
-from posttrain.engine.rollout.scheduling import prompt_segments
+from posttrain.engine.rollout.port import Completion, Generation, RolloutEngine, SamplingParams, prompt_segments
 from posttrain.engine.samples import Ints, Trajectory
 
 PATIENCE = 3600.0  # seconds without any answer after which an engine is given up

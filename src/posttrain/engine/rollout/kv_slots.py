@@ -1,6 +1,6 @@
 """Keys and values in contiguous slots, one piece of memory per length: what the CPU decodes with.
 
-Rows of similar length lie side by side, in classes of 128, 256, 512 … positions. So attention of a class is one
+Rows of similar length lie side by side, in classes of 32, 128, 256, 512 … positions. So attention of a class is one
 batched product over memory as it lies (a gather per step would cost more than it saves on a CPU), nobody attends over
 more than the longest row of its class, and no rectangle of rows times the longest possible response is ever asked for.
 A row that outgrows its class is copied into the next, which happens once per doubling.
@@ -19,7 +19,8 @@ from torch import Tensor
 from posttrain.engine.rollout.kv_store import KVShape, Positions, Prompt
 from posttrain.engine.rollout.row_products import padded_width, weigh
 
-_FIRST_CLASS = 128  # positions
+_SHORT = 32  # positions: rows that begin lie close together, a step of a small model is up to a tenth faster than in 64
+_FIRST_CLASS = 128  # the next
 _FEW = 4  # rows that are moved one by one
 
 
@@ -81,7 +82,7 @@ class SlotStore:
     grows, one layer of it exists twice.
     """
 
-    def __init__(self, shape: KVShape, budget: int, longest: int = 1) -> None:
+    def __init__(self, shape: KVShape, budget: int, longest: int = _SHORT) -> None:
         self._shape, self._budget = shape, budget
         self._classes: list[_Class] = []
         self._columns = torch.arange(0, device=shape.device)  # of the longest class

@@ -6,11 +6,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.stop_strings import stop_fault
-from posttrain.engine.samples import Trajectory
+from posttrain.engine.samples import Segment, Trajectory
 
 InFlight = Literal["finish", "recompute", "keep_kv"]
 
@@ -89,6 +90,25 @@ class Completion:
 
     id: str
     trajectory: Trajectory
+
+
+def prompt_segments(work: Sequence[Generation]) -> dict[tuple[int, ...], Segment]:
+    """One for all generations that begin with it.
+
+    Raises:
+        InputError: a token that no vocabulary has.
+    """
+    found: dict[tuple[int, ...], Segment] = {}
+    for asked in work:
+        if asked.tokens not in found:
+            try:
+                found[asked.tokens] = Segment(np.array(asked.tokens, dtype=np.int32), "prompt")
+            except OverflowError as error:
+                raise InputError(
+                    f"the prompt of generation {asked.id} must hold tokens below 2^31, got {max(asked.tokens)}; "
+                    "check what encoded it"
+                ) from error
+    return found
 
 
 class RolloutEngine(Protocol):

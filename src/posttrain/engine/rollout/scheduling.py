@@ -13,7 +13,6 @@ from typing import final
 
 import numpy as np
 
-from posttrain.domain.errors import InputError
 from posttrain.engine.rollout.port import Completion, Generation
 from posttrain.engine.rollout.stopping import StopStrings, Tail
 from posttrain.engine.samples import Floats, Ints, Segment, Status, Trajectory
@@ -67,25 +66,6 @@ class Row:
         ]
         status: Status = "aborted" if aborted else "ok" if self.ended else "truncated"
         return Completion(self.asked.id, Trajectory((self.prompt, *said), status, self.stopped))
-
-
-def prompt_segments(work: Sequence[Generation]) -> dict[tuple[int, ...], Segment]:
-    """One for all generations that begin with it.
-
-    Raises:
-        InputError: a token that no vocabulary has.
-    """
-    found: dict[tuple[int, ...], Segment] = {}
-    for asked in work:
-        if asked.tokens not in found:
-            try:
-                found[asked.tokens] = Segment(np.array(asked.tokens, dtype=np.int32), "prompt")
-            except OverflowError as error:
-                raise InputError(
-                    f"the prompt of generation {asked.id} must hold tokens below 2^31, got {max(asked.tokens)}; "
-                    "check what encoded it"
-                ) from error
-    return found
 
 
 @final

@@ -32,11 +32,11 @@ from posttrain.engine.rollout.kv_pages import PageStore
 from posttrain.engine.rollout.kv_slots import SlotStore
 from posttrain.engine.rollout.kv_store import KVShape, KVStore, Prompt
 from posttrain.engine.rollout.llama_decoder import LlamaDecoder
-from posttrain.engine.rollout.port import Completion, Generation, InFlight
+from posttrain.engine.rollout.port import Completion, Generation, InFlight, prompt_segments
 from posttrain.engine.rollout.queueing import Intake
 from posttrain.engine.rollout.row_table import Indices, RowTable
 from posttrain.engine.rollout.sampling import RowDraws, generation_keys
-from posttrain.engine.rollout.scheduling import RolloutCounters, Row, Schedule, prompt_segments
+from posttrain.engine.rollout.scheduling import RolloutCounters, Row, Schedule
 from posttrain.engine.rollout.stopping import StopStrings
 from posttrain.engine.samples import Floats
 

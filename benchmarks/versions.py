@@ -1,0 +1,140 @@
+"""Rollout of two checkouts in turns: what a change, or a version, did to it.
+
+    python -m benchmarks.versions OTHER [--python PYTHON] [--rounds N] [--json FILE] [--tiny]
+
+OTHER is the folder of another checkout of this repository, PYTHON its environment's interpreter (by default
+OTHER/.venv/bin/python). Each side is a process of its own, which draws the batches of `benchmarks.rollout` from its own
+checkout; the two are asked in turns (A B A B …), a ratio is taken inside each turn, reported are the median and the
+range, in useful tokens per CPU-second. Machines differ more from hour to hour than versions do: compare nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import final
+
+HERE = Path(__file__).resolve().parents[1]
+BATCHES = ((256, 1), (256, 8), (16, 1), (16, 8))  # rows, samples of each prompt
+_PER_TURN = 256  # rows at the least: a turn is no shorter than a batch of so many
+# What a side runs, of whatever version it is: it has nothing but the names that every version's benchmark has.
+_SIDE = """
+import sys, time
+sys.path[:0] = [sys.argv[1] + "/src", sys.argv[1]]
+import torch
+from benchmarks.rollout import adopt_module, build_module, build_workload, open_rollout, run_engine
+
+torch.set_num_threads(1)
+engine, works = open_rollout(adopt_module(build_module())), {}
+print("ready", flush=True)
+for line in sys.stdin:
+    rows, group, times = map(int, line.split())
+    if (rows, group) not in works:
+        works[rows, group] = build_workload(rows, group)
+        run_engine(engine, works[rows, group])
+    begin = time.process_time()
+    for _ in range(times):
+        run_engine(engine, works[rows, group])
+    print(works[rows, group].tokens * times / (time.process_time() - begin), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Useful tokens per CPU-second of both sides, and how many times the other's this checkout's are."""
+
+    rows: int
+    group: int
+    here: float
+    other: float
+    ratio: float
+    lowest: float
+    highest: float
+
+
+@final
+class Side:
+    """The process of one checkout."""
+
+    def __init__(self, folder: Path, python: Path) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        environment.pop("PYTHONPATH", None)
+        self._process = subprocess.Popen(
+            [str(python), "-c", _SIDE, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        self._answer()
+
+    def rate(self, rows: int, group: int, times: int) -> float:
+        """Useful tokens per CPU-second of so many batches."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{rows} {group} {times}\n")
+        self._process.stdin.flush()
+        return float(self._answer())
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a side must answer, got exit code {self._process.wait()}; its error stands above")
+        return line
+
+
+def measure(here: Side, other: Side, rows: int, group: int, rounds: int) -> Result:
+    """Turns of both sides on one batch."""
+    times = max(1, _PER_TURN // 2 // rows) if rounds > 1 else 1
+    turns = [(here.rate(rows, group, times), other.rate(rows, group, times)) for _ in range(rounds)]
+    ratios = [own / others for own, others in turns]
+    own, others = (statistics.median(rates) for rates in zip(*turns, strict=True))
+    return Result(rows, group, own, others, statistics.median(ratios), min(ratios), max(ratios))
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description="Rollout of two checkouts in turns")
+    parser.add_argument("other", type=Path, nargs="?", help="folder of the other checkout; with --tiny this one")
+    parser.add_argument("--python", type=Path, help="its interpreter; default: its .venv's")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument("--tiny", action="store_true", help="one round of four rows: that it runs, no figures")
+    options = parser.parse_args()
+    if options.other is None and not options.tiny:  # as `python -m benchmarks` asks
+        print("nothing is compared: no other checkout was named; git worktree add makes one")
+        if options.json:
+            options.json.write_text("[]\n")
+        return
+    folder = (options.other or HERE).resolve()
+    python = options.python or (Path(sys.executable) if options.other is None else folder / ".venv/bin/python")
+    with ExitStack() as ends:
+        sides = [Side(HERE, Path(sys.executable)), Side(folder, python)]
+        for side in sides:
+            ends.callback(side.close)
+        batches, rounds = (((4, 2),), 1) if options.tiny else (BATCHES, options.rounds)
+        results = []
+        print(f"{'rows':>4} {'group':>5} {'here':>9} {'other':>9}  ratio (min-max)")
+        for rows, group in batches:
+            r = measure(sides[0], sides[1], rows, group, rounds)
+            results.append(r)
+            spread = f"{r.ratio:.2f}x ({r.lowest:.2f}-{r.highest:.2f})"
+            print(f"{rows:>4} {group:>5} {r.here:>9.0f} {r.other:>9.0f}  {spread}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
