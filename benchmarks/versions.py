@@ -4,8 +4,10 @@
 
 OTHER is the folder of another checkout of this repository, PYTHON its environment's interpreter (by default
 OTHER/.venv/bin/python). Each side is a process of its own, which draws the batches of `benchmarks.rollout` from its own
-checkout; the two are asked in turns (A B A B …), a ratio is taken inside each turn, reported are the median and the
-range, in useful tokens per CPU-second. Machines differ more from hour to hour than versions do: compare nothing else.
+checkout; the two are asked in turns, and each begins every other turn. A ratio of useful tokens per CPU-second is taken
+inside each turn; reported are the median, the quartiles and the range. Where a process's memory lies moves its figures
+by some percent, so both begin anew after every few turns. Machines differ more from hour to hour than versions do:
+compare nothing else.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ import os
 import statistics
 import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import final
 
 HERE = Path(__file__).resolve().parents[1]
 BATCHES = ((256, 1), (256, 8), (16, 1), (16, 8))  # rows, samples of each prompt
+_TURNS = 8  # of one process
 _PER_TURN = 256  # rows at the least: a turn is no shorter than a batch of so many
 # What a side runs, of whatever version it is: it has nothing but the names that every version's benchmark has.
 _SIDE = """
@@ -55,6 +59,8 @@ class Result:
     here: float
     other: float
     ratio: float
+    lower: float  # quartile
+    upper: float
     lowest: float
     highest: float
 
@@ -95,13 +101,26 @@ class Side:
         return line
 
 
-def measure(here: Side, other: Side, rows: int, group: int, rounds: int) -> Result:
-    """Turns of both sides on one batch."""
-    times = max(1, _PER_TURN // 2 // rows) if rounds > 1 else 1
-    turns = [(here.rate(rows, group, times), other.rate(rows, group, times)) for _ in range(rounds)]
-    ratios = [own / others for own, others in turns]
+def measure(folders: Sequence[tuple[Path, Path]], batches: Sequence[tuple[int, int]], rounds: int) -> list[Result]:
+    """Turns of both sides, each a checkout and an interpreter, on each batch."""
+    turns: dict[tuple[int, int], list[tuple[float, float]]] = {batch: [] for batch in batches}
+    for begin in range(0, rounds, _TURNS):
+        with ExitStack() as ends:
+            here, other = (ends.enter_context(closing(Side(*folder))) for folder in folders)
+            for (rows, group), found in turns.items():
+                times = max(1, _PER_TURN // 2 // rows) if rounds > 1 else 1
+                for turn in range(begin, min(begin + _TURNS, rounds)):
+                    order = (here, other) if turn % 2 else (other, here)
+                    rates = {side: side.rate(rows, group, times) for side in order}
+                    found.append((rates[here], rates[other]))
+    return [_result(*batch, found) for batch, found in turns.items()]
+
+
+def _result(rows: int, group: int, turns: Sequence[tuple[float, float]]) -> Result:
+    ratios = sorted(own / others for own, others in turns)
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(turns) > 1 else ratios * 3
     own, others = (statistics.median(rates) for rates in zip(*turns, strict=True))
-    return Result(rows, group, own, others, statistics.median(ratios), min(ratios), max(ratios))
+    return Result(rows, group, own, others, middle, low, high, ratios[0], ratios[-1])
 
 
 def main() -> None:
@@ -109,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Rollout of two checkouts in turns")
     parser.add_argument("other", type=Path, nargs="?", help="folder of the other checkout; with --tiny this one")
     parser.add_argument("--python", type=Path, help="its interpreter; default: its .venv's")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--tiny", action="store_true", help="one round of four rows: that it runs, no figures")
     options = parser.parse_args()
@@ -120,18 +139,12 @@ def main() -> None:
         return
     folder = (options.other or HERE).resolve()
     python = options.python or (Path(sys.executable) if options.other is None else folder / ".venv/bin/python")
-    with ExitStack() as ends:
-        sides = [Side(HERE, Path(sys.executable)), Side(folder, python)]
-        for side in sides:
-            ends.callback(side.close)
-        batches, rounds = (((4, 2),), 1) if options.tiny else (BATCHES, options.rounds)
-        results = []
-        print(f"{'rows':>4} {'group':>5} {'here':>9} {'other':>9}  ratio (min-max)")
-        for rows, group in batches:
-            r = measure(sides[0], sides[1], rows, group, rounds)
-            results.append(r)
-            spread = f"{r.ratio:.2f}x ({r.lowest:.2f}-{r.highest:.2f})"
-            print(f"{rows:>4} {group:>5} {r.here:>9.0f} {r.other:>9.0f}  {spread}", flush=True)
+    batches, rounds = (((4, 2),), 1) if options.tiny else (BATCHES, options.rounds)
+    results = measure([(HERE, Path(sys.executable)), (folder, python)], batches, rounds)
+    print(f"{'rows':>4} {'group':>5} {'here':>9} {'other':>9}  ratio (quartiles, range)")
+    for r in results:
+        spread = f"{r.ratio:.2f}x ({r.lower:.2f}-{r.upper:.2f}, {r.lowest:.2f}-{r.highest:.2f})"
+        print(f"{r.rows:>4} {r.group:>5} {r.here:>9.0f} {r.other:>9.0f}  {spread}")
     if options.json:
         options.json.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
 

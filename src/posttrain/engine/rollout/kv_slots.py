@@ -21,7 +21,7 @@ from posttrain.engine.rollout.row_products import padded_width, weigh
 
 _SHORT = 32  # positions: rows that begin lie close together, a step of a small model is up to a tenth faster than in 64
 _FIRST_CLASS = 128  # the next
-_FEW = 4  # rows that are moved one by one
+_FEW = 4  # rows that are moved or filled one by one
 
 
 class _View:
@@ -30,11 +30,12 @@ class _View:
     __slots__ = ("flat", "keys", "rows", "values")
 
     def __init__(self, pairs: Tensor, count: int, width: int) -> None:
-        used = pairs[:, :count]
+        used = pairs.narrow(1, 0, count)
+        keys, values = used.flatten(1, 2).narrow(2, 0, width).unbind(0)
         self.flat = pairs.view(-1, pairs.shape[-1])  # [places, head_dim]
         self.rows = used.transpose(0, 1)  # [rows, 2, kv_heads, positions, head_dim]
-        self.keys = used[0].flatten(0, 1)[:, :width].transpose(1, 2)  # [rows * kv_heads, head_dim, width]
-        self.values = used[1].flatten(0, 1)[:, :width]
+        self.keys = keys.transpose(1, 2)  # [rows * kv_heads, head_dim, width]
+        self.values = values  # [rows * kv_heads, width, head_dim]
 
 
 @dataclass(slots=True, eq=False)
@@ -173,7 +174,10 @@ class SlotStore:
         """Begin rows with tokens [begin, end) of packed keys and values."""
         for kind in self._classes:
             rows = [(slot, *spans[row]) for slot, row in enumerate(kind.rows) if row in spans]
-            if not rows:
+            if len(rows) <= _FEW:
+                for slot, begin, end in rows:
+                    for layer, packed in enumerate(pairs):
+                        kind.pairs[layer][:, slot, :, : end - begin] = packed[begin:end].permute(1, 2, 0, 3)
                 continue
             slots, begins, ends = torch.tensor(rows, device=self._shape.device).unbind(1)
             counts = ends - begins
@@ -238,20 +242,26 @@ class SlotStore:
 
     def attend(self, layer: int, heads: Tensor) -> Tensor:
         """See `KVStore.attend`."""
+        kv_heads, head_dim = self._shape.kv_heads, self._shape.head_dim
+        asking = heads.shape[1] - 2 * kv_heads
+        query = heads.narrow(1, 0, asking).reshape(len(heads) * kv_heads, -1, head_dim)
+        pairs = heads.narrow(1, asking, 2 * kv_heads)
         if len(self._parts) == 1:
-            return self._attend_part(self._parts[0], layer, heads)
-        return torch.cat([self._attend_part(part, layer, heads[part.begin : part.end]) for part in self._parts])
+            return self._attend_part(self._parts[0], layer, query, pairs)
+        pairs, spans = pairs.contiguous(), [(part, part.begin * kv_heads, part.end * kv_heads) for part in self._parts]
+        return torch.cat(
+            [self._attend_part(part, layer, query[b:e], pairs[part.begin : part.end]) for part, b, e in spans]
+        )
 
-    def _attend_part(self, part: _Part, layer: int, heads: Tensor) -> Tensor:
-        count, total, head_dim = heads.shape
-        kv_heads, view, width, together = self._shape.kv_heads, part.views[layer], part.width, part.together
-        queries = total - 2 * kv_heads
-        pairs = heads.narrow(1, queries, 2 * kv_heads)
+    def _attend_part(self, part: _Part, layer: int, query: Tensor, pairs: Tensor) -> Tensor:
+        """Of one class: `query` [rows * kv_heads, queries, head_dim], new `pairs` [rows, 2 * kv_heads, head_dim]."""
+        count, kv_heads = part.end - part.begin, self._shape.kv_heads
+        view, width, together = part.views[layer], part.width, part.together
         if part.places is None:
-            view.rows.select(3, together).copy_(pairs.view(count, 2, kv_heads, head_dim))
+            view.rows.select(3, together).copy_(pairs.view(count, 2, kv_heads, -1))
         else:
-            view.flat.index_copy_(0, part.places, pairs.reshape(-1, head_dim))
-        scores = torch.bmm(heads.narrow(1, 0, queries).reshape(count * kv_heads, -1, head_dim), view.keys)
+            view.flat.index_copy_(0, part.places, pairs.reshape(-1, self._shape.head_dim))
+        scores = torch.bmm(query, view.keys)
         if part.bias is not None:
             scores.view(count, kv_heads, -1, width).add_(part.bias)
         elif width > together + 1:
@@ -270,12 +280,12 @@ class SlotStore:
             kind.rows[slot] = kind.rows[origin]
         seen = kind.viewed[1] if kind.views else kind.positions
         for pairs in kind.pairs if free else []:
-            used = pairs[:, :, :, :seen]
+            used = pairs.narrow(3, 0, seen)
             if len(free) > _FEW:
                 used[:, free] = used[:, moved]
                 continue
             for slot, origin in zip(free, moved, strict=True):
-                used[:, slot] = used[:, origin]
+                used.select(1, slot).copy_(used.select(1, origin))
         del kind.rows[kept:]
         if not kind.rows:
             kind.pairs, kind.views = [], []

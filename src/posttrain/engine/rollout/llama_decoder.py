@@ -22,18 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.engine.models import LanguageModel
-from posttrain.engine.models.attention import Block, plan_packing
 from posttrain.engine.rollout.fused_weights import FusedLinear, FusedWeights, LayerWeights
 from posttrain.engine.rollout.head_logits import float32_logits
 from posttrain.engine.rollout.kv_store import KVShape, KVStore, Positions
 from posttrain.engine.rollout.page_attention import attend_packed_prompts, fits_varlen, why_not_varlen
-from posttrain.engine.rollout.row_products import padded_width, weigh
+from posttrain.engine.rollout.prompt_attention import attend_prompts, longest_chunk, plan_prompts
 
-_FEWEST_QUERIES = 16
 _ROWS_TRIED = (4, 8, 16, 32)
 _VECTOR = 32  # floats that an element-wise kernel takes at a time
 _ANGLES = 1024  # rotary tables grow by so many positions
-_SCORES = 2**26  # attention scores of prompts held at a time
 _CHUNK = 1024  # tokens of one prompt computed at a time
 _PIECE = 512  # tokens that a CPU takes through an MLP at a time: a quarter faster than 5,120 of the benchmark's model
 
@@ -88,18 +85,17 @@ class LlamaDecoder:
         positions = np.concatenate([np.arange(begin, begin + n) for n in lengths])
         tokens = torch.tensor([token for prompt in prompts for token in prompt])
         x, cosine, sine = self._enter(*self.inputs(tokens, positions))
-        blocks, inverse = ([], None) if self._varlen else self._blocks(lengths)
+        plan = None if self._varlen else plan_prompts(lengths, begin, self._heads, x.device)
         pairs: list[Tensor] = []
         total = sum(lengths)
         for index, layer in enumerate(self._weights.layers):
             heads = self._project(x, index, cosine, sine)
             pair = heads[:total, self._heads :].clone().view(total, 2, self._kv_heads, self._head_dim)
             seen = pair if past is None else torch.cat([past.pairs[index], pair])
-            if self._varlen:
+            if plan is None:
                 attended = attend_packed_prompts(heads[:total, : self._heads], seen, lengths, begin)
             else:
-                attended = self._attend_prompts(heads[:, : self._heads], seen, begin, blocks)
-                attended = attended if inverse is None else attended.index_select(0, inverse)
+                attended = attend_prompts(heads[:, : self._heads], seen, plan)
             x = self._finish(x, self._padded(attended, len(x)), layer)
             pairs.append(seen)
         ends = torch.tensor(lengths, device=x.device).cumsum(0).tolist()
@@ -110,7 +106,7 @@ class LlamaDecoder:
         """How many tokens of a prompt to compute after `begin` of them, so that their scores fit where any are held."""
         if self._varlen:
             return _CHUNK
-        return max(_FEWEST_QUERIES, min(_CHUNK, _SCORES // (self._heads * (begin + _CHUNK))))
+        return longest_chunk(begin, _CHUNK, self._heads)
 
     def step(self, store: KVStore, tokens: Tensor, positions: Positions) -> Tensor:
         """[rows, vocabulary]: the logits after one more token [rows] in every row of the store."""
@@ -175,39 +171,6 @@ class LlamaDecoder:
         if query is None or key is None:
             query = key = layer.input_norm.new_ones(1)
         return torch.cat([(query * self._head_dim**-0.5).expand(self._heads, -1), key.expand(self._kv_heads, -1)])
-
-    def _blocks(self, lengths: Sequence[int]) -> tuple[list[Block], Tensor | None]:
-        """Prompts of similar length side by side, few enough at a time that their scores fit."""
-        plan = plan_packing(lengths, self._weights.embedding.device)
-        blocks: list[Block] = []
-        for block in plan.blocks:
-            most = max(1, _SCORES // (self._heads * block.length**2))
-            for start in range(0, block.rows, most):
-                count = min(most, block.rows - start)
-                index = block.index[start * block.length : (start + count) * block.length]
-                blocks.append(Block(index, count, block.length))
-        return blocks, plan.inverse
-
-    def _attend_prompts(self, query: Tensor, pairs: Tensor, begin: int, blocks: Sequence[Block]) -> Tensor:
-        """Causal attention of each prompt: [tokens, heads, head_dim] → [block tokens, heads * head_dim]."""
-        return torch.cat([self._attend_block(query, pairs, begin, block) for block in blocks])
-
-    def _attend_block(self, query: Tensor, pairs: Tensor, begin: int, block: Block) -> Tensor:
-        index = block.index.view(block.rows, block.length)
-        rows, queries = block.rows, max(_FEWEST_QUERIES, block.length)
-        seen = index if not begin else torch.arange(len(pairs), device=index.device)[None]
-        width = padded_width(begin + queries)
-        asked = _repeat_last(index, queries)
-        states = pairs[_repeat_last(seen, width)].permute(2, 0, 3, 1, 4)  # [2, rows, kv_heads, width, head_dim]
-        keys, values = states.reshape(2, -1, width, self._head_dim)
-        q = query[asked].view(rows, queries, self._kv_heads, -1, self._head_dim).permute(0, 2, 3, 1, 4)
-        scores = torch.bmm(q.reshape(len(keys), -1, self._head_dim), keys.transpose(1, 2))
-        places = torch.arange(width, device=index.device)
-        ahead = places > places[begin : begin + queries, None]
-        scores.view(len(keys), -1, queries, width).masked_fill_(ahead, float("-inf"))
-        out = weigh(scores.softmax(-1), values).view(rows, self._kv_heads, -1, queries, self._head_dim)
-        out = out.permute(0, 3, 1, 2, 4)[:, : block.length]
-        return out.reshape(rows * block.length, -1)
 
     def _project(self, x: Tensor, index: int, cosine: Tensor, sine: Tensor) -> Tensor:
         """Of layer `index`: [N, hidden] → query, key and value heads, [N, heads + 2 kv_heads, head_dim].
@@ -292,12 +255,6 @@ def _rows_agree(matrix: Tensor, rows: int) -> bool:
 def _longer(words: Tensor, rows: int) -> Tensor:
     lacking = rows - len(words)
     return F.pad(words, (0, lacking)) if lacking else words
-
-
-def _repeat_last(index: Tensor, width: int) -> Tensor:
-    """[rows, n] → [rows, width]: what nobody looks at is some real token, so that it is finite."""
-    spare = width - index.shape[1]
-    return index if spare <= 0 else torch.cat([index, index[:, -1:].expand(-1, spare)], 1)
 
 
 def _linear(x: Tensor, layer: FusedLinear) -> Tensor:

@@ -24,7 +24,6 @@ _SHIFTS = (30, 27, 31)
 _LARGEST = 1.0 - 2.0**-32
 _BLOCK = 32
 _SMALL = 1024  # tokens of a vocabulary whose sums are taken in one step
-_AHEAD = 64  # tokens whose random numbers are made at a time
 
 
 def _signed(word: int) -> int:
@@ -160,7 +159,7 @@ class RowDraws:
         keys: Sequence[int],
         first: Sequence[int],
         device: torch.device,
-        ahead: int = _AHEAD,
+        ahead: int,
     ) -> None:
         self._sampling, self._device = sampling, device
         self._alike = self._found_alike()
@@ -177,12 +176,22 @@ class RowDraws:
             alike.setdefault(params, []).append(row)
         return [(params, torch.tensor(rows, device=self._device)) for params, rows in alike.items()]
 
-    def select(self, rows: Tensor) -> None:
+    def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows [n], in this order; at least one."""
-        if self._alike[0][1] is not None:
-            self._sampling = [self._sampling[row] for row in rows.tolist()]
+        if self._alike[0][1] is None:
+            self._sampling = self._sampling[: len(rows)]
+        else:
+            self._sampling = [self._sampling[row] for row in rows]
             self._alike = self._found_alike()
-        self._numbers = self._numbers.index_select(0, rows)
+        self._numbers = self._numbers.index_select(0, torch.tensor(rows, device=self._device))
+
+    def join(self, others: RowDraws) -> None:
+        """The rows of `others` stand behind these from now on; there are as many draws left as both have."""
+        left = min(self.left, others.left)
+        parts = [draws._numbers.narrow(1, draws._used, left) for draws in (self, others)]
+        self._numbers, self._used = torch.cat(parts), 0
+        self._sampling = [*self._sampling, *others._sampling]
+        self._alike = self._found_alike()
 
     @property
     def left(self) -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ from posttrain.engine.samples import Floats
 _PREFILL_TOKENS = 8192  # of prompts between two decoding steps
 _RESERVE_SHARE = 16  # a 16th of the budget is left to rows that grow
 _UNSEEN = 16  # steps between two looks, at most
+_AHEAD = 64  # tokens whose random numbers are made at a time
 
 
 class NativeRollout:
@@ -230,18 +232,31 @@ class NativeRollout:
             return
         rows = self._schedule.admit(count)
         fresh = [row for row in rows if not len(row.tokens)]
-        self._table.enter(rows, self._intake.version)
-        ended: list[Row] = []
-        if fresh:
-            logits = self._prompts.logits([row.asked.tokens for row in fresh])
-            ended = self._table.begin(fresh, *_on_host(*self._draw(fresh, [0] * len(fresh), ahead=1).next(logits)))
+        ended = self._begin(rows, fresh)
         over = {row.number for row in ended}
         going = {row.number: row for row in rows if row.number not in over}
         self._store.add({number: (row.asked.tokens, self._first_length(row)) for number, row in going.items()})
         self._table.give_room({number: self._store.capacity(number) for number in going})
         self._complete(ended)
         self._forget_unwanted()
-        self._draws, self._arranged = None, False
+        self._arranged = False
+
+    def _begin(self, rows: Sequence[Row], fresh: Sequence[Row]) -> list[Row]:
+        """They enter the table, with the first token of each `fresh` one; those that end with it."""
+        alone, others = not len(self._table), self._draws
+        self._table.enter(rows, self._intake.version)
+        self._draws = None
+        if not fresh:
+            return []
+        draws = self._draw(fresh, [0] * len(fresh), _AHEAD if others is None else others.left + 1)
+        logits = self._prompts.logits([row.asked.tokens for row in fresh])
+        ended = self._table.begin(fresh, *_on_host(*draws.next(logits)))
+        if others is not None and len(fresh) == len(rows):
+            others.join(draws)
+            self._draws = others
+        elif alone and len(fresh) == len(rows):
+            self._draws = draws
+        return ended
 
     def _first_length(self, row: Row) -> int:
         return len(row.asked.tokens) + max(1, len(row.tokens)) + self._read_every
@@ -249,9 +264,12 @@ class NativeRollout:
     def _admissible(self) -> int:
         """How many rows of the queue's head begin now: their prompts are computed, and there is room for them."""
         schedule, store, kept = self._schedule, self._store, self._prompts
+        most = schedule.refill()
+        if not most:
+            return 0
         planned, tokens, count = store.used + kept.begun_bytes, 0, 0
         missing: dict[Prompt, None] = {}
-        for row in list(schedule.waiting)[: schedule.refill()]:
+        for row in islice(schedule.waiting, most):
             prompt = row.asked.tokens
             new = prompt not in kept and prompt not in missing
             planned += store.row_bytes(self._first_length(row), len(prompt))
@@ -289,7 +307,7 @@ class NativeRollout:
         forced = None if known is None else torch.from_numpy(known).to(self._model.device)
         tokens, positions = torch.from_numpy(table.unread), table.positions
         if self._draws is None or self._draws.left < count:
-            self._draws = self._draw(table.rows, (table.read + 1).tolist())
+            self._draws = self._draw(table.rows, (table.read + 1).tolist(), _AHEAD)
         said: list[tuple[Tensor, Tensor]] = []
         for step in range(count):
             chosen, logprobs = self._draws.next(self._step(tokens, positions))
@@ -300,10 +318,10 @@ class NativeRollout:
         self.counters.decoded_tokens += count * len(table)
         self._note(said)
 
-    def _draw(self, rows: Sequence[Row], first: Sequence[int], **ahead: int) -> RowDraws:
+    def _draw(self, rows: Sequence[Row], first: Sequence[int], ahead: int) -> RowDraws:
         """The draws of these rows, from the token `first` on."""
         sampling, keys = [row.asked.sampling for row in rows], [row.key for row in rows]
-        return RowDraws(sampling, keys, first, self._model.device, **ahead)
+        return RowDraws(sampling, keys, first, self._model.device, ahead)
 
     def _note(self, said: Sequence[tuple[Tensor, Tensor]]) -> None:
         """What was drawn; rows that it ends give their slots back, and the others go on with their draws."""
@@ -315,15 +333,19 @@ class NativeRollout:
             return
         self._store.remove([row.number for row in ended])
         self._complete(ended)
-        kept = self._table.arrange(self._store.order)
-        if self._draws is not None and len(kept):
-            self._draws.select(torch.from_numpy(kept).to(self._model.device))
+        self._arranged = False
+        self._arrange()
 
     def _arrange(self) -> None:
-        """The table takes rows as the store does."""
-        if not self._arranged:
-            self._table.arrange(self._store.order)
-            self._arranged = True
+        """The table and the draws take rows as the store does."""
+        if self._arranged:
+            return
+        kept = self._table.arrange(self._store.order).tolist()
+        if not kept:
+            self._draws = None
+        elif self._draws is not None:
+            self._draws.select(kept)
+        self._arranged = True
 
     def _complete(self, rows: Sequence[Row]) -> None:
         rows = sorted(rows, key=lambda row: row.number)
@@ -350,7 +372,7 @@ class NativeRollout:
             self._preempt([victim])
         store.extend(needs)
         self._table.give_room({number: store.capacity(number) for number in needs})
-        self._draws, self._arranged = None, False
+        self._arranged = False
 
     def _lacks_room(self, needs: Mapping[int, int]) -> bool:
         return self._store.used + self._prompts.begun_bytes + self._store.growth_bytes(needs) > self._budget
