@@ -183,11 +183,23 @@ def test_the_reconciler_dies_at_every_point(bench: Workbench, reference: Referen
     assert [(entry.model_digest, entry.action) for entry in staging] == [(reference.outputs["grpo"], "promote")]
 
 
+def assert_told_that_it_ended(bench: Workbench, how: str) -> None:
+    """Nobody drives the run: whoever asks is told that its job ended, and who would take that in."""
+    run_id = bench.run_id()
+    told = bench.run("get", run_id, "-o", "json").json
+    stage = next(one for one in told["stages"] if one["state"] == "running")
+    ended = f"the job of attempt 1 {how}, and no process drives the run to take that in"
+    assert (stage["message"], stage["standing"]) == (ended, "running")
+    assert stage["next_action"] == told["next_action"] == f"posttrain attach {run_id} does, and drives it on"
+    assert ended in bench.run("why", run_id).out.replace("\n", " ")
+
+
 @pytest.mark.parametrize("name", TRAINING)
 def test_a_training_job_dies_around_its_checkpoints(name: str, bench: Workbench, reference: Reference) -> None:
     unwatched, watched, resumed = TRAINING[name]
     variant(bench, sft_every=4)
     die_unwatched(bench, unwatched)
+    assert_told_that_it_ended(bench, "was ended by SIGKILL")
     checkpoint = bench.root / bench.attempts(bench.run_id())[0].folder / "checkpoints" / "step-00000008"
     if name == "half a shard":
         assert not (checkpoint / "COMMIT").exists()
@@ -210,6 +222,7 @@ def test_a_training_job_dies_around_its_checkpoints(name: str, bench: Workbench,
 def test_a_job_dies_after_its_last_word(bench: Workbench, reference: Reference) -> None:
     variant(bench, sft_every=4, grpo_every=4)
     die_unwatched(bench, ENDING[0])
+    assert_told_that_it_ended(bench, "was ended by SIGKILL")
     env, mark = armed(bench, ENDING[1])
     bench.run("run", "run.yaml", env=env)
     bench.wait("the supervisor's death", mark.exists)  # the run need not wait for it: the job's word is enough

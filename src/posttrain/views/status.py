@@ -25,6 +25,7 @@ from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
 from posttrain.store.snapshot import Snapshot
 from posttrain.telemetry.progress import StageProgress, StageWatcher
 from posttrain.views.drawn import drawn_words
+from posttrain.views.ended import ended_unseen
 from posttrain.views.hosts import on_another_host
 from posttrain.views.rows import Rows
 from posttrain.views.since import as_they_stand
@@ -55,19 +56,19 @@ class StageStatus:
     next_action: str
     changed_at: float | None = None  # when the ledger was last told something of it; None in a list of runs
     begun: str = ""  # "steps 1-40 were trained in RUN/STAGE", where it went on from another stage's checkpoint
-    elsewhere: bool = False  # another host has its job, which does not answer here: `reason` says so
+    unanswered: bool = False  # its job is on another host, or ended while nobody drives the run: `reason` says so
     drawn: tuple[str, ...] = ()  # of each suite whose responses are not only greedy ones to their end, how they are
 
     @property
     def held_up(self) -> bool:
         """Whether it runs, and yet waits: `reason` says for what."""
-        return self.elsewhere or self.record.reason in HELD_UP
+        return self.unanswered or self.record.reason in HELD_UP
 
     @property
     def standing(self) -> str:
         """Its state; `starting` where it runs and its job has not said anything yet."""
         silent = self.progress.at is None or self.progress.stale
-        by_job = kind_of(self.record.kind).driver is Driver.JOB and not self.elsewhere
+        by_job = kind_of(self.record.kind).driver is Driver.JOB and not self.unanswered
         return STARTING if self.record.state == StageState.RUNNING and by_job and silent else str(self.record.state)
 
     @property
@@ -265,7 +266,11 @@ class RunWatcher:
                 run, rows = as_they_stand(ledger, run, self._manifest, rows, asked, signals, self._workspace.actor)
         waiting_for = _waiting_for(self._manifest, rows) if self._manifest else {}
         driver = run_driver(self._workspace.root, run, now)
-        stages = tuple(self._stage(run, row, own, waiting_for, now) for row, own in zip(rows, attempts, strict=True))
+        alone = driver is not None and driver.nobody
+        stages = tuple(
+            self._stage(run, row, own, waiting_for.get(row.name, ""), now, alone)
+            for row, own in zip(rows, attempts, strict=True)
+        )
         seconds = (run.finished_at or now) - run.started_at if run.started_at else 0.0
         action = f"posttrain verify {run.id}" if self._trouble else _run_action(run, driver, stages)
         metrics = {row.name: row.metrics for row in rows}
@@ -295,15 +300,15 @@ class RunWatcher:
         return ledger.attempts(row.run_id, row.name)
 
     def _stage(
-        self, run: RunRecord, row: StageRecord, attempts: list[AttemptRecord], waiting_for: dict[str, str], now: float
+        self, run: RunRecord, row: StageRecord, attempts: list[AttemptRecord], waiting_for: str, now: float, alone: bool
     ) -> StageStatus:
         own = tuple(attempt for attempt in attempts if attempt.run_id == row.run_id)
         progress = self._progress(row, attempts) if attempts else StageProgress()
         live = [attempt.launched_at for attempt in own if attempt.launched_at and attempt.finished_at is None]
         running = sum(max(0.0, now - launched) for launched in live)
         seconds = spending((), own, running=running).seconds  # what the budget is billed, or will be
-        words = on_another_host(self._workspace, own)
-        reason, action = words or _stage_words(run, row, waiting_for.get(row.name, ""), now)
+        words = on_another_host(self._workspace, own) or (alone and ended_unseen(self._workspace, own)) or None
+        reason, action = words or _stage_words(run, row, waiting_for, now)
         if attempts and not self._begun.get(row.name):
             self._begun[row.name] = trained_elsewhere(self._workspace.stores, self._workspace.jobs.folders, attempts)
         changed, begun = self._changed[row.name][1], self._begun.get(row.name, "")
@@ -389,8 +394,8 @@ def _run_action(run: RunRecord, driver: RunDriver | None, stages: Sequence[Stage
         return run.next_action or f"posttrain why {run.id}"
     if run.reason == Reason.SET_ASIDE:
         return run.next_action
-    if any(stage.elsewhere for stage in stages):
-        return next(stage.next_action for stage in stages if stage.elsewhere)
+    if any(stage.unanswered for stage in stages):
+        return next(stage.next_action for stage in stages if stage.unanswered)
     if driver.kind is not DriverKind.NONE:
         rows = [stage.record for stage in stages if waiting(stage.record)]
         asked = [row.next_action for row in rows if "posttrain " in row.next_action]
