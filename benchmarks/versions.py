@@ -118,7 +118,7 @@ def measure(folders: Sequence[tuple[Path, Path]], batches: Sequence[tuple[int, i
 
 def _result(rows: int, group: int, turns: Sequence[tuple[float, float]]) -> Result:
     ratios = sorted(own / others for own, others in turns)
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(turns) > 1 else ratios * 3
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(turns) > 1 else ratios * 3
     own, others = (statistics.median(rates) for rates in zip(*turns, strict=True))
     return Result(rows, group, own, others, middle, low, high, ratios[0], ratios[-1])
 
@@ -132,6 +132,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--tiny", action="store_true", help="one round of four rows: that it runs, no figures")
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds must be 1 or more, got {options.rounds}")
     if options.other is None and not options.tiny:  # as `python -m benchmarks` asks
         print("nothing is compared: no other checkout was named; git worktree add makes one")
         if options.json:

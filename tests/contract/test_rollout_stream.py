@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -11,9 +12,12 @@ import families
 import pytest
 
 from posttrain.domain.errors import InputError, IntegrityError, JobFailedError, PosttrainError
+from posttrain.engine.groups.backends.inline import InlineBackend
+from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models import LanguageModel, adopt_module
-from posttrain.engine.rollout import Completion, RolloutEngine, SamplingParams, ScriptedRollout, generate
+from posttrain.engine.models.source import ModelSource
+from posttrain.engine.rollout import Completion, RolloutEngine, SamplingParams, ScriptedRollout, generate, worker
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.batches import PromptBatch
@@ -23,6 +27,7 @@ from posttrain.engine.rollout.stopping import StopStrings
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Trajectory
 from posttrain.engine.weights.view import PolicyVersion
+from posttrain.jobs.entry import failure_of
 
 PROMPTS = [[5, 4], [7, 8, 9]]
 SAMPLING = SamplingParams(max_new_tokens=4)
@@ -31,6 +36,13 @@ SAMPLING = SamplingParams(max_new_tokens=4)
 @cache
 def model_of(family: str) -> LanguageModel:
     return adopt_module(families.build(family))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    folder = tmp_path_factory.mktemp("model")
+    families.build("qwen3").save_pretrained(folder)
+    return ModelSource(folder, "float32")
 
 
 class TestScripted(RolloutEngineContract):
@@ -118,7 +130,9 @@ def changed(**fields: Any) -> Twist:
     """The third answer, built with other tokens or log-probabilities."""
 
     def twist(done: list[Completion]) -> list[Completion]:
-        given = {"prompt": PROMPTS[1], "tokens": [9, 8, 7, 6], "logprobs": [-1.0] * 4, "truncated": True, **fields}
+        version = next((v for c in done[2:3] for v in c.trajectory.versions), "")
+        given = {"prompt": PROMPTS[1], "tokens": [9, 8, 7, 6], "logprobs": [-1.0] * 4, "truncated": True}
+        given |= {"version": version, **fields}
         return [*done[:2], *(replace(c, trajectory=Trajectory.answer(**given)) for c in done[2:3]), *done[3:]]
 
     return twist
@@ -165,6 +179,34 @@ def test_a_hostile_engine_is_ended_in_one_line_with_the_sample(
         generate(engine, PROMPTS, samples=2, sampling=SAMPLING, patience=0)
     assert "\n" not in str(caught.value)
     assert engine.aborted, "what was left in work goes on"
+
+
+@pytest.mark.parametrize(("twist", "kind", "message"), ATTACKS)
+def test_where_it_streams_to_the_loop_the_line_says_role_rank_and_sample(
+    twist: Twist,
+    kind: type[PosttrainError],
+    message: str,
+    saved: ModelSource,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker, "answers", partial(worker.answers, patience=0))
+    pool = ResourcePool(InlineBackend(pool="rollout"))
+    try:
+        group = pool.start("rollout", RolloutWorker, saved, HostileRollout(twist))
+        batch = PromptBatch(tuple(tuple(prompt) for prompt in PROMPTS), (0, 1))
+        stream = group.stream(RolloutWorker.stream, batch, SAMPLING, 2)
+        with pytest.raises(kind) as caught:
+            read_to_the_end(stream)
+    finally:
+        pool.close()
+    told = failure_of(caught.value).message
+    assert re.match(f"rollout rank 0: .*{message}".replace(r"\(any\)", r"0\.0"), told)
+    assert "\n" not in told
+
+
+def read_to_the_end(stream: Any) -> None:
+    while not stream.ended:
+        stream.take(60.0)
 
 
 def test_an_honest_engine_is_believed() -> None:

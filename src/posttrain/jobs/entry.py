@@ -42,6 +42,7 @@ from posttrain.domain.facts import FactSink, Metric, Note
 from posttrain.domain.identity import job_identity
 from posttrain.domain.jobs import ANOTHER_RUNS, Failure, JobOrder, JobResult
 from posttrain.domain.ports import BlobStore
+from posttrain.domain.workers import worker_of
 from posttrain.engine.rewards.port import RewardError
 from posttrain.execution.environment import PACKAGES, pinned
 from posttrain.execution.processes import identity
@@ -251,7 +252,8 @@ def failure_of(error: BaseException) -> Failure:
     where = _innermost(error)
     if kind is FailureClass.BUG and not isinstance(error, PosttrainError):
         message = f"{type(error).__name__} at {where}: {message}; see log.txt"
-    return Failure(kind, message, f"{type(error).__name__}@{where}")
+    worker = worker_of(error)
+    return Failure(kind, f"{worker}: {message}" if worker else message, f"{type(error).__name__}@{where}")
 
 
 def failed(error: Exception, tokens: int = 0) -> JobResult:

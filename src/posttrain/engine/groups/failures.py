@@ -6,8 +6,6 @@ from typing import ClassVar
 
 from posttrain.domain.errors import FailureClass, InfrastructureError, JobFailedError
 
-_PREFIX = "worker: "
-
 
 class WorkerLostError(InfrastructureError):
     """A worker's process is gone, or its group can no longer be used; a retry starts anew from a checkpoint."""
@@ -24,15 +22,3 @@ class RemoteTraceback(Exception):  # noqa: N818  # it is a cause to print, not a
 
     def __str__(self) -> str:
         return f'\n"""\n{self.args[0]}"""'
-
-
-def blame(error: BaseException, role: str, rank: int, method: str, pid: int) -> None:
-    """Note on an exception which worker raised it; the innermost worker is named, once."""
-    if not raised_by(error):
-        error.add_note(f"{_PREFIX}{role} rank {rank}, in {method}, process {pid}")
-
-
-def raised_by(error: BaseException) -> str:
-    """`policy rank 1, in update, process 4711`; empty when no worker raised it."""
-    notes: list[str] = getattr(error, "__notes__", [])
-    return next((note.removeprefix(_PREFIX) for note in notes if note.startswith(_PREFIX)), "")

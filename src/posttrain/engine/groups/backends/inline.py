@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, final
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.groups.failures import WorkerLostError, blame
+from posttrain.domain.workers import blame
+from posttrain.engine.groups.failures import WorkerLostError
 from posttrain.engine.groups.port import Answer, Call, Flow, Process, Stored
 from posttrain.engine.groups.rank_context import RankContext
 

@@ -16,8 +16,9 @@ import ray
 from ray.exceptions import RayError
 
 from posttrain.domain.errors import DeadlineError
+from posttrain.domain.workers import blame
 from posttrain.engine.groups.backends.ray_host import Failure, Outcome, fetch
-from posttrain.engine.groups.failures import RemoteTraceback, WorkerError, WorkerLostError, blame
+from posttrain.engine.groups.failures import RemoteTraceback, WorkerError, WorkerLostError
 from posttrain.engine.groups.payload import StoredAway, unpack
 from posttrain.engine.groups.port import Answer, Process
 
