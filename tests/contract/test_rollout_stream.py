@@ -17,11 +17,12 @@ from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models import LanguageModel, adopt_module
 from posttrain.engine.models.source import ModelSource
-from posttrain.engine.rollout import Completion, RolloutEngine, SamplingParams, ScriptedRollout, generate, worker
+from posttrain.engine.rollout import Completion, RolloutEngine, SamplingParams, ScriptedRollout, generate
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.batches import PromptBatch
 from posttrain.engine.rollout.contract import RolloutEngineContract
+from posttrain.engine.rollout.generating import answers
 from posttrain.engine.rollout.kv_pages import PageStore
 from posttrain.engine.rollout.stopping import StopStrings
 from posttrain.engine.rollout.worker import RolloutWorker
@@ -131,7 +132,12 @@ def changed(**fields: Any) -> Twist:
 
     def twist(done: list[Completion]) -> list[Completion]:
         version = next((v for c in done[2:3] for v in c.trajectory.versions), "")
-        given = {"prompt": PROMPTS[1], "tokens": [9, 8, 7, 6], "logprobs": [-1.0] * 4, "truncated": True}
+        given: dict[str, Any] = {
+            "prompt": PROMPTS[1],
+            "tokens": [9, 8, 7, 6],
+            "logprobs": [-1.0] * 4,
+            "truncated": True,
+        }
         given |= {"version": version, **fields}
         return [*done[:2], *(replace(c, trajectory=Trajectory.answer(**given)) for c in done[2:3]), *done[3:]]
 
@@ -189,7 +195,7 @@ def test_where_it_streams_to_the_loop_the_line_says_role_rank_and_sample(
     saved: ModelSource,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker, "answers", partial(worker.answers, patience=0))
+    monkeypatch.setattr("posttrain.engine.rollout.worker.answers", partial(answers, patience=0))
     pool = ResourcePool(InlineBackend(pool="rollout"))
     try:
         group = pool.start("rollout", RolloutWorker, saved, HostileRollout(twist))
