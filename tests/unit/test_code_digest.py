@@ -33,6 +33,7 @@ DECIDES_NOTHING = {
     "domain/spelling.py": "words of errors",
     "domain/validation.py": "words of errors",
     "domain/vocabulary.py": "words of errors",
+    "domain/workers.py": "which worker an error is blamed on",
     "execution/executors/local/devices.py": "which devices a job has",
     "execution/machine.py": "the memory there is: it chooses sizes, which change rounding",
     "execution/trainers/native.py": "asked only whether there is a GPU",

@@ -338,7 +338,7 @@ def test_the_one_that_fails_is_named(shop: Shop) -> None:
     result = run(grpo(shop, "broken", {"right": 1.0, "broken": 1.0}))
     assert result.failure is not None
     assert (result.failure.kind, result.tokens) == (FailureClass.BAD_INPUT, 0)
-    assert result.failure.message.startswith("reward rank 0: broken (path:reward.py): reward.py:2")
+    assert result.failure.message.startswith("broken (path:reward.py): reward.py:2")
 
 
 @pytest.mark.parametrize("kind", ["ppo", "dataflow"])
