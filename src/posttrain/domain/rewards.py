@@ -15,7 +15,7 @@ CONVENTIONAL_FILE = "reward.py"
 CONVENTIONAL_ENTRIES = ("score", "compute_score")
 NO_COLUMNS = ("prompt", "completion", "completions", "messages")  # of a row: what a dialect gives in a form of its own
 _IDS = ("prompt_ids", "completion_ids")
-_OWN = ("prompt", "completion", "response", "row", *_IDS)
+_OWN = ("prompt", "completion", "response", "row", "turns", *_IDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Dialect:
 
 AUTO = "auto"  # the parameter names tell
 DIALECTS: Mapping[str, Dialect] = {
-    "trl": Dialect(("prompts", "completions", *_IDS, "trainer_state", "log_extra", "log_metric"), True, True),
+    "trl": Dialect(("prompts", "completions", "turns", *_IDS, "trainer_state", "log_extra", "log_metric"), True, True),
     "openrlhf": Dialect(("queries", "prompts", "labels"), False, True),
     "verl_batch": Dialect(("data_sources", "solution_strs", "ground_truths", "extra_infos"), False, True),
     "row": Dialect(_OWN, True, False),

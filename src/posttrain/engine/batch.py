@@ -58,6 +58,7 @@ class TokenBatch:
     current_logprobs    of the policy that an update found, where it is recorded for traces
     reference_logprobs  of the frozen reference
     values              the critic's, before the token
+    token_scores        what of a document's reward was earned before its last token, where a reward says so
     rewards             per token
     returns             what the critic is to learn
     advantages          0 outside the response

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Literal, TypeVar, final
 
 import numpy as np
@@ -137,6 +138,17 @@ class Trajectory:
     def generated(self) -> int:
         """How many tokens the policy sampled."""
         return sum(len(segment.tokens) for segment in self.segments if segment.source == "sampled")
+
+    @property
+    def turns(self) -> tuple[Segment, ...]:
+        """What the policy said, in turn."""
+        return tuple(segment for segment in self.segments if segment.source == "sampled")
+
+    @property
+    def turn_ends(self) -> list[int]:
+        """The last token of the response that belongs to each turn."""
+        ends = accumulate(len(segment.tokens) for segment in self.segments[1:])
+        return [end - 1 for end, s in zip(ends, self.segments[1:], strict=True) if s.source == "sampled"]
 
     @property
     def read_again(self) -> int:

@@ -10,19 +10,31 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.worker_group import Future, WorkerGroup
-from posttrain.engine.models.chat import decode_response
+from posttrain.engine.models.chat import decode_response, decode_turn
+from posttrain.engine.rewards.answers import AnswerError, refuse_places
 from posttrain.engine.rewards.port import RewardCall, RewardFunction, Score, probe_call, refuse_failures
 from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.samples import Prompt, Trajectory
 
 _STRETCHES = 8  # of what is sampled together, at the most
+
+
+def _held_against(trajectory: Trajectory, score: Score) -> Score:
+    """The score, or a failure where it stands at tokens at which nothing can be earned."""
+    if not score.at:
+        return score
+    try:
+        refuse_places(score.at, trajectory.sampled.tolist())
+    except AnswerError as error:
+        return Score.failure("error", f"the reward must return {error}")
+    return score
 
 
 @final
@@ -69,7 +81,9 @@ class RewardScorer:
         tokenizer: makes tokens readable.
         errors_max: share of a step's completions that may fail to be scored.
         processes: that score side by side.
-        tell: called with one line when completions failed and the step goes on all the same, for the first such step.
+        placed: whether the algorithm reads at which tokens a score was earned.
+        tell: called with one line when completions failed and the step goes on all the same, and when nobody reads at
+            which tokens a score was earned; once each.
     """
 
     def __init__(
@@ -79,10 +93,12 @@ class RewardScorer:
         *,
         errors_max: float = 0.0,
         processes: int = 1,
+        placed: bool = True,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._reward, self._tokenizer, self._processes = reward, tokenizer, processes
         self._errors_max, self._tell, self._told = errors_max, tell, False
+        self._placed, self._told_placed = placed, False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")  # one call at a time
         self._scored: list[Score] = []  # of what is sampled together, so far
 
@@ -109,17 +125,25 @@ class RewardScorer:
             rows=[prompt.row for prompt in prompts],
             prompt_ids=[t.prompt.tolist() for t in trajectories],
             completion_ids=[t.response.tolist() for t in trajectories],
+            **self._turns(trajectories),
         )
         places = range(stretch.first, stretch.first + len(call))
         whole, allowed = len(call) == stretch.total, int(self._errors_max * stretch.total + 1e-9)
         answer = self._thread.submit(self._reward.score, call, allowed, None if whole else places)
 
         def wait() -> Sequence[Score]:
-            scores = answer.result()
+            scores = [_held_against(t, score) for t, score in zip(trajectories, answer.result(), strict=True)]
             self._accept(scores, stretch, allowed)
             return scores
 
         return Future(wait, answer.done)
+
+    def _turns(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+        """What the policy said in turn, and where each turn ends; nothing where every response is one."""
+        if all(len(t.segments) <= 2 for t in trajectories):
+            return {}
+        said = [[decode_turn(self._tokenizer, s.tokens.tolist()) for s in t.turns] for t in trajectories]
+        return {"turns": said, "turn_ends": [t.turn_ends for t in trajectories]}
 
     def _accept(self, scores: Sequence[Score], stretch: Stretch, allowed: int) -> None:
         """Judge the failures of a step by all of its stretches so far.
@@ -129,6 +153,12 @@ class RewardScorer:
         """
         self._scored = [*(self._scored if stretch.first else ()), *scores]
         last = len(self._scored) == stretch.total
+        if not (self._placed or self._told_placed) and any(score.at for score in scores):
+            self._told_placed = True
+            self._tell(
+                "the reward says at which tokens a score was earned, and this algorithm gives each response one "
+                "advantage: their sum counts; ppo and reinforce_plus_plus credit each token with what follows it"
+            )
         refuse_failures(self._scored, stretch.total if last else None, allowed)
         failed = [score for score in self._scored if score.failed]
         if last and failed and not self._told:

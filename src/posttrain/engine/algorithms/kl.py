@@ -17,20 +17,21 @@ from posttrain.engine.algorithms.losses import kl_penalty, log_ratio
 REWARD_ESTIMATORS = ("k1", "k2", "k3")
 
 
-def score_rewards(scores: Tensor, mask: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Every document's score at its last response token, end of sequence or not.
+def score_rewards(scores: Tensor, mask: Tensor, lengths: Sequence[int], token_scores: Tensor | None = None) -> Tensor:
+    """Every document's score at its last response token, end of sequence or not, but for what was earned before it.
 
     Args:
         scores: [documents]; that of a document without response tokens has no place and is dropped.
         mask: [T] bool, response tokens.
         lengths: [documents], sum = T.
+        token_scores: [T]: what of each score stands at which token, e.g. at the ends of turns; None: all at the end.
 
     Returns:
-        [T] float32, 0 elsewhere.
+        [T] float32, 0 elsewhere; a document's sum is its score.
 
     Raises:
-        ValueError: another shape, or a score that is not finite: a response without a score must be dropped before, it
-            is not worth 0.
+        ValueError: another shape, a score that is not finite (a response without a score must be dropped before, it is
+            not worth 0), or one that stands outside the mask.
     """
     if scores.shape != (len(lengths),):
         raise ValueError(f"scores must have shape [{len(lengths)}], got {list(scores.shape)}; give one per document")
@@ -44,7 +45,16 @@ def score_rewards(scores: Tensor, mask: Tensor, lengths: Sequence[int]) -> Tenso
     ends = torch.ones_like(document, dtype=torch.bool)
     ends[:-1] = document[1:] != document[:-1]
     rewards = torch.zeros(len(mask), dtype=torch.float32, device=mask.device)
-    return rewards.index_copy(0, index[ends], scores.detach().to(mask.device, torch.float32)[document[ends]])
+    last, scores = index[ends], scores.detach().to(mask.device)
+    if token_scores is None:
+        return rewards.index_copy(0, last, scores.float()[document[ends]])
+    if bool(token_scores[~mask].any()):
+        first = int((token_scores.masked_fill(mask, 0)).nonzero()[0])
+        raise ValueError(f"token scores must stand at response tokens, got one at token {first}; move it")
+    earned = token_scores.detach().double()[index]
+    rest = scores.double().index_add(0, document, -earned)
+    rewards[index] = earned.float()
+    return rewards.index_add(0, last, rest.float()[document[ends]])
 
 
 def kl_rewards(
@@ -53,17 +63,18 @@ def kl_rewards(
     mask: Tensor,
     scores: Tensor,
     lengths: Sequence[int],
+    token_scores: Tensor | None = None,
     *,
     coefficient: float,
     estimator: str = "k1",
 ) -> Tensor:
-    """r_t = −β·kl_t + [t is the last response token]·score.
+    """r_t = −β·kl_t + what of the score stands at t.
 
     Args:
         old_logprobs: [T]: of the policy that sampled, at the sampling temperature.
         reference_logprobs: [T]: of the frozen reference, at the same temperature.
         mask: [T] bool, response tokens; what stands outside is not read, NaN included.
-        scores, lengths: see `score_rewards`.
+        scores, lengths, token_scores: see `score_rewards`.
         coefficient: β.
         estimator: k1, k2 or k3 (see `kl_estimate`).
 
@@ -76,7 +87,7 @@ def kl_rewards(
     Source: InstructGPT, arXiv 2203.02155, eq. 2; Ziegler et al., arXiv 1909.08593, section 2.
     """
     penalty = kl_estimate(old_logprobs.detach(), reference_logprobs.detach(), mask, estimator)
-    return score_rewards(scores, mask, lengths) - coefficient * penalty.float()
+    return score_rewards(scores, mask, lengths, token_scores) - coefficient * penalty.float()
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: str) -> Tensor:

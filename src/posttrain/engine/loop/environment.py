@@ -8,6 +8,7 @@ from typing import Any, Protocol, final
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.domain.errors import InputError
+from posttrain.engine.models.chat import decode_turn
 from posttrain.engine.samples import Prompt, Trajectory
 
 Observe = Callable[[Mapping[str, Any], Sequence[str]], str | None]
@@ -44,11 +45,7 @@ class TextEnvironment:
         return [self._next(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True)]
 
     def _next(self, prompt: Prompt, sample: Trajectory) -> list[int] | None:
-        said = [
-            str(self._tokenizer.decode(segment.tokens, skip_special_tokens=True))
-            for segment in sample.segments
-            if segment.source == "sampled"
-        ]
+        said = [decode_turn(self._tokenizer, segment.tokens.tolist()) for segment in sample.turns]
         seen = self._observe(prompt.row, said)
         if seen is None:
             return None

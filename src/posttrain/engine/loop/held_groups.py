@@ -153,9 +153,10 @@ def _read(one: Mapping[str, Any], prompt: Callable[[int], Prompt], cursor: _Curs
 def _score_written(score: Score) -> dict[str, Any]:
     parts = {name: _score_written(part) for name, part in score.parts.items()}
     said = {"score": score.score, "components": dict(score.components), "status": score.status}
-    return {**said, "message": score.message, "parts": parts}
+    at = {"at": [[token, value] for token, value in score.at.items()]} if score.at else {}
+    return {**said, "message": score.message, "parts": parts, **at}
 
 
 def _score_read(said: Mapping[str, Any]) -> Score:
     parts = {name: _score_read(part) for name, part in said["parts"].items()}
-    return Score(said["score"], said["components"], said["status"], said["message"], parts)
+    return Score(said["score"], said["components"], said["status"], said["message"], parts, dict(said.get("at", ())))

@@ -45,6 +45,11 @@ def decode_response(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *
     return text
 
 
+def decode_turn(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """One of several responses as text; without special tokens, of which one may end it in the middle of a sample."""
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], *, name: str, limit: int, reserve: int = 0
 ) -> list[tuple[int, ...]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal, Protocol, TypeVar, final
 
 import numpy as np
@@ -175,6 +176,10 @@ class RolloutAlgorithm(Algorithm, Protocol):
         filled while groups of it are sampled.
         """
 
+    @property
+    def reads_token_scores(self) -> bool:
+        """Whether it credits tokens with what was earned at them, where a reward says so; else the sum counts."""
+
     def keep(self, group: ScoredGroup) -> Drop | None:
         """Why a group is dropped and another one sampled in its place; None: it is trained on."""
 
@@ -218,6 +223,7 @@ class RolloutDefaults:
     """What a `RolloutAlgorithm` says unless it says otherwise: every sample is a document, and needs nothing."""
 
     groupwise: bool = False
+    reads_token_scores: bool = False
 
     def requires(self, step: int) -> Sequence[Column]:
         """Nothing."""
@@ -252,7 +258,8 @@ def every_sample(group: ScoredGroup) -> Sequence[int]:
 def pack(
     groups: Sequence[ScoredGroup], which: Callable[[ScoredGroup], Sequence[int]] = every_sample
 ) -> TokenBatch | None:
-    """Samples as documents, with the document columns `reward` ([D] float64, NaN where there is no score) and `group`.
+    """Samples as documents, with the document columns `reward` ([D] float64, NaN where there is no score) and `group`,
+    and the column `token_scores` where a reward says what was earned at which token.
 
     Args:
         which: the samples of a group; by default all of them.
@@ -268,4 +275,18 @@ def pack(
     batch = TokenBatch.pack([sample.last.document for _, sample in samples], sample_ids=ids)
     rewards = np.concatenate([group.rewards[chosen] for _, group, chosen in taken if chosen])
     numbers = torch.tensor([at for at, _, chosen in taken for _ in chosen])
-    return batch.with_document_columns(reward=torch.from_numpy(rewards), group=numbers)
+    batch = batch.with_document_columns(reward=torch.from_numpy(rewards), group=numbers)
+    scores = [group.scores[i] for _, group, chosen in taken for i in chosen]
+    return _earned(batch, [len(sample.last.prompt) for _, sample in samples], scores)
+
+
+def _earned(batch: TokenBatch, prompts: Sequence[int], scores: Sequence[Score]) -> TokenBatch:
+    """With the column `token_scores`, where some score says at which tokens it was earned."""
+    if not any(score.at for score in scores):
+        return batch
+    column = torch.zeros(len(batch.tokens))
+    starts = accumulate(batch.lengths, initial=0)
+    for start, prompt, score in zip(starts, prompts, scores, strict=False):
+        for token, value in score.at.items():
+            column[start + prompt + token] = value
+    return batch.with_columns(token_scores=column)

@@ -32,6 +32,8 @@ class Dataflow(Sampling[DataflowConfig]):
     What its author wants to be told is in `config.settings`.
     """
 
+    reads_token_scores = True  # in the column `token_scores`; its author decides
+
     @property
     def source(self) -> PromptSource:
         """With the turns of its stage; between two of them `observe(row, responses)` says what the policy sees."""

@@ -1,8 +1,9 @@
 """PPO with four roles: a policy and a critic that learn, a frozen reference, and a judge (a reward model or function).
 
-The score stands at a response's last token; a KL penalty against the reference is in the reward of every token, or in
-the loss, never in both. Advantages are generalised (GAE) over the critic's values as the rollout found them. Sources:
-PPO, arXiv 1707.06347; GAE, arXiv 1506.02438; its use with a reward model: InstructGPT, arXiv 2203.02155.
+The score stands at a response's last token, or where the reward says that it was earned; a KL penalty against the
+reference is in the reward of every token, or in the loss, never in both. Advantages are generalised (GAE) over the
+critic's values as the rollout found them. Sources: PPO, arXiv 1707.06347; GAE, arXiv 1506.02438; its use with a reward
+model: InstructGPT, arXiv 2203.02155.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from posttrain.engine.recipes.policy_gradient import PolicyGradient
 class PPO(PolicyGradient[PPOConfig]):
     """Over every response that has a score."""
 
+    reads_token_scores = True
+
     def requires(self, step: int) -> Sequence[Column]:
         """Values; the reference, with a KL penalty."""
         return (VALUES, *super().requires(step))
@@ -34,11 +37,12 @@ class PPO(PolicyGradient[PPOConfig]):
         """Rewards per token, returns, advantages."""
         c, mask, lengths = self.config, batch.response_mask, batch.lengths
         scores, old = batch.column("reward").float(), old_logprobs(batch)
+        earned = batch.token_columns.get("token_scores")
         if c.kl and c.kl.place == "reward":
             weight, kind, anchor = c.kl.coefficient, c.kl.estimator, batch.column("reference_logprobs")
-            rewards = kl_rewards(old, anchor, mask, scores, lengths, coefficient=weight, estimator=kind)
+            rewards = kl_rewards(old, anchor, mask, scores, lengths, earned, coefficient=weight, estimator=kind)
         else:
-            rewards = score_rewards(scores, mask, lengths)
+            rewards = score_rewards(scores, mask, lengths, earned)
         values = batch.column("values")
         advantages, returns = generalized_advantages(rewards, values, mask, lengths, c.gae.gamma, c.gae.lam)
         if c.gae.whiten:

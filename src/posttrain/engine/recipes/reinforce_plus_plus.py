@@ -1,7 +1,7 @@
 """REINFORCE++: no critic and no groups; the returns of penalised rewards, normalised over all tokens of a step.
 
-A_t = Σ_{i ≥ t} γ^(i−t) · r_i with r_i = −β·kl_i and the score at the last token. With `baseline: group` the score is
-first taken relative to its group's mean. Source: Hu et al., arXiv 2501.03262.
+A_t = Σ_{i ≥ t} γ^(i−t) · r_i with r_i = −β·kl_i and the score at the last token, or where it was earned. With
+`baseline: group` the score is first taken relative to its group's mean. Source: Hu et al., arXiv 2501.03262.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ from posttrain.engine.recipes.policy_gradient import PolicyGradient
 class ReinforcePlusPlus(PolicyGradient[ReinforcePlusPlusConfig]):
     """Over every response that has a score."""
 
+    reads_token_scores = True
+
     def credit(self, batch: TokenBatch) -> TokenBatch:
         """Returns, to mean 0 and deviation 1 over the step."""
         c, mask, lengths = self.config, batch.response_mask, batch.lengths
         scores, old = batch.column("reward").double(), old_logprobs(batch)
+        earned = batch.token_columns.get("token_scores")
         if c.baseline == "group":
             rewards, place = by_group(scores, batch.column("group"))
             scores = (rewards - rewards.nanmean(dim=1, keepdim=True))[place]
         if c.kl:
             weight, kind, anchor = c.kl.coefficient, c.kl.estimator, batch.column("reference_logprobs")
-            rewards = kl_rewards(old, anchor, mask, scores, lengths, coefficient=weight, estimator=kind)
+            rewards = kl_rewards(old, anchor, mask, scores, lengths, earned, coefficient=weight, estimator=kind)
         else:
-            rewards = score_rewards(scores, mask, lengths)
+            rewards = score_rewards(scores, mask, lengths, earned)
         returns, _ = generalized_advantages(rewards, torch.zeros_like(rewards), mask, lengths, c.gamma, 1.0)
         return batch.with_columns(rewards=rewards, returns=returns, advantages=whiten(returns, mask))

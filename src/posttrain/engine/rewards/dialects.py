@@ -55,9 +55,10 @@ def _trl(call: Call) -> Arguments:
     ]
     names = list(dict.fromkeys(name for row in rows for name in _columns(row)))
     columns = {name: [row.get(name) for row in rows] for name in names}
+    said = {"turns": [_turns(call, index) for index in range(len(rows))]}
     ids = {key: call[key] for key in ("prompt_ids", "completion_ids") if call.get(key) is not None}
     state = {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
-    return {**columns, **ids, **state, "prompts": prompts, "completions": answers}
+    return {**said, **columns, **ids, **state, "prompts": prompts, "completions": answers}
 
 
 def _ignore(*_: Any, **__: Any) -> None:
@@ -69,10 +70,15 @@ def _openrlhf(call: Call) -> Arguments:
     return {"queries": queries, "prompts": call["prompts"], "labels": [row.get("answer") for row in call["rows"]]}
 
 
+def _turns(call: Call, index: int) -> list[str]:
+    """What the policy said in turn; a column of the data set with that name goes before."""
+    return list(call["turns"][index]) if call.get("turns") is not None else [call["completions"][index]]
+
+
 def _row(call: Call, index: int) -> Arguments:
     row, text = call["rows"][index], call["completions"][index]
     own = {"prompt": call["prompts"][index], "completion": text, "response": text, "row": dict(row)}
-    return {**_columns(row), **_ids(call, index), **own}
+    return {"turns": _turns(call, index), **_columns(row), **_ids(call, index), **own}
 
 
 def _areal(call: Call, index: int) -> Arguments:

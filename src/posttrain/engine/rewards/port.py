@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 from posttrain.domain.errors import InputError, JobFailedError
@@ -25,10 +25,12 @@ class RewardCall:
     rows: Sequence[Mapping[str, Any]]  # the data set row each completion belongs to: JSON values
     prompt_ids: Sequence[Sequence[int]] | None = None  # for dialects that ask for token ids
     completion_ids: Sequence[Sequence[int]] | None = None
+    turns: Sequence[Sequence[str]] | None = None  # what the policy said in turn; None: each completion is one turn
+    turn_ends: Sequence[Sequence[int]] | None = None  # the response token that ends each of them
 
     def __post_init__(self) -> None:
         wanted = len(self.completions)
-        for name in ("prompts", "rows", "prompt_ids", "completion_ids"):
+        for name in ("prompts", "rows", "prompt_ids", "completion_ids", "turns", "turn_ends"):
             value = getattr(self, name)
             if value is not None and len(value) != wanted:
                 raise InputError(f"RewardCall.{name} must hold one entry per completion ({wanted}), got {len(value)}")
@@ -44,7 +46,8 @@ Status = Literal["ok", "error", "timeout", "none"]
 class Score:
     """One completion's reward: `Score(0.5)`, `Score(None)` (the function declined), `Score.failed("error", "…")`.
 
-    A completion without a score is left out of its group; it is not a zero.
+    A completion without a score is left out of its group; it is not a zero. What of a score does not stand `at` a token
+    was earned by the response as a whole, and stands at its last token.
     """
 
     score: float | None
@@ -52,6 +55,7 @@ class Score:
     status: Status = "ok"  # none: no score and no failure; error: it raised, died or answered with no number
     message: str = ""  # of a failure: one line
     parts: Mapping[str, Score] = field(default_factory=dict)  # of several with weights: each one's own
+    at: Mapping[int, float] = field(default_factory=dict)  # response token → what of the score was earned there
 
     def __post_init__(self) -> None:
         if self.score is None and self.status == "ok":
@@ -117,13 +121,9 @@ def refuse_failures(scores: Iterable[Score], total: int | None, allowed: int) ->
 
 def part_of(call: RewardCall, chosen: Sequence[int]) -> RewardCall:
     """The call on some of its completions."""
-    return RewardCall(
-        prompts=[call.prompts[i] for i in chosen],
-        completions=[call.completions[i] for i in chosen],
-        rows=[call.rows[i] for i in chosen],
-        prompt_ids=None if call.prompt_ids is None else [call.prompt_ids[i] for i in chosen],
-        completion_ids=None if call.completion_ids is None else [call.completion_ids[i] for i in chosen],
-    )
+    given = ((column.name, getattr(call, column.name)) for column in fields(call))
+    kept: dict[str, Any] = {name: None if column is None else [column[i] for i in chosen] for name, column in given}
+    return RewardCall(**kept)
 
 
 def groups_of(call: RewardCall, chosen: Sequence[int]) -> list[list[int]]:

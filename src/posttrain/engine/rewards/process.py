@@ -167,7 +167,7 @@ class ProcessReward:
                 found[waiting.pop(answer.at)] = (
                     Score.failure("error", f"{self._name}: {answer.error}")
                     if failed
-                    else Score(answer.score, answer.components)
+                    else Score(answer.score, answer.components, at=answer.placed)
                 )
         elif isinstance(message, Fault):
             if message.kind == "load":

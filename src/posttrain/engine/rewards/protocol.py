@@ -6,7 +6,7 @@
     job:    {"id": 1, "op": "open", "file", "entry", "dialect"}   ─▶    {"id": 1, "dialect", "where"} | fault
     job:    {"id": 2, "op": "score", "at": [0, 1, …], "prompts", …} ─▶  {"id": 2, "answers": [answer, …]}, repeated,
                                                                         then {"id": 2, "end": true} | fault
-    answer: {"at": 0, "score": 0.5 | null, "components": {…}} | {"at": 1, "error": "one line"}
+    answer: {"at": 0, "score": 0.5 | null, "components": {…}, "placed": [[7, 0.25], …]} | {"at": 1, "error": "one line"}
     fault:  {"id": 2, "fault": "load" | "raised" | "answer" | "memory", "message": "one line"}
 
 The reward's code can write to the socket as well as the worker can, so the job believes nothing: an answer is bounded
@@ -25,11 +25,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from posttrain.engine.rewards.answers import MAX_COMPONENTS, MAX_PLACES
+
 MAX_REQUEST = 256 * 2**20  # bytes
 MAX_ANSWER = 256 * 2**10  # bytes of one message
 FULL = 2**16  # bytes of answers that are worth a message
 MAX_TEXT = 1000  # characters of a line
-MAX_COMPONENTS = 64
 FAULTS = ("load", "raised", "answer", "memory")
 
 
@@ -71,6 +72,7 @@ class Answer:
     score: float | None
     components: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
+    placed: Mapping[int, float] = field(default_factory=dict)  # see `Score.at`
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +174,10 @@ def _answer(value: Any) -> Answer:
     keys = value.keys() if isinstance(value, dict) else set()
     if keys == {"at", "error"}:
         return Answer(_index(value["at"]), None, error=_text(value["error"]))
-    if keys == {"at", "score", "components"}:
+    if keys - {"placed"} == {"at", "score", "components"}:
         score = None if value["score"] is None else _number(value["score"])
-        return Answer(_index(value["at"]), score, {} if value["components"] == {} else _components(value["components"]))
+        components = {} if value["components"] == {} else _components(value["components"])
+        return Answer(_index(value["at"]), score, components, placed=_placed(value.get("placed", [])))
     raise _unknown(keys)
 
 
@@ -192,6 +195,13 @@ def _components(value: Any) -> dict[str, float]:
     if not isinstance(value, dict) or len(value) > MAX_COMPONENTS:
         raise MalformedError(f"components that are no map of at most {MAX_COMPONENTS} numbers")
     return {name[:MAX_TEXT]: _number(number) for name, number in value.items()}
+
+
+def _placed(value: Any) -> dict[int, float]:
+    pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
+    if not pairs or len(value) > MAX_PLACES:
+        raise MalformedError(f"places that are no list of at most {MAX_PLACES} pairs")
+    return {_index(token): _number(score) for token, score in value}
 
 
 def _number(value: Any) -> float:

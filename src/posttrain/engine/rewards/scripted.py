@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from posttrain.domain.errors import InputError
 from posttrain.engine.rewards.port import RewardCall, RewardError, Score, part_of, refuse_failures, shortened
 
+Answer = float | Score | None
+
 
 class ScriptedReward:
     """Scores by calling `function(call)`; remembers the calls.
@@ -17,7 +19,7 @@ class ScriptedReward:
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, function: Callable[[RewardCall], Sequence[float | None]]) -> None:
+    def __init__(self, function: Callable[[RewardCall], Sequence[Answer]]) -> None:
         self._function = function
         self._closed = False
         self.calls: list[RewardCall] = []
@@ -44,7 +46,9 @@ class ScriptedReward:
             raise RewardError(f"scripted must return one score per completion ({len(chosen)}), got {len(answers)}")
         return [self._plain(answer, call, i) for i, answer in zip(chosen, answers, strict=True)]
 
-    def _plain(self, answer: float | None, call: RewardCall, index: int) -> Score:
+    def _plain(self, answer: Answer, call: RewardCall, index: int) -> Score:
+        if isinstance(answer, Score):
+            return answer
         if answer is None or math.isfinite(answer):
             return Score(None if answer is None else float(answer))
         where = f"completion {index} {shortened(call.completions[index])}"

@@ -56,9 +56,17 @@ class WeightedReward:
         except (OverflowError, ValueError):  # beyond what a float holds, or infinities of both signs
             total = math.inf
         if math.isfinite(total):
-            return Score(total, components, parts=parts)
+            return Score(total, components, parts=parts, at=self._at(parts))
         terms = " + ".join(f"{self._parts[name][0]:g} · {value:g}" for name, value in known.items())
         return Score(None, components, "error", f"the weighted sum of rewards must be finite, got {terms}", parts)
+
+    def _at(self, parts: Mapping[str, Score]) -> dict[int, float]:
+        """Where the parts say that they were earned, each with its weight."""
+        found: dict[int, list[float]] = {}
+        for name, one in parts.items():
+            for token, value in one.at.items():
+                found.setdefault(token, []).append(self._parts[name][0] * value)
+        return {token: math.fsum(values) for token, values in sorted(found.items())}
 
     def close(self) -> None:
         """Close every one of them."""

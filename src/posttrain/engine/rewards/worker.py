@@ -17,14 +17,13 @@ import importlib.util
 import inspect
 import json
 import linecache
-import math
 import mmap
 import os
 import random
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -32,9 +31,10 @@ from typing import Any
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.rewards import DIALECTS, SignatureError, detect, entry_name
+from posttrain.engine.rewards.answers import AnswerError, plain
 from posttrain.engine.rewards.cell import CellPlan, Confinement, enter
 from posttrain.engine.rewards.dialects import BATCHED, SINGLE, Binder
-from posttrain.engine.rewards.protocol import MAX_COMPONENTS, receive_request, send, send_answers
+from posttrain.engine.rewards.protocol import receive_request, send, send_answers
 from posttrain.engine.rewards.rubrics import NoRewardError, as_function
 
 PACKAGES = Path(__file__).resolve().parents[3]  # the folder that holds posttrain
@@ -168,7 +168,7 @@ class Scorer:
             self.marker[:] = number.to_bytes(8, "big")
             subject = f"completion {number} {text[:60]!r}"
             try:
-                answer = self.checked(self.run(SINGLE[self.dialect](call, i), subject), subject)
+                answer = self.checked(self.run(SINGLE[self.dialect](call, i), subject), subject, _ends(call, i))
             except ReportedError as fault:
                 if fault.kind == "load":
                     raise
@@ -187,7 +187,7 @@ class Scorer:
             )
         for i, number in enumerate(call["at"]):
             try:
-                answer = self.checked(scores[i], f"completion {number} {call['completions'][i][:60]!r}")
+                answer = self.checked(scores[i], f"completion {number} {call['completions'][i][:60]!r}", _ends(call, i))
             except ReportedError as fault:
                 answer = {"error": str(fault)[:MAX_LINE]}
             yield {"at": number, **answer}
@@ -215,65 +215,27 @@ class Scorer:
             raise ReportedError("answer", f"{self.where} must return a list of scores, got {type(answer).__name__}")
         return list(answer)
 
-    def checked(self, answer: Any, subject: str) -> dict[str, Any]:
+    def checked(self, answer: Any, subject: str, ends: Sequence[int]) -> dict[str, Any]:
         """`plain`, whatever the answer is: its own methods are the reward's code too."""
         try:
-            return self.plain(answer, subject)
-        except ReportedError:
-            raise
+            if self.dialect == "verl" and isinstance(answer, (list, tuple)) and answer:
+                answer = answer[0]  # as verl takes it: what follows is for its own log
+            return plain(answer, subject, ends)
+        except AnswerError as error:
+            raise ReportedError("answer", f"{self.where} must return {error}") from error
         except Exception as error:
             raise ReportedError(
                 "answer", f"{self.where} must return a score for {subject}: {one_line(error)}"
             ) from error
 
-    def plain(self, answer: Any, subject: str) -> dict[str, Any]:
-        """Score and components out of a number, None, or a mapping with `score`.
 
-        Raises:
-            ReportedError: it is something else, or not finite.
-        """
-        if self.dialect == "verl" and isinstance(answer, (list, tuple)) and answer:
-            answer = answer[0]  # as verl takes it: what follows is for its own log
-        if isinstance(answer, Mapping):
-            if "score" not in answer:
-                raise ReportedError(
-                    "answer",
-                    f"{self.where} must return `score` in its mapping for {subject}, got {list(map(str, answer))[:9]}",
-                )
-            others = {str(name)[:200]: value for name, value in answer.items() if name != "score"}
-            numbers = {name: _number(value) for name, value in others.items()}
-            components = {name: value for name, value in numbers.items() if value is not None}
-            if len(components) > MAX_COMPONENTS:
-                raise ReportedError(
-                    "answer", f"{self.where} must return at most {MAX_COMPONENTS} components, got {len(components)}"
-                )
-            answer = answer["score"]
-        else:
-            components = {}
-        value = _number(answer)
-        if value is None and answer is not None:
-            raise ReportedError(
-                "answer", f"{self.where} must return a number or None for {subject}, got {type(answer).__name__}"
-            )
-        for name, number in (("score", value), *components.items()):
-            if number is not None and not math.isfinite(number):
-                raise ReportedError(
-                    "answer",
-                    f"{self.where} must return finite numbers, got {number} as {name} of {subject}; "
-                    "return None for a completion that cannot be scored",
-                )
-        return {"score": value, "components": components}
+def _ends(call: Mapping[str, Any], index: int) -> Sequence[int]:
+    ends: Sequence[Sequence[int]] | None = call.get("turn_ends")
+    return () if ends is None else ends[index]
 
 
 async def _awaited(answer: Any) -> Any:
     return await answer
-
-
-def _number(value: Any) -> float | None:
-    """A Python float of any real scalar, numpy's and torch's too; None for everything else."""
-    if hasattr(value, "item") and getattr(value, "shape", None) in ((), (1,)):
-        value = value.item()
-    return float(value) if isinstance(value, (int, float)) else None
 
 
 class Seeds(importlib.abc.MetaPathFinder):

@@ -211,7 +211,9 @@ def _on_policy(
             roles.frozen["reward_model"], tokenizer, tokens=roles.micro_batch_tokens, early=roles.early("reward_model")
         )
     elif config.reward:
-        scorer = _reward_function(job, config, config.reward, tokenizer, train, stack)
+        scorer = _reward_function(
+            job, config, config.reward, tokenizer, train, stack, placed=algorithm.reads_token_scores
+        )
     probe = _probe(job, config, tokenizer, context)
     environment = _environment(config, algorithm, tokenizer)
     recipe = OnPolicy(
@@ -230,6 +232,8 @@ def _reward_function(
     tokenizer: PreTrainedTokenizerBase,
     train: list[Prompt],
     stack: ExitStack,
+    *,
+    placed: bool,
 ) -> Scorer:
     ranks = config.placement.pool_of("reward").resources.rank_count if config.placement.reward else 1
     timeout = float(config.reward_timeout)  # settled (`bodies.sizing`)
@@ -238,7 +242,8 @@ def _reward_function(
     def tell(line: str) -> None:
         job.sink(Note(line, time.time(), "warning"))
 
-    scorer = RewardScorer(opened, tokenizer, errors_max=config.reward_errors_max, processes=ranks, tell=tell)
+    share = config.reward_errors_max
+    scorer = RewardScorer(opened, tokenizer, errors_max=share, processes=ranks, placed=placed, tell=tell)
     scorer.smoke_test(train)
     return scorer
 
