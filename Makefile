@@ -92,7 +92,7 @@ chaos: $(VENV)/.dev ## 200 simulated days of the control plane, 200 histories ag
 ray: $(VENV)/.ray ## worker groups in real Ray processes on this machine
 	$(BIN)/python -m pytest -m "ray and not gpu" --timeout 3000 --durations 12 $$(grep -rl mark.ray tests --include='test_*.py')
 
-ecosystem: $(VENV)/.ecosystem ## rows and rewards of the real verifiers, TRL, math-verify, reasoning-gym and datasets; trackers
+ecosystem: $(VENV)/.ecosystem ## rows and rewards of the real verifiers, TRL, math-verify, reasoning-gym and datasets; TRL's losses; trackers
 	$(BIN)/python -m pytest -m ecosystem --timeout 3000 --durations 12 $$(grep -rlE 'ecosystem|tracker_targets' tests --include='test_*.py')
 
 postgres: $(VENV)/.postgres ## ledger and control suite on a PostgreSQL that is started for them and stopped; MINUTES=10 for the long ordeal, CASES=all for the demo over two servers

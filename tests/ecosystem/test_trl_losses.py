@@ -1,0 +1,269 @@
+"""TRL's own trainers beside ours: the same weights, responses and rewards give the same loss and the same gradient.
+
+TRL scores, credits and pads by itself; ours gives credit and packs. Policies sampled with other weights than they are
+trained with, so ratios leave the clip, and the reference is a third model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.batch import Document, TokenBatch
+from posttrain.engine.config import (
+    DPOConfig,
+    GroupConfig,
+    GRPOConfig,
+    InitModelConfig,
+    KLConfig,
+    SFTConfig,
+)
+from posttrain.engine.models import adopt_module
+from posttrain.engine.models.initial import character_tokenizer, initial_model
+from posttrain.engine.models.predicting import predict
+from posttrain.engine.recipes.algorithm import Algorithm, ScoredGroup
+from posttrain.engine.recipes.dpo import DPO
+from posttrain.engine.recipes.dr_grpo import DrGRPO
+from posttrain.engine.recipes.grpo import GRPO
+from posttrain.engine.recipes.sft import SFT
+from posttrain.engine.rewards.port import Score
+from posttrain.engine.samples import Prompt, Trajectory, groups_of
+
+pytestmark = pytest.mark.ecosystem
+trl = pytest.importorskip("trl")
+LETTERS = "abcdefghij"
+LIMIT, SAMPLES, CLIP = 12, 4, (0.2, 0.28)
+BETA = 0.3
+GRADIENT = 2e-6  # of its norm: both sides compute in float32, one padded, one packed
+TOKENIZER = character_tokenizer(LETTERS)
+MODEL = InitModelConfig(hidden_size=32, intermediate_size=64, layers=2, heads=4, kv_heads=2, context_length=64)
+PROMPTS = ["abc", "jihgf", "d"]
+
+
+def noisy(module: nn.Module, seed: int, scale: float) -> nn.Module:
+    """The module, its weights moved a little."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.add_(scale * torch.randn(weight.shape, generator=draw))
+    return module
+
+
+def weights(seed: int = 0) -> Any:
+    return noisy(initial_model(MODEL, TOKENIZER, seed), seed + 100, 0.1).eval()
+
+
+def ids(text: str) -> list[int]:
+    found: list[int] = TOKENIZER.encode(text, add_special_tokens=False)
+    return found
+
+
+def responses() -> list[list[int]]:
+    draw = np.random.default_rng(3)
+    end, first = TOKENIZER.eos_token_id, ids("a")[0]
+    made = []
+    for _ in range(len(PROMPTS) * SAMPLES):
+        length = int(draw.integers(1, LIMIT + 1))
+        body = [first + int(t) for t in draw.integers(0, len(LETTERS), length)]
+        made.append(body if length == LIMIT else [*body, end])
+    return made
+
+
+def quiet(tmp_path: Path, **options: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(tmp_path), "report_to": [], "use_cpu": True, "bf16": False, "fp16": False,
+        "disable_tqdm": True, "save_strategy": "no", **options,
+    }  # fmt: skip
+
+
+def gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    module.zero_grad()
+    loss.backward()
+    return {name: weight.grad.clone() for name, weight in module.named_parameters() if weight.grad is not None}
+
+
+def ours(module: Any, algorithm: Algorithm, batch: TokenBatch, columns: Mapping[str, Tensor]) -> Tensor:
+    """The loss of an algorithm's one update."""
+    batch = algorithm.credit(batch.with_columns(**columns))
+    (update,) = algorithm.updates(0)
+    objective = update.objective(Totals.of(batch))
+    return objective(batch, predict(adopt_module(module), batch, objective.needs)).loss
+
+
+def logprobs(module: Any, batch: TokenBatch) -> Tensor:
+    found = predict(adopt_module(module), batch, frozenset({"logprobs"})).of("logprobs").detach()
+    return found.masked_fill(~batch.response_mask, 0.0)
+
+
+def agree(module: nn.Module, theirs: Tensor, mine: Tensor) -> None:
+    assert float(mine) == pytest.approx(float(theirs), rel=1e-6, abs=1e-6)
+    expected, found = gradients(module, theirs), gradients(module, mine)
+    assert found.keys() == expected.keys()
+    norm = float(torch.stack([g.norm() for g in expected.values()]).norm())
+    assert norm > 1e-3, "there is something to compare"
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).norm()) <= GRADIENT * norm, name
+
+
+# --- policy gradients -------------------------------------------------------------------------------------------------
+
+
+def worth(completion: str) -> float:
+    return len(set(completion)) / 4 - 0.1 * completion.count("c")
+
+
+def sampled_batch(policy: Any, made: Sequence[Sequence[int]], algorithm: Any) -> TokenBatch:
+    """What our loop forms of the responses, with the rewards that TRL is given."""
+    prompts = [Prompt(tuple(ids(text)), text) for text in PROMPTS]
+    asked = [p for p in prompts for _ in range(SAMPLES)]
+    plain = TokenBatch.pack([Document(p.tokens, r) for p, r in zip(asked, made, strict=True)])
+    behaviour = logprobs(policy, plain)
+    starts = np.cumsum([0, *plain.lengths])
+    answers = [
+        Trajectory.answer(p.tokens, r, behaviour[end - len(r) : end].numpy(), truncated=len(r) == LIMIT)
+        for p, r, end in zip(asked, made, starts[1:], strict=True)
+    ]
+    groups = groups_of(answers, range(len(prompts)), SAMPLES)
+    scores = [Score(worth(TOKENIZER.decode(r, skip_special_tokens=True))) for r in made]
+    scored = [
+        ScoredGroup(prompt, group, tuple(scores[at * SAMPLES : (at + 1) * SAMPLES]))
+        for at, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
+    ]
+    batch: TokenBatch = algorithm.form(scored, 0)
+    return batch
+
+
+def trl_policy(tmp_path: Path, made: Sequence[Sequence[int]], policy: Any, **options: Any) -> Any:
+    """TRL's trainer, which is given these responses."""
+    from datasets import Dataset
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        del trainer
+        return {"prompt_ids": [ids(p) for p in prompts], "completion_ids": [list(r) for r in made], "logprobs": None}
+
+    def reward(completions: list[str], **columns: Any) -> list[float]:
+        del columns
+        return [worth(text) for text in completions]
+
+    config = trl.GRPOConfig(**quiet(
+        tmp_path, per_device_train_batch_size=len(made), num_generations=SAMPLES, max_completion_length=LIMIT,
+        temperature=1.0, num_iterations=2, epsilon=CLIP[0], epsilon_high=CLIP[1], **options,
+    ))  # fmt: skip
+    return trl.GRPOTrainer(
+        model=copy.deepcopy(policy), reward_funcs=reward, args=config, processing_class=TOKENIZER,
+        train_dataset=Dataset.from_list([{"prompt": p} for p in PROMPTS]), rollout_func=rollout,
+    )  # fmt: skip
+
+
+def grpo(aggregation: str, kl: str = "") -> GRPO:
+    penalty = KLConfig(coefficient=BETA, estimator=kl) if kl else None
+    common = {"data": "d", "reward": "r", "steps": 1, "prompts_per_step": len(PROMPTS), "group_size": SAMPLES}
+    options: dict[str, Any] = {**common, "max_new_tokens": LIMIT, "kl": penalty, "aggregation": aggregation}
+    return GRPO(GRPOConfig(**options, clip_low=CLIP[0], clip_high=CLIP[1]))
+
+
+def dr_grpo() -> DrGRPO:
+    common = {"data": "d", "reward": "r", "steps": 1, "prompts_per_step": len(PROMPTS), "group_size": SAMPLES}
+    options: dict[str, Any] = {**common, "max_new_tokens": LIMIT}
+    return DrGRPO(GroupConfig(**options, clip_low=CLIP[0], clip_high=CLIP[1]))
+
+
+NO_KL: dict[str, Any] = {"beta": 0.0}
+K3: dict[str, Any] = {"beta": BETA, "use_bias_correction_kl": False}
+CORRECTED: dict[str, Any] = {"beta": BETA, "use_bias_correction_kl": True}
+CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "dapo": (lambda: grpo("token-mean"), {"loss_type": "dapo", **NO_KL}),
+    "dapo, k3": (lambda: grpo("token-mean", "k3"), {"loss_type": "dapo", **K3}),
+    "dapo, k3-corrected": (lambda: grpo("token-mean", "k3-corrected"), {"loss_type": "dapo", **CORRECTED}),
+    "bnpo": (lambda: grpo("token-mean"), {"loss_type": "bnpo", **NO_KL}),
+    "grpo": (lambda: grpo("seq-mean-token-mean"), {"loss_type": "grpo", **NO_KL}),
+    "grpo, k3": (lambda: grpo("seq-mean-token-mean", "k3"), {"loss_type": "grpo", **K3}),
+    "dr_grpo": (dr_grpo, {"loss_type": "dr_grpo", "scale_rewards": "none", **NO_KL}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_policy_gradients(case: str, tmp_path: Path) -> None:
+    make, options = CASES[case]
+    algorithm, policy, reference, made = make(), weights(), weights(5), responses()
+    reference.save_pretrained(tmp_path / "reference")
+    policy.config._name_or_path = str(tmp_path / "reference")  # where TRL finds its own
+    trainer = trl_policy(tmp_path, made, policy, **options)
+    inputs = [{"prompt": p} for p in PROMPTS for _ in range(SAMPLES)]
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    given = trainer._generate_and_score_completions(inputs)
+    batch = sampled_batch(policy, made, algorithm)
+    columns = {"reference_logprobs": logprobs(reference, batch)} if options["beta"] else {}
+
+    moved = noisy(trainer.model, 9, 0.02)
+    theirs = trainer._compute_loss(moved, given)
+    credited = algorithm.credit(batch.with_columns(**columns))
+    ends = np.cumsum(credited.lengths) - 1
+    assert credited.column("advantages")[ends].tolist() == pytest.approx(given["advantages"].tolist(), abs=1e-5)
+    mine = ours(moved, algorithm, batch, columns)
+    assert trainer._metrics["train"]["clip_ratio/region_mean"][-1] > 0.1, "ratios leave the clip"
+    agree(moved, theirs, mine)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def collated(rows: Sequence[Mapping[str, Any]], trainer: Any) -> dict[str, Any]:
+    found: dict[str, Any] = trainer.data_collator([dict(row) for row in rows])
+    return found
+
+
+def test_sft(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    rows = [
+        {"prompt": "abc", "completion": "cba"},
+        {"prompt": "j", "completion": "abcdefg"},
+        {"prompt": "dd", "completion": "d"},
+    ]
+    config = trl.SFTConfig(**quiet(tmp_path, per_device_train_batch_size=3, completion_only_loss=True, max_length=None))
+    trainer = trl.SFTTrainer(
+        model=weights(), args=config, train_dataset=Dataset.from_list(rows), processing_class=TOKENIZER
+    )
+    inputs = collated(list(trainer.train_dataset), trainer)
+    theirs = trainer.compute_loss(trainer.model, inputs)
+    end = TOKENIZER.eos_token_id
+    batch = TokenBatch.pack([Document(ids(r["prompt"]), [*ids(r["completion"]), end]) for r in rows])
+    config_ = SFTConfig(data="d", steps=1, batch_size=3)
+    agree(trainer.model, theirs, ours(trainer.model, SFT(config_), batch, {}))
+
+
+def test_dpo(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    rows = [
+        {"prompt": "abc", "chosen": "cba", "rejected": "abcabcab"},
+        {"prompt": "j", "chosen": "abcdefg", "rejected": "j"},
+        {"prompt": "dd", "chosen": "d", "rejected": "dddd"},
+    ]  # fmt: skip
+    config = trl.DPOConfig(
+        **quiet(tmp_path, per_device_train_batch_size=3, beta=0.4, max_length=None, loss_type="sigmoid")
+    )
+    reference = weights(5)
+    trainer = trl.DPOTrainer(
+        model=weights(), ref_model=copy.deepcopy(reference), args=config, train_dataset=Dataset.from_list(rows),
+        processing_class=TOKENIZER,
+    )  # fmt: skip
+    inputs = collated(list(trainer.train_dataset), trainer)
+    theirs = trainer._compute_loss(trainer.model, inputs, False)
+    end = TOKENIZER.eos_token_id
+    batch = TokenBatch.pack(
+        [Document(ids(r["prompt"]), [*ids(r[side]), end]) for r in rows for side in ("chosen", "rejected")], unit=2
+    )
+    made = DPO(DPOConfig(data="d", steps=1, batch_size=3, beta=0.4))
+    columns = {"reference_logprobs": logprobs(reference, batch)}
+    agree(trainer.model, theirs, ours(trainer.model, made, batch, columns))
