@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from late_calls import Late, LateScorer
 from safetensors.numpy import load_file
 from test_engine_training import PROMPTS, TINY, TOKENIZER, Desk, FixedScorer, even_tokens, stop_after
 from torch import Tensor
@@ -23,53 +24,23 @@ from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Document, TokenBatch
-from posttrain.engine.config import DAPOConfig, GRPOConfig, OnPolicyConfig, TraceConfig, named
+from posttrain.engine.config import GRPOConfig, OnPolicyConfig, TraceConfig, named
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
-from posttrain.engine.groups.port import Call
 from posttrain.engine.loop.controller import Limits
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.initial import initial_model
-from posttrain.engine.models.source import ModelSource
+from posttrain.engine.models.source import ModelSource, ScalarSource
 from posttrain.engine.predictions import Predictions
 from posttrain.engine.recipes.algorithm import PROXIMAL
-from posttrain.engine.recipes.dapo import DAPO
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 
 APART = {"policy": {"cpus": 1}, "rollout": {"cpus": 1}}
-
-
-def late(backend: InlineBackend, seed: int) -> InlineBackend:
-    """The same workers, whose calls end at a moment of their own."""
-    dice, submit, wait = random.Random(seed), backend.submit, backend.wait
-
-    class Pending:
-        def __init__(self, role: str, rank: int, method: Any, run: Callable[[], Call[Any]]) -> None:
-            self.role, self.rank, self.method, self._run = role, rank, method.__name__, run
-            self._call: Call[Any] | None = None
-
-        def carried_out(self) -> Call[Any]:
-            self._call = self._call or self._run()
-            return self._call
-
-        def done(self) -> bool:
-            return self._call is not None
-
-        def answered(self) -> Any:
-            return self._call.answered() if self._call else None
-
-    def submitted(role: str, ranks: Sequence[int], method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if dice.random() < 0.3:
-            return submit(role, ranks, method, args, kwargs)
-        return [Pending(role, r, method, lambda r=r: submit(role, [r], method, args, kwargs)[0]) for r in ranks]
-
-    def waited(calls: Sequence[Any], timeout: float) -> Any:
-        return wait([c.carried_out() if isinstance(c, Pending) else c for c in calls], timeout)
-
-    backend.submit, backend.wait = submitted, waited  # type: ignore[method-assign,assignment]
-    return backend
+THREE = {**APART, "reference": {"cpus": 1}}
+FOUR = {**THREE, "critic": {"cpus": 1}}
+LATE: list[Late] = []  # of the recipes that were made
 
 
 @pytest.fixture(scope="module")
@@ -88,19 +59,25 @@ def rarely_right(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) 
 def recipe(
     model: ModelSource, kind: str = "grpo", seed: int | None = None, scores: Any = even_tokens, **changes: Any
 ) -> OnPolicy:
+    """Of a stage whose calls are late where there is a seed."""
     options: dict[str, Any] = {
         "data": "d", "reward": "r", "steps": 5, "prompts_per_step": 3, "group_size": 4, "max_new_tokens": 4,
         "mini_batches": 2, "placement": APART, "trace": TraceConfig(groups="all"),
         "optimizer": PolicyGradientOptimizerConfig(learning_rate=2e-2, warmup_steps=2), **changes,
     }  # fmt: skip
-    config = {"grpo": GRPOConfig, "dapo": DAPOConfig}[kind](**options)
-    pools = {
-        name: ResourcePool(InlineBackend(pool=name) if seed is None else late(InlineBackend(pool=name), seed + at))
-        for at, name in enumerate(("policy", "rollout"))
-    }
-    roles = open_roles(config, model, 11, lambda role: pools.get(role, pools["policy"]))
-    algorithm = {"grpo": GRPO, "dapo": DAPO}[kind](config)  # type: ignore[arg-type,abstract]
-    return OnPolicy(config, algorithm, roles, PROMPTS, FixedScorer(scores), 11, phase=kind)
+    spec = OWN[kind].algorithm
+    assert spec
+    config = named(spec.config)(**options)
+    pools: dict[str, ResourcePool] = {}
+    for at, name in enumerate(options["placement"]):
+        backend = InlineBackend(pool=name)
+        pools[name] = ResourcePool(backend)
+        if seed is not None:
+            LATE.append(Late(backend, seed + at))
+    critic = ScalarSource(model.folder, "float32") if kind == "ppo" else None
+    roles = open_roles(config, model, 11, lambda role: pools.get(role, pools["policy"]), critic=critic)
+    algorithm = named(spec.algorithm)(config)
+    return OnPolicy(config, algorithm, roles, PROMPTS, LateScorer(scores, seed), 11, phase=kind)
 
 
 def weights(desk: Desk) -> dict[str, Tensor]:
@@ -114,16 +91,41 @@ def told(desk: Desk) -> list[dict[str, float]]:
     return [{k: v for k, v in fact.values.items() if not k.startswith(unsure)} for fact in facts]
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dapo"])
-@pytest.mark.parametrize("lag", [1, 2])
-def test_late_calls_change_no_bit(model: ModelSource, tmp_path: Path, kind: str, lag: int) -> None:
-    desk = Desk(tmp_path / "at once", recipe(model, kind, lag={"steps": lag}))
+STAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo": ("grpo", {}),
+    "dapo": ("dapo", {}),
+    "grpo with a penalty": ("grpo", {"placement": THREE, "kl": {"coefficient": 0.1}}),
+    "grpo, gradients as they come": ("grpo", {"stream_gradients": True, "mini_batches": 1}),
+    "ppo": ("ppo", {"placement": FOUR, "kl": {"coefficient": 0.1}, "critic": {"warmup": 1}}),
+    "ppo, penalty in the loss": (
+        "ppo",
+        {"placement": FOUR, "kl": {"coefficient": 0.1, "place": "loss", "estimator": "k3"}, "ppo_epochs": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "lag"),
+    [(stage, lag) for stage in STAGES for lag in (0, 1, 2) if not (lag and STAGES[stage][1].get("stream_gradients"))],
+)
+def test_late_calls_change_no_bit(model: ModelSource, tmp_path: Path, stage: str, lag: int) -> None:
+    """Calls, stored answers, streams and scores, of every role, at moments drawn at random."""
+    kind, changes = STAGES[stage]
+    options = {**changes, **({"lag": {"steps": lag}} if lag else {})}
+    desk = Desk(tmp_path / "at once", recipe(model, kind, **options))
     outcome = desk.run()
+    LATE.clear()
     for seed in range(3):
-        other = Desk(tmp_path / f"{seed}", recipe(model, kind, seed=seed, lag={"steps": lag}))
+        other = Desk(tmp_path / f"{seed}", recipe(model, kind, seed=seed, **options))
         assert other.run().tokens == outcome.tokens
         assert all(torch.equal(value, weights(other)[name]) for name, value in weights(desk).items())
         assert told(other) == told(desk)
+    counts = Counter[str]()
+    for one in LATE:
+        counts.update(one.counts)
+    assert counts["calls"] > 20
+    assert counts["streams"] >= 15
+    assert counts["nothing"] > 10
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])

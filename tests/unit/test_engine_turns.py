@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from late_calls import Late
 from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, quiet, scalar
 from test_engine_training import Desk, stop_after
 
@@ -38,6 +39,7 @@ from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.tracing import StepReport, Trace
 
 SEEN = (7, 8, 9)
+LOSS_ESTIMATORS = ("k2", "k3", "k3-corrected")
 
 
 def sometimes(prompts: Sequence[Prompt], samples: Sequence[Trajectory]) -> list[tuple[int, ...] | None]:
@@ -140,8 +142,13 @@ def test_the_second_response_is_one_to_everything_before_it() -> None:
     assert fresh[mask].tolist() == pytest.approx(asked.column("behaviour_logprobs")[mask].tolist(), abs=1e-4)
 
 
-def test_no_loss_reads_what_was_observed() -> None:
-    recipe = talk()
+@pytest.mark.parametrize(
+    "kl",
+    [PPOKLConfig(coefficient=0.1), *(PPOKLConfig(coefficient=0.5, place="loss", estimator=e) for e in LOSS_ESTIMATORS)],
+    ids=lambda kl: f"{kl.estimator} in the {kl.place}",
+)
+def test_no_loss_reads_what_was_observed(kl: PPOKLConfig) -> None:
+    recipe = talk(kl=kl)
     recipe.step(0, quiet(0))
     ((_, batch),) = recipe._algorithm.credited  # type: ignore[attr-defined]
     for update in recipe._algorithm.updates(0):
@@ -160,7 +167,7 @@ def test_no_loss_reads_what_was_observed() -> None:
         assert gradient[~batch.response_mask].abs().max() == 0
         odd = {
             name: batch.column(name).masked_fill(~batch.response_mask, 3.5)
-            for name in ("advantages", "returns", "values", "behaviour_logprobs")
+            for name in ("advantages", "returns", "values", "behaviour_logprobs", "reference_logprobs")
         }
         other, altered = loss(batch.with_columns(**odd), given.masked_fill(~batch.response_mask, -9.0))
         assert other == pytest.approx(value, rel=1e-6)
@@ -221,6 +228,55 @@ def test_any_number_of_ranks_says_the_same(tmp_path: Path) -> None:
         recipe = talk(source, lambda role, pools=pools, one=one: pools.get(role, one), placement=placement)
         said.append([(sample.id, sample.tokens) for sample in told(recipe, 0)[1]])
     assert said[0] == said[1]
+
+
+def test_a_penalty_in_the_loss_is_of_the_policys_tokens_alone() -> None:
+    """Its value against the plain sum in float64, over two turns with a hole between them."""
+    recipe = talk(kl=PPOKLConfig(coefficient=0.5, place="loss", estimator="k3"))
+    recipe.step(0, quiet(0))
+    ((_, batch),) = recipe._algorithm.credited  # type: ignore[attr-defined]
+    update = next(u for u in recipe._algorithm.updates(1) if u.role == "policy")
+    objective: Any = update.objective(Totals.of(batch))
+    mask, old, anchor = batch.response_mask, batch.column("behaviour_logprobs"), batch.column("reference_logprobs")
+    moved = old + torch.linspace(-0.5, 0.5, len(mask))
+    found = objective(batch, Predictions(logprobs=moved)).sums["kl"]
+    gap = anchor[mask].double() - moved[mask].double()
+    assert float(found) == pytest.approx(float((gap.exp() - gap - 1).sum() / mask.sum()), rel=1e-5)
+    assert any(runs(part) == 2 for part in mask.split(list(batch.lengths)))
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_turns_ahead_in_pools_of_their_own_whatever_is_late(tmp_path: Path, lag: int) -> None:
+    """What was sampled ahead waits with its observations, over a stop as well; and nobody's delay changes a bit."""
+    folder = tmp_path / "model"
+    initial_model(TINY, TOKENIZER, 0).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    source = ModelSource(folder, "float32")
+    place = {"policy": {"cpus": 1}, "rollout": {"cpus": 1}, "critic": {"cpus": 1}, "reference": {"cpus": 1}}
+
+    def ahead(seed: int | None = None) -> OnPolicy:
+        pools = {}
+        for at, name in enumerate(place):
+            backend = InlineBackend(pool=name)
+            pools[name] = ResourcePool(backend)
+            if seed is not None:
+                Late(backend, seed + at)
+        return talk(source, pools.__getitem__, placement=place, lag={"steps": lag}, steps=4)
+
+    whole = Desk(tmp_path / "whole", ahead())
+    whole.run()
+    seen = [fact for fact in whole.facts if isinstance(fact, Sample)]
+    assert {sample.step: set(sample.versions) for sample in seen} == {k: {f"0.{max(0, k - lag)}"} for k in range(4)}
+    assert any(_seen_at(sample.tokens) for sample in seen if sample.step == 3)
+    for seed in range(3):
+        late = Desk(tmp_path / f"late {seed}", ahead(seed))
+        late.run()
+        assert all(torch.equal(value, late.weights()[name]) for name, value in whole.weights().items())
+    Desk(tmp_path / "cut", ahead(), orders=stop_after(2)).run()
+    rest = Desk(tmp_path / "cut", ahead(5))
+    rest.controller.resume(rest.latest())
+    rest.run()
+    assert all(torch.equal(value, rest.weights()[name]) for name, value in whole.weights().items())
 
 
 def test_an_algorithm_of_turns_needs_an_environment() -> None:
