@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from admission_policies import Few
 from late_calls import Late, LateScorer
 from safetensors.numpy import load_file
 from test_engine_training import PROMPTS, TINY, TOKENIZER, Desk, FixedScorer, even_tokens, stop_after
 from torch import Tensor
 
 from posttrain.domain.errors import BudgetExceededError, InputError, IntegrityError
-from posttrain.domain.facts import Metric, Sample
+from posttrain.domain.facts import Metric, Sample, Span
 from posttrain.domain.kinds import OWN, WRITTEN
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective
@@ -36,6 +37,7 @@ from posttrain.engine.recipes.algorithm import PROXIMAL
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
+from posttrain.pacing.admission import AdmissionPolicy
 
 APART = {"policy": {"cpus": 1}, "rollout": {"cpus": 1}}
 THREE = {**APART, "reference": {"cpus": 1}}
@@ -57,7 +59,12 @@ def rarely_right(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) 
 
 
 def recipe(
-    model: ModelSource, kind: str = "grpo", seed: int | None = None, scores: Any = even_tokens, **changes: Any
+    model: ModelSource,
+    kind: str = "grpo",
+    seed: int | None = None,
+    scores: Any = even_tokens,
+    admission: AdmissionPolicy | None = None,
+    **changes: Any,
 ) -> OnPolicy:
     """Of a stage whose calls are late where there is a seed."""
     options: dict[str, Any] = {
@@ -77,7 +84,7 @@ def recipe(
     critic = ScalarSource(model.folder, "float32") if kind == "ppo" else None
     roles = open_roles(config, model, 11, lambda role: pools.get(role, pools["policy"]), critic=critic)
     algorithm = named(spec.algorithm)(config)
-    return OnPolicy(config, algorithm, roles, PROMPTS, LateScorer(scores, seed), 11, phase=kind)
+    return OnPolicy(config, algorithm, roles, PROMPTS, LateScorer(scores, seed), 11, phase=kind, admission=admission)
 
 
 def weights(desk: Desk) -> dict[str, Tensor]:
@@ -126,6 +133,32 @@ def test_late_calls_change_no_bit(model: ModelSource, tmp_path: Path, stage: str
     assert counts["calls"] > 20
     assert counts["streams"] >= 15
     assert counts["nothing"] > 10
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dapo"])
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_another_admission_policy_drives_the_same_loop(model: ModelSource, tmp_path: Path, kind: str, lag: int) -> None:
+    """Two prompts at once: several calls for a batch, the same samples; over a stop and with late calls as well."""
+    options: dict[str, Any] = {"lag": {"steps": lag}} if lag else {}
+    few = {"admission": Few(lag, 2), **options}
+    desk = Desk(tmp_path / "few", recipe(model, kind, **few))
+    desk.run()
+    calls = [fact for fact in desk.facts if isinstance(fact, Span) and fact.name == "rollout"]
+    assert len(calls) > 5, "a batch of three prompts takes two calls at least"
+    if kind == "grpo":
+        all_at_once = Desk(tmp_path / "all", recipe(model, kind, **options))
+        all_at_once.run()
+        assert all(torch.equal(value, weights(desk)[name]) for name, value in weights(all_at_once).items())
+    Desk(tmp_path / "cut", recipe(model, kind, **few), orders=stop_after(2)).run()
+    rest = Desk(tmp_path / "cut", recipe(model, kind, seed=3, **few))
+    rest.controller.resume(rest.latest())
+    rest.run()
+    assert all(torch.equal(value, weights(rest)[name]) for name, value in weights(desk).items())
+
+
+def test_an_admission_policy_keeps_the_lag_of_its_stage(model: ModelSource) -> None:
+    with pytest.raises(InputError, match=r"Few must keep the lag of its stage \(1\), got 2"):
+        recipe(model, lag={"steps": 1}, admission=Few(2, 2))
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])

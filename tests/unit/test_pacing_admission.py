@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
+from admission_policies import Few
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.journal import Journal
-from posttrain.pacing.admission import Buffer, InOrder
+from posttrain.pacing.admission import AdmissionPolicy, Buffer, InOrder, Pace
 
 
 @dataclass
@@ -21,30 +23,31 @@ class World:
     prompts: int
     steps: int
     refills: int
+    most: int = 0  # prompts at once; 0: as many as a batch lacks
     buffer: Buffer[int] = field(init=False)
     step: int = 0  # trained next
     version: int = 0
     journal: Journal = field(default_factory=lambda: Journal(5, 7))
     rows: dict[int, int] = field(default_factory=dict)  # key → row of the data set
     running: list[int] = field(default_factory=list)
-    rounds: dict[int, int] = field(default_factory=dict)
     batch_of: dict[int, int] = field(default_factory=dict)
     version_of: dict[int, int] = field(default_factory=dict)
     trained: list[list[int]] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
+    again: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.buffer = Buffer(InOrder(self.lag), self.prompts, self.steps)
+        policy: AdmissionPolicy = Few(self.lag, self.most) if self.most else InOrder(self.lag)
+        self.buffer = Buffer(policy, self.prompts, self.steps, self.refills)
 
     def start(self) -> bool:
-        batch, count = self.buffer.policy.admit(self.buffer.pace(self.step, self.version))
-        if not count or self.running:
-            return False
-        if self.rounds.get(batch, 0) > self.refills:
-            self.buffer.give_up(batch)
-            return True
-        self.rounds[batch] = self.rounds.get(batch, 0) + 1
-        taken = self.journal.take(count)
+        before = self.buffer.pace(0, 0).given_up
+        admitted = None if self.running else self.buffer.admit(self.step, self.version)
+        if not admitted:
+            return before != self.buffer.pace(0, 0).given_up
+        self.again[admitted.batch] += admitted.again
+        batch = admitted.batch
+        taken = self.journal.take(admitted.count)
         self.rows |= dict(taken)
         keys = [key for key, _ in taken]
         self.buffer.start(keys, batch, self.version)
@@ -77,17 +80,18 @@ class World:
         """Between two steps, when nothing runs; another process goes on with what the checkpoint says."""
         if self.running:
             return False
-        held, given_up = self.buffer.ready(), self.buffer.pace(0, 0).given_up
+        held, given_up, rounds = self.buffer.ready(), self.buffer.pace(0, 0).given_up, self.buffer.rounds
+        gone = [self.batch_of[key] for key in self.dropped if self.batch_of[key] >= self.step]
         self.journal = Journal(5, 7, self.journal.consumed)
-        self.buffer = Buffer(InOrder(self.lag), self.prompts, self.steps)
-        self.buffer.restore(held, given_up, self.journal.consumed - 1)
+        self.buffer = Buffer(self.buffer.policy, self.prompts, self.steps, self.refills)
+        self.buffer.restore(held, given_up, self.journal.consumed - 1, gone, rounds)
         return True
 
     def publish(self) -> bool:
         """Only when nothing runs and nothing more may start: then a batch is of one version."""
         if self.version == self.step or self.running:
             return False
-        if self.buffer.policy.admit(self.buffer.pace(self.step, self.version))[1]:
+        if self.buffer.admit(self.step, self.version):
             return False
         self.version += 1
         return True
@@ -99,12 +103,13 @@ class World:
     prompts=st.integers(1, 4),
     steps=st.integers(1, 6),
     refills=st.integers(0, 2),
+    most=st.integers(0, 3),
     choices=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=300),
 )
 def test_whatever_the_schedule_a_batch_is_of_one_version_and_nothing_is_lost(
-    lag: int, prompts: int, steps: int, refills: int, choices: list[tuple[int, bool]]
+    lag: int, prompts: int, steps: int, refills: int, most: int, choices: list[tuple[int, bool]]
 ) -> None:
-    world = World(lag, prompts, steps, refills)
+    world = World(lag, prompts, steps, refills, most)
     schedule = iter(choices)
     for _ in range(10_000):
         if world.step == steps and not world.running:
@@ -125,6 +130,7 @@ def test_whatever_the_schedule_a_batch_is_of_one_version_and_nothing_is_lost(
     assert {*taken, *world.dropped, *left} == started == world.rows.keys(), "what was started is accounted for"
     undisturbed = Journal(5, 7).take(world.journal.consumed)
     assert world.rows == dict(undisturbed), "every row of the stream, in its place, once"
+    assert all(count <= refills for count in world.again.values())
     for step, batch in enumerate(world.trained):
         assert {world.version_of[key] for key in batch} <= {max(0, step - lag)}, "exact lag"
         assert batch == sorted(batch)
@@ -164,6 +170,15 @@ def test_a_batch_is_begun_when_the_one_before_is_whole() -> None:
     assert buffer.policy.admit(buffer.pace(0, 0)) == (1, 2)
 
 
+def test_a_policy_that_asks_for_more_than_there_is_place_for_is_refused() -> None:
+    class Greedy(Few):
+        def admit(self, pace: Pace) -> tuple[int, int]:
+            return pace.step, self.most
+
+    with pytest.raises(InputError, match=r"Greedy must admit what a batch lacks \(2 of batch 0\), got 3"):
+        Buffer[str](Greedy(0, 3), 2, 4).admit(0, 0)
+
+
 def test_what_waits_goes_on_from_where_it_was() -> None:
     buffer: Buffer[str] = Buffer(InOrder(1), 2, 4)
     buffer.start([0, 1], 1, 0)
@@ -171,7 +186,7 @@ def test_what_waits_goes_on_from_where_it_was() -> None:
     buffer.drop(1)
     buffer.give_up(1)
     again: Buffer[str] = Buffer(InOrder(1), 2, 4)
-    again.restore(buffer.ready(), buffer.pace(0, 0).given_up, 1)
+    again.restore(buffer.ready(), buffer.pace(0, 0).given_up, 1, [1])
     assert again.pace(1, 1) == buffer.pace(1, 1)
     assert again.policy.select(again.pace(1, 1)) == [0]
     with pytest.raises(InputError, match="started once"):

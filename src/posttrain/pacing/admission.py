@@ -4,14 +4,15 @@
 
     free ──start──▶ running ──complete──▶ ready ──take──▶ trained
       ▲                │
-      └──────drop──────┘        (its place is free at once; a batch that is given up goes without)
+      └──────drop──────┘        (its place is free at once, for so many rounds; then the batch goes without)
 
 A batch is what one step trains. Nothing here knows tokens, weights or time, so any schedule can be tried in a test.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar, final
 
@@ -52,8 +53,18 @@ class Pace:
         return self.filled(batch) == self.prompts and all(e.ready for e in self.held if e.batch == batch)
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Prompts that may start now: `Admitted(batch=12, count=3, again=True)`."""
+
+    batch: int
+    count: int
+    again: bool  # in place of others that were dropped
+
+
 class AdmissionPolicy(Protocol):
-    """Decides by where a stage stands, and by nothing else."""
+    """Decides by where a stage stands, and by nothing else. A prompt is of one batch from its beginning."""
 
     @property
     def lag(self) -> int:
@@ -106,6 +117,7 @@ class Buffer(Generic[T]):
         policy: what may start and what is trained.
         prompts: groups of a batch.
         steps: of the stage.
+        refills: rounds in which dropped groups of a batch are replaced, at the most.
 
     Every key is started once, and then trained once or dropped once.
     """
@@ -113,16 +125,38 @@ class Buffer(Generic[T]):
     policy: AdmissionPolicy
     prompts: int
     steps: int
+    refills: int = 0
     _entries: dict[int, Entry] = field(default_factory=dict)
     _values: dict[int, T] = field(default_factory=dict)
     _given_up: list[int] = field(default_factory=list)
     _newest: int = -1  # key that was started
+    _begun: Counter[int] = field(default_factory=Counter)  # prompts of each batch, dropped ones too
+    _rounds: Counter[int] = field(default_factory=Counter)  # in which dropped ones of a batch were replaced
 
     def pace(self, step: int, version: int) -> Pace:
         """For the policy."""
         return Pace(step, version, self.steps, self.prompts, tuple(self._entries.values()), tuple(self._given_up))
 
-    def start(self, keys: Iterable[int], batch: int, version: int) -> None:
+    def admit(self, step: int, version: int) -> Admitted | None:
+        """What may start now; a batch that had all its rounds is given up before.
+
+        Raises:
+            InputError: the policy asks for more than a batch has places.
+        """
+        while True:
+            pace = self.pace(step, version)
+            batch, count = self.policy.admit(pace)
+            if count > (free := self.prompts - pace.filled(batch)):
+                name = type(self.policy).__name__
+                raise InputError(f"{name} must admit what a batch lacks ({free} of batch {batch}), got {count}")
+            if not count:
+                return None
+            again = self._begun[batch] + count > self.prompts
+            if not again or self._rounds[batch] < self.refills:
+                return Admitted(batch, count, again)
+            self.give_up(batch)
+
+    def start(self, keys: Sequence[int], batch: int, version: int) -> None:
         """These prompts are being sampled.
 
         Raises:
@@ -134,6 +168,8 @@ class Buffer(Generic[T]):
             if len(self._entries) >= self.policy.capacity(self.prompts):
                 raise InputError(f"the buffer must hold at most {len(self._entries)} groups, got prompt {key} besides")
             self._entries[key], self._newest = Entry(key, batch, version), key
+        self._begun[batch] += len(keys)
+        self._rounds[batch] += self._begun[batch] > self.prompts
 
     def complete(self, key: int, value: T) -> None:
         """A group is sampled and scored.
@@ -171,21 +207,44 @@ class Buffer(Generic[T]):
     def trained(self, step: int) -> None:
         """A step is done: nobody asks for its empty places again."""
         self._given_up = [batch for batch in self._given_up if batch > step]
+        for counts in (self._begun, self._rounds):
+            counts.pop(step, None)
 
     def ready(self) -> list[tuple[Entry, T]]:
         """What a checkpoint holds, in the order of the stream."""
         return [(self._entries[key], self._values[key]) for key in sorted(self._values)]
 
-    def restore(self, held: Iterable[tuple[Entry, T]], given_up: Sequence[int], newest: int) -> None:
-        """Go on with what a checkpoint held."""
+    @property
+    def rounds(self) -> Mapping[int, int]:
+        """In which dropped groups were replaced, by batch."""
+        return {batch: count for batch, count in self._rounds.items() if count}
+
+    def restore(
+        self,
+        held: Iterable[tuple[Entry, T]],
+        given_up: Sequence[int],
+        newest: int,
+        dropped: Iterable[int] = (),
+        rounds: Mapping[int, int] | None = None,
+    ) -> None:
+        """Go on with what a checkpoint held.
+
+        Args:
+            newest: key that was started.
+            dropped: the batch of every group that was.
+            rounds: see the property.
+        """
         for entry, value in held:
             self._entries[entry.key], self._values[entry.key] = entry, value
         self._given_up, self._newest = list(given_up), newest
+        self._begun = Counter([*(entry.batch for entry in self._entries.values()), *dropped])
+        self._rounds = Counter(rounds or {})
 
     def copied(self) -> Buffer[T]:
         """As it stands, for whoever goes back to it."""
         kept = dict(self._entries), dict(self._values), list(self._given_up)
-        return Buffer(self.policy, self.prompts, self.steps, *kept, self._newest)
+        counts = Counter(self._begun), Counter(self._rounds)
+        return Buffer(self.policy, self.prompts, self.steps, self.refills, *kept, self._newest, *counts)
 
     def _running(self, key: int) -> Entry:
         entry = self._entries.get(key)

@@ -43,7 +43,6 @@ Ask = Callable[[int, int], bool]  # tokens spent here, and those that may be: wh
 class _Standing:
     buffer: Buffer[ScoredGroup]
     dropped: dict[int, list[tuple[ScoredGroup, str]]]
-    rounds: dict[int, int]
 
 
 @final
@@ -78,7 +77,6 @@ class Collector:
     spent: int = 0  # tokens, since the last `mark`
     counts: Counter[str] = field(default_factory=Counter)  # of the rollout's engine since then, see `RolloutEngine`
     dropped: dict[int, list[tuple[ScoredGroup, str]]] = field(default_factory=dict)  # by batch, each with the reason
-    _rounds: dict[int, int] = field(default_factory=dict)  # times that a batch was asked for
     _running: Incoming | None = None
     _marked: _Standing | None = None
     _taken: list[ScoredGroup] = field(default_factory=list)  # by the step that goes on
@@ -99,7 +97,6 @@ class Collector:
                 raise InputError(f"policy version {self.version} may not sample batch {step}; publish newer weights")
         self._taken = groups = self.buffer.take(keys)
         self.buffer.trained(step)
-        self._rounds.pop(step, None)
         self._begin(step + 1, trace, reserve)
         return groups
 
@@ -126,13 +123,13 @@ class Collector:
         """A step begins."""
         self.spent, self.counts = 0, Counter()
         dropped = {batch: list(found) for batch, found in self.dropped.items()}
-        self._marked = _Standing(self.buffer.copied(), dropped, dict(self._rounds))
+        self._marked = _Standing(self.buffer.copied(), dropped)
 
     def rewind(self) -> None:
         """Forget what was sampled since `mark`; nothing runs."""
         assert self._marked is not None
         self._taken = []
-        self.buffer, self.dropped, self._rounds = self._marked.buffer, self._marked.dropped, self._marked.rounds
+        self.buffer, self.dropped = self._marked.buffer, self._marked.dropped
 
     def lacking(self, step: int) -> int:
         """Prompts that a step may train on besides."""
@@ -148,7 +145,7 @@ class Collector:
             return {}
         held = [Held(entry.key, entry.batch, entry.version, group) for entry, group in self.buffer.ready()]
         held += [Held(g.group.key, batch, 0, g, why) for batch, found in self.dropped.items() for g, why in found]
-        return write_held(path, held, self.buffer.pace(0, 0).given_up, self._rounds)
+        return write_held(path, held, self.buffer.pace(0, 0).given_up, self.buffer.rounds)
 
     def restore(self, path: Path) -> None:
         """Go on with what a checkpoint held.
@@ -158,9 +155,10 @@ class Collector:
         """
         if not self.buffer.policy.lag:
             return
-        held, given_up, self._rounds = read_held(path, lambda key: self.prompts[self.journal.row(key)])
+        held, given_up, rounds = read_held(path, lambda key: self.prompts[self.journal.row(key)])
         waiting = [(one.entry, one.group) for one in held if not one.dropped]
-        self.buffer.restore(waiting, given_up, self.journal.consumed - 1)
+        gone = [one.entry.batch for one in held if one.dropped]
+        self.buffer.restore(waiting, given_up, self.journal.consumed - 1, gone, rounds)
         for one in held:
             if one.dropped:
                 self.dropped.setdefault(one.batch, []).append((one.group, one.dropped))
@@ -176,20 +174,13 @@ class Collector:
     def _begin(self, step: int, trace: Trace, reserve: Ask) -> None:
         """Start what may start, unless something runs."""
         source = self.algorithm.source
-        batch, count = self.buffer.policy.admit(self._pace(step))
-        while self._running is None and count:
-            again = self._rounds.get(batch, 0)
-            if again > source.refills:
-                self.buffer.give_up(batch)
-                batch, count = self.buffer.policy.admit(self._pace(step))
-                continue
-            if again:
+        if self._running is None and (admitted := self.buffer.admit(step, self.version)):
+            if admitted.again:
                 rows = self.journal.peek(self.missing(step))  # it, and what is begun after it
                 more = sum(source.sampling(len(self.prompts[row].tokens)) for row in rows)
                 if not reserve(self.spent, more):
                     return  # the next step, which lacks it, is refused before it begins
-            self._rounds[batch] = again + 1
-            self._running = self._sampling(batch, count)
+            self._running = self._sampling(admitted.batch, admitted.count)
 
     def _sampling(self, batch: int, count: int) -> Incoming:
         source, taken, scorer = self.algorithm.source, self.journal.take(count), self.scorer

@@ -47,7 +47,7 @@ def write_held(
 
     Args:
         given_up: the batch of every place that stays empty.
-        rounds: batch → times that it was asked for.
+        rounds: batch → times that dropped groups of it were replaced.
     """
     segments = [segment for one in held for segment, again in _segments(one.group) if not again]
     none = np.zeros(0, dtype=np.float32)

@@ -34,7 +34,7 @@ from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.scoring import Scorer
 from posttrain.engine.tracing import SampleTracer, StepReport, Trace
 from posttrain.engine.weights.view import PolicyVersion
-from posttrain.pacing.admission import Buffer, InOrder
+from posttrain.pacing.admission import AdmissionPolicy, Buffer, InOrder
 
 
 class OnPolicy:
@@ -51,6 +51,7 @@ class OnPolicy:
         phase: what its progress is called.
         text: what a response says, for traces; by default as the scorer reads it.
         environment: what is observed between two responses, where the algorithm samples several.
+        admission: which prompts may be sampled when; by default batch after batch, with the exact lag of the stage.
 
     Raises:
         InputError: the algorithm needs a role or an environment that is not there.
@@ -69,6 +70,7 @@ class OnPolicy:
         phase: str = "train",
         text: Callable[[Trajectory], str] | None = None,
         environment: Environment | None = None,
+        admission: AdmissionPolicy | None = None,
     ) -> None:
         self.phase, self.steps, self.roles = phase, config.steps, roles
         self.journal = Journal(len(prompts), seed)
@@ -92,10 +94,15 @@ class OnPolicy:
                 f"{type(algorithm).__name__} must require {PROXIMAL.name} for the correction {own.lag.correction}, got "
                 "an algorithm without; take correction: bypass, or require it"
             )
-        buffer: Buffer[ScoredGroup] = Buffer(InOrder(lag), algorithm.source.prompts, config.steps)
-        turns = algorithm.source.turns
-        if turns > 1 and environment is None:
-            raise InputError(f"{type(algorithm).__name__} samples {turns} turns, got no environment; give it one")
+        policy = admission or InOrder(lag)
+        if policy.lag != lag:
+            raise InputError(f"{type(policy).__name__} must keep the lag of its stage ({lag}), got {policy.lag}")
+        source = algorithm.source
+        buffer: Buffer[ScoredGroup] = Buffer(policy, source.prompts, config.steps, source.refills)
+        if source.turns > 1 and environment is None:
+            raise InputError(
+                f"{type(algorithm).__name__} samples {source.turns} turns, got no environment; give it one"
+            )
         told = self._offer if algorithm.groupwise else _untold
         words = algorithm, roles, prompts, scorer, seed, self.journal, buffer, environment
         self._ahead = Collector(*words, kept=told, watch=self._watch)
