@@ -156,6 +156,8 @@ VALUES: dict[str, Any] = {
     "runtime.activation_checkpointing": True,
     "runtime.kv_cache": "4MiB",
     "runtime.object_store": "1GiB",
+    "runtime.start_timeout": 3600.0,
+    "runtime.call_timeout": 7200.0,
 }
 APART = {"policy": {"cpus": 1}, "rollout": {"cpus": 1}}
 ALONE: dict[str, dict[str, Any]] = {"turns": {"observation_tokens": 1}, "observation_tokens": {"turns": 2}}
@@ -176,7 +178,7 @@ OWN_FIELDS: dict[str, tuple[str, ...]] = {
 # In the plan only: where and how large, which a result does not depend on but for rounding.
 PLANNED = ("epochs", "placement", "lag", "runtime.sequence_parallel", "runtime.ray_address",
            "runtime.micro_batch_tokens", "runtime.activation_checkpointing", "runtime.kv_cache",
-           "runtime.object_store")  # fmt: skip
+           "runtime.object_store", "runtime.start_timeout", "runtime.call_timeout")  # fmt: skip
 UNMOVED: dict[str, str] = {
     "runtime.device=cpu": "auto is cpu where there is no GPU",
     "runtime.device=cuda": "needs a GPU; the gpu tests compare it with the CPU",

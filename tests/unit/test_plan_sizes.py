@@ -16,6 +16,7 @@ from posttrain.domain.contracts import Load
 from posttrain.domain.identity import deciding
 from posttrain.execution.machine import Gpu, Machine
 from posttrain.execution.trainers.native import NativeTrainer
+from posttrain.planner.deadlines import loading, too_much_to_load
 from posttrain.planner.residency import Shape, resident
 from posttrain.planner.sizes import Room, Settled, settle
 
@@ -119,6 +120,48 @@ def test_long_answers_and_large_weights_have_time_and_room() -> None:
     )
 
 
+def test_deadlines_grow_with_what_is_read_and_sampled() -> None:
+    whole = 2 * shape().parameters
+    together = settled(load("grpo", **LONG, reward="exact", placement=TOGETHER))
+    assert size(together, "start_timeout") == pytest.approx(10 * 8 * whole / 2**30, abs=0.1)
+    assert size(together, "call_timeout") == 3600, "eight ranks sample 320,000 tokens each"
+    few = settled(load("grpo", **LONG, reward="exact", placement={"policy": {"gpus": 7}, "rollout": {"gpus": 1}}))
+    assert size(few, "call_timeout") == pytest.approx(0.01 * 256 * 10_000), "all of them on one"
+    assert size(few, "start_timeout") == pytest.approx(10 * 7 * whole / 2**30, abs=0.1)
+    tiny = settled(load("sft", placement={"collocated": {"cpus": 2, "ranks": 2}}), machine=Machine(8, 2**36))
+    assert (size(tiny, "start_timeout"), size(tiny, "call_timeout")) == (
+        pytest.approx(10 * 2 * 2 * whole / 2**30, abs=0.1),
+        3600,
+    )
+    given = {"start_timeout": "20m", "call_timeout": 90}
+    written = settled(load("grpo", **LONG, reward="exact", placement=TOGETHER, runtime=given))
+    assert (size(written, "start_timeout"), size(written, "call_timeout")) == (1200, 90)
+    assert not any(one.chosen for one in written.sizes if one.name.endswith("l_timeout"))
+    alone = settled(load("sft"), machine=Machine(8, 2**36))
+    assert "start_timeout" not in alone.values(), "nobody starts"
+    assert alone.load.start_timeout is not None
+
+
+def test_ranks_that_load_side_by_side_need_the_machines_memory() -> None:
+    of = load("sft", placement=TOGETHER)
+    shapes = {"policy": shape()}
+    whole = 2 * shape().parameters
+    assert list(loading(of, shapes, gpu_there=True)) == [("policy", 8, whole)]
+    assert too_much_to_load(of, shapes, 8 * whole, gpu_there=True) == []
+    [line] = too_much_to_load(of, shapes, 64 * 2**30, gpu_there=True)
+    assert line == (
+        "memory: 8 ranks of policy read their model into this machine's memory side by side, 8 × 14.2 GiB, it has "
+        "64.0 GiB; use fewer ranks on one machine, or dtype bfloat16"
+    )
+    assert too_much_to_load(of, shapes, None, gpu_there=True) == []
+    apart = load("grpo", **LONG, reward="exact", placement=APART, kl={"coefficient": 0.1})
+    found = {role: ranks for role, ranks, _ in loading(apart, dict.fromkeys(apart.roles, shape()), gpu_there=True)}
+    assert found == {"policy": 4, "rollout": 4, "reference": 4}
+    assert not [
+        role for role, *_ in loading(load("grpo", reward="r", placement={}), {"rollout": shape()}, gpu_there=True)
+    ], "a rollout beside its policy reads the weights where they are"
+
+
 def test_what_is_written_is_taken_and_the_rest_is_chosen_around_it() -> None:
     found = settled(load("sft", placement=TOGETHER, runtime={"activation_checkpointing": False}))
     assert size(found, "activation_checkpointing") == 0.0
@@ -220,7 +263,10 @@ def test_plan_shows_the_arithmetic_of_every_default(world: World, machine: list[
     sizes = {size["name"]: size for size in planned[2]["sizes"]}
     assert set(sizes) == {
         *("micro_batch_tokens", "activation_checkpointing", "kv_cache", "object_store", "reward_timeout"),
+        *("start_timeout", "call_timeout"),
     }
+    assert "start_timeout: 1040.1 s: 5 min, or 10 s for each GiB of 8 × 13.0 GiB (policy)" in shown
+    assert "call_timeout: 3600 s: 1 h, or 10 ms for each of the 320000 tokens of a rank's longest call" in shown
     assert all(size["chosen"] and size["why"] for size in sizes.values())
     assert "sizes" not in planned[0]  # a model from nothing has none to choose
     peaks = {stage["name"]: stage["residency"]["peaks"] for stage in planned[1:]}
@@ -248,6 +294,8 @@ def test_plan_shows_the_arithmetic_of_every_default(world: World, machine: list[
         ),
         ("placement: {collocated: {gpus: 8}}, runtime: {object_store: -1}", ("runtime.object_store",)),
         ("runtime: {ray_address: 'h:1', object_store: 8GiB}", ("object_store is of a cluster that the job starts",)),
+        ("runtime: {call_timeout: 0.2}", ("runtime.call_timeout", "at least 1")),
+        ("runtime: {start_timeout: soon}", ("runtime.start_timeout", "soon")),
         ("reward_timeout: soon", ("reward_timeout", "soon")),
         ("runtime: {activation_checkpointing: maybe}", ("activation_checkpointing", "maybe")),
     ],

@@ -14,13 +14,20 @@ import pytest
 from checkpoints import latest_checkpoint
 from test_train_job import ROWS, TINY, Shop, model_digest, run
 
-from posttrain.domain.errors import FailureClass
-from posttrain.domain.facts import Note, Progress
+from posttrain.domain.errors import FailureClass, JobFailedError
+from posttrain.domain.facts import Metric, Note, Progress
 from posttrain.domain.jobs import InputBlob, JobResult
+from posttrain.engine.groups.pool import Deadlines
+from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.loop import controller, from_rows
 from posttrain.engine.loop.controller import Order
+from posttrain.engine.models.initial import character_tokenizer, initial_model
+from posttrain.engine.models.language_model import adopt_module
+from posttrain.engine.rollout import worker
+from posttrain.engine.rollout.batches import PromptBatch
+from posttrain.engine.rollout.port import SamplingParams
 from posttrain.jobs import entry
-from posttrain.jobs.bodies import init_model, rewards, training
+from posttrain.jobs.bodies import init_model, pools, rewards, training
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.trees import put_tree
 
@@ -89,6 +96,58 @@ class TestReward:
         result = run(shop.grpo("broken"))
         refused(result, FailureClass.BAD_INPUT, "ZeroDivisionError")
         assert result.tokens == 0
+
+
+class TestDeadlines:
+    def test_workers_calls_and_engines_have_the_time_that_the_stage_gives(
+        self, shop: Shop, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        opened, asked = watched(monkeypatch, pools, "ResourcePool"), watched(monkeypatch, worker, "answers")
+        waits = {"start_timeout": "20m", "call_timeout": 7777}
+        assert run(shop.grpo("waits", params={"steps": 1, "runtime": waits})).status == "succeeded"
+        assert [named["deadlines"] for _, named in opened] == [Deadlines(1200.0, 7777.0)]
+        assert {words[3] for words, _ in asked} == {7777.0}
+
+    def test_what_is_left_open_is_chosen_and_told(self, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+        opened = watched(monkeypatch, pools, "ResourcePool")
+        attempt = shop.grpo("usual", params={"steps": 1})
+        assert run(attempt).status == "succeeded"
+        assert [named["deadlines"] for _, named in opened] == [Deadlines(300.0, 3600.0)]
+        told = [fact.values for fact in attempt.facts()[0] if isinstance(fact, Metric)]
+        assert told[0]["sizes/call_timeout"] == 3600.0
+
+    def test_an_engine_that_says_nothing_is_given_up_when_its_time_is_over(self) -> None:
+        class Mute:
+            name, context_length = "mute", 64
+
+            def counts(self) -> dict[str, int]:
+                return {}
+
+            def submit(self, work: Any) -> None:
+                """Takes it."""
+
+            def completed(self, seconds: float) -> list[Any]:
+                return []
+
+            def abort(self, ids: Any) -> None:
+                """As asked."""
+
+            def views(self) -> None:
+                return None
+
+            def pause(self) -> None:
+                """As asked."""
+
+            update = resume = lambda self, *words: None
+
+        model = adopt_module(initial_model(TINY, character_tokenizer("ab"), 0))
+        context = RankContext()
+        context.lend(model)
+        mute: Any = Mute()
+        role = worker.RolloutWorker(context, None, mute, patience=0.01)
+        drawn = SamplingParams(max_new_tokens=4)
+        with pytest.raises(JobFailedError, match=r"mute must answer every sample, got none in 0\.01 s with 2 waiting"):
+            list(role.stream(PromptBatch(((1, 2),), (0,)), drawn, 2))
 
 
 class TestProbe:

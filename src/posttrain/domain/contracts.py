@@ -42,6 +42,8 @@ class Load:
     kv_cache: int | None = None  # bytes of one rollout rank; None: chosen
     object_store: int | None = None  # bytes; None: chosen
     reward_timeout: float | None = None  # seconds; None: chosen
+    start_timeout: float | None = None  # seconds; None: chosen
+    call_timeout: float | None = None  # seconds; None: chosen
     scored: bool = False  # by a reward function
     lag: int = 0  # steps that it samples ahead of training
     streams: bool = False  # gradients are summed while other groups of the step are sampled

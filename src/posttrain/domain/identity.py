@@ -14,7 +14,9 @@ from posttrain.domain.jobs import InputBlob
 from posttrain.domain.manifest import NAMED
 
 _UNDECIDING = frozenset({"placement"})
-_UNDECIDING_RUNTIME = frozenset({"checkpoint_every", "object_store", "ray_address", "stall_after"})
+_UNDECIDING_RUNTIME = frozenset(
+    {"call_timeout", "checkpoint_every", "object_store", "ray_address", "stall_after", "start_timeout"}
+)
 _UNDECIDING_META = frozenset({"source", NAMED})  # what errors call a file, and a person a model
 
 

@@ -81,7 +81,10 @@ def open_roles(
     source = model if isinstance(model, ModelSource) else None
     cache = None if config.runtime.kv_cache == "auto" else config.runtime.kv_cache
     home = pool_of("rollout").by_rank()
-    rollout = home.start("rollout", RolloutWorker, source, engine, kv_cache=cache, reads_text=bool(stop))
+    patience = home.deadlines.call
+    rollout = home.start(
+        "rollout", RolloutWorker, source, engine, kv_cache=cache, reads_text=bool(stop), patience=patience
+    )
     if critic is not None and isinstance(config, PPOConfig):
         learners["critic"] = pool_of("critic").start(
             "critic",

@@ -42,6 +42,8 @@ def load_of(kind: str, config: object) -> Load | None:
         kv_cache=_written(runtime.kv_cache),
         object_store=_written(runtime.object_store),
         reward_timeout=_written(sampled.reward_timeout) if sampled and scored else None,
+        start_timeout=_written(runtime.start_timeout),
+        call_timeout=_written(runtime.call_timeout),
         scored=scored,
         lag=config.lag.steps if isinstance(config, OnPolicyConfig) and config.lag else 0,
         streams=isinstance(config, OnPolicyConfig) and config.stream_gradients,

@@ -5,10 +5,17 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from posttrain.domain.amounts import Amount, ParsedAmount
-from posttrain.domain.durations import StallAfter
+from posttrain.domain.durations import LONGEST, StallAfter, parse_duration
 from posttrain.domain.stop_strings import stop_fault
 from posttrain.domain.validation import Frozen
 
@@ -28,6 +35,7 @@ Few = Annotated[int, Field(ge=1, le=10**5)]  # layers, heads, threads, ranks
 Memory = Annotated[Amount | Literal["auto"], ParsedAmount]  # bytes
 Worth = Annotated[float, Field(ge=-1e9, le=1e9)]  # of a response to a reward
 Seconds = Annotated[float, Field(gt=0, le=MOST_TIMEOUT)]
+Timeout = Annotated[float, Field(ge=1, le=LONGEST), BeforeValidator(parse_duration)] | Literal["auto"]
 Temperature = Annotated[float, Field(gt=0, le=1000)]
 SuiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]  # a part of metrics' names
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/@+-]*$")]
@@ -89,7 +97,8 @@ class InferenceRuntimeConfig(Frozen):
     def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Without what is left to others: equal requests have equal digests, also beside releases that knew less."""
         said: dict[str, Any] = handler(self)
-        left = {"stall_after": None, "kv_cache": "auto", "object_store": "auto"}
+        unsaid = ("kv_cache", "object_store", "start_timeout", "call_timeout")
+        left: dict[str, Any] = {"stall_after": None, **dict.fromkeys(unsaid, "auto")}
         return {name: value for name, value in said.items() if name not in left or value != left[name]}
 
 
@@ -107,6 +116,9 @@ class RuntimeConfig(InferenceRuntimeConfig):
     # bytes of shared memory of a Ray cluster that the job starts; auto: a tenth of the machine's, at most 8 GiB, or
     # twice the weights that go to rollouts where that is more
     object_store: Memory = "auto"
+    # seconds for a role's ranks to be there with their model, and for one call of theirs (`planner.deadlines`)
+    start_timeout: Timeout = "auto"
+    call_timeout: Timeout = "auto"
 
     @model_validator(mode="after")
     def _one_cluster(self) -> Self:

@@ -1,4 +1,4 @@
-"""What `auto` comes to: micro-batches, activation checkpointing, key-value cache, object store, reward time-out.
+"""What `auto` comes to: micro-batches, activation checkpointing, key-value cache, object store, time-outs.
 
 Pure arithmetic over `residency`, and the only place that chooses: a plan asks it of the machine that it is made on, the
 job of the machine that it runs on. What is written in run.yaml is taken as it is; the rest is chosen so that every
@@ -15,6 +15,7 @@ object_store            a tenth of the machine's memory, at most 8 GiB; twice th
                         version before goes late) and a teacher's likeliest tokens of a step, where that is more, at
                         most three tenths of the memory
 reward_timeout          10 s, or 20 µs for each token that a batch of responses may hold, where that is more
+start_, call_timeout    see `deadlines`
 ======================  ================================================================================================
 
 A cluster that is named cannot be looked at before the job asks it: the memory of its GPUs is what their `kind` has.
@@ -27,6 +28,7 @@ from dataclasses import dataclass, replace
 
 from posttrain.domain.contracts import Load
 from posttrain.domain.placement import Pool
+from posttrain.planner.deadlines import deadlines
 from posttrain.planner.feasibility import gib
 from posttrain.planner.residency import (
     KV_PAGE,
@@ -39,6 +41,7 @@ from posttrain.planner.residency import (
     shared_weights,
     width_of,
 )
+from posttrain.planner.size import Size
 
 LEAST_TOKENS = 1024  # of a micro-batch that is chosen
 _GIB = 2**30
@@ -61,24 +64,6 @@ class Room:
     gpu: int | None = None  # bytes of the smallest GPU; None: there is none, or nobody knows
     memory: int | None = None  # bytes of the machine
     gpu_there: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """One setting of a stage: `Size("kv_cache", 44023414784, "bytes", True, "…")`."""
-
-    name: str  # as in run.yaml
-    value: float
-    unit: str  # tokens | switch | bytes | seconds
-    chosen: bool  # else it was written
-    why: str  # its arithmetic
-
-    @property
-    def said(self) -> str:
-        """As a person reads it: `16384 tokens`, `on`, `41.0 GiB`, `51.2 s`."""
-        if self.unit == "switch":
-            return "on" if self.value else "off"
-        return gib(int(self.value)) if self.unit == "bytes" else f"{self.value:g} {self.unit.replace('seconds', 's')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +93,8 @@ def settle(
     stage = _Stage(load, shapes, room)
     sizes: list[Size] = []
     short = ""
-    if any(role in load.roles for role in ("policy", "critic", "reward_model")):
+    trains = any(role in load.roles for role in ("policy", "critic", "reward_model"))
+    if trains:
         chosen = stage.micro_batches(prompt_tokens)
         sizes += chosen.sizes
         load, short = chosen.load, chosen.short
@@ -121,7 +107,13 @@ def settle(
         load = replace(load, object_store=int(store.value))
     if timeout is not None:
         load = replace(load, reward_timeout=timeout.value)
-    return Settled(load, (*sizes, *filter(None, (store, timeout))), short)
+    waits: tuple[Size, ...] = ()
+    if trains:
+        start, call = deadlines(load, shapes, gpu_there=room.gpu_there)
+        load = replace(load, start_timeout=start.value, call_timeout=call.value)
+        alone = load.placement.is_inline and load.ray_address is None
+        waits = tuple(size for size in (start, call) if not alone or not size.chosen or size is call)
+    return Settled(load, (*sizes, *filter(None, (store, timeout)), *waits), short)
 
 
 def unknown_kinds(load: Load) -> list[str]:

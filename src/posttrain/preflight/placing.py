@@ -19,10 +19,12 @@ from posttrain.domain.placement import NAMED_MODELS
 from posttrain.domain.runspec import RunSpec
 from posttrain.execution.machine import Machine, room_of, this_machine
 from posttrain.execution.trainers.native import gpu_visible
+from posttrain.planner.deadlines import too_much_to_load
 from posttrain.planner.fallbacks import expected
 from posttrain.planner.feasibility import gib, infeasible, too_large, unfit
 from posttrain.planner.residency import Residency, Shape, resident
-from posttrain.planner.sizes import Room, Settled, Size, settle, unknown_kinds
+from posttrain.planner.size import Size
+from posttrain.planner.sizes import Room, Settled, settle, unknown_kinds
 from posttrain.preflight.datasets import Dataset
 from posttrain.preflight.fitting import model_files, origin, word_of
 from posttrain.preflight.lengths import Lengths
@@ -77,6 +79,7 @@ def refuse_infeasible(
             settled = settle(load, shapes, room_of(machine))
             peaks = stage_residency(settled.load, shapes, machine).peaks
             found += too_large(peaks, device=machine.gpu_memory, machine=machine.memory)
+            found += too_much_to_load(load, shapes, machine.memory, gpu_there=bool(machine.gpus))
             found += [settled.short] if settled.short else []
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""

@@ -12,7 +12,7 @@ from posttrain.domain.passes import Passes
 from posttrain.domain.records import RunRecord
 from posttrain.planner.estimate import Estimate
 from posttrain.planner.residency import Residency
-from posttrain.planner.sizes import Size
+from posttrain.planner.size import Size
 
 _INPUT = ("slot", "name", "digest")
 

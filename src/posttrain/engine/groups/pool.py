@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Concatenate, ParamSpec, TypeVar, final
 
@@ -16,8 +17,17 @@ from posttrain.pacing.balancing import TOKENS, CostModel
 W = TypeVar("W")
 P = ParamSpec("P")
 
-CALL_SECONDS = 3600.0  # a call nobody gave a deadline of its own; long contexts on many ranks take minutes
-START_SECONDS = 300.0  # a process, its imports, its model
+
+@final
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds that a pool gives its workers."""
+
+    start: float = 300.0  # to be constructed: a process, its imports, its model
+    call: float = 3600.0  # for a call nobody gave a deadline of its own
+
+
+DEADLINES = Deadlines()
 
 
 @final
@@ -29,6 +39,7 @@ class ResourcePool:
         recorder: told of every call.
         costs: what an item costs; batches are split by it.
         sequence_parallel: consecutive ranks that work on one shard together.
+        deadlines: how long what is asked here may take.
 
     Raises:
         InputError: ranks that cannot be divided by `sequence_parallel`.
@@ -41,11 +52,13 @@ class ResourcePool:
         *,
         costs: CostModel = TOKENS,
         sequence_parallel: int = 1,
+        deadlines: Deadlines = DEADLINES,
     ) -> None:
         if sequence_parallel < 1 or backend.ranks % sequence_parallel:
             raise InputError(f"sequence_parallel must divide the pool's {backend.ranks} ranks, got {sequence_parallel}")
         self._backend, self._costs, self._sequence_parallel = backend, costs, sequence_parallel
         self._recorder = recorder or Recorder()
+        self.deadlines = deadlines
 
     @property
     def ranks(self) -> int:
@@ -69,14 +82,14 @@ class ResourcePool:
         Raises:
             Exception: whatever a constructor raised, with role and rank.
         """
-        self._backend.start(role, worker, args, kwargs, START_SECONDS)
+        self._backend.start(role, worker, args, kwargs, self.deadlines.start)
         return WorkerGroup(
-            GroupHandle(role, self._backend, self._recorder, self._costs, CALL_SECONDS, self._sequence_parallel)
+            GroupHandle(role, self._backend, self._recorder, self._costs, self.deadlines.call, self._sequence_parallel)
         )
 
     def by_rank(self) -> ResourcePool:
         """The same processes for roles whose ranks each take a shard of their own, whatever others share."""
-        return ResourcePool(self._backend, self._recorder, costs=self._costs)
+        return ResourcePool(self._backend, self._recorder, costs=self._costs, deadlines=self.deadlines)
 
     def close(self) -> None:
         """End every worker and free the devices."""

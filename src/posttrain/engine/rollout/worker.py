@@ -14,7 +14,7 @@ from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.loading import load_tokenizer
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.rollout.batches import PromptBatch, Rollouts
-from posttrain.engine.rollout.generating import answers, generate, plan_generations
+from posttrain.engine.rollout.generating import PATIENCE, answers, generate, plan_generations
 from posttrain.engine.rollout.opening import decoding_fallbacks, open_rollout
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
 from posttrain.engine.rollout.stopping import StopStrings
@@ -34,6 +34,7 @@ class RolloutWorker:
         source: where it loads a copy of its own from, where no model is lent; its tokenizer, for stop strings.
         engine: instead of the one that fits the model, in the controller's process.
         kv_cache: bytes that keys and values may take; None: not bounded.
+        patience: seconds without any answer after which its engine is given up.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class RolloutWorker:
         *,
         kv_cache: int | None = None,
         reads_text: bool = False,
+        patience: float = PATIENCE,
     ) -> None:
         lent = context.borrow(LanguageModel)
         model = source.open(context.device) if lent is None and source else lent
@@ -60,6 +62,7 @@ class RolloutWorker:
             raise InputError(f"rollout engine {engine.name} must have counts(), got none; see RolloutEngine.counts")
         self._engine = engine or open_rollout(model, kv_cache, texts=texts)
         self._fallbacks = {} if engine else decoding_fallbacks(model)
+        self._patience = patience
         self._rank, self._version = context.rank, PolicyVersion()
         self._served: tuple[str, Attestation] | None = None
         self._say(self._version)
@@ -153,6 +156,7 @@ class RolloutWorker:
             sampling=sampling,
             prompt_keys=prompts.keys,
             version=str(self._version),
+            patience=self._patience,
         )
         return Rollouts(groups_of(found, prompts.keys, samples), provenance, self._counted(before))
 
@@ -169,7 +173,7 @@ class RolloutWorker:
         length = engine.context_length
         work = plan_generations(prompts.tokens, samples, sampling, prompts.keys, None, context_length=length)
         rows: dict[int, dict[int, Trajectory]] = {key: {} for key in prompts.keys}
-        for found in answers(engine, work, str(self._version)):
+        for found in answers(engine, work, str(self._version), self._patience):
             for asked, answer in found:
                 rows[asked.key][asked.sample] = answer
             whole = [key for key in dict.fromkeys(asked.key for asked, _ in found) if len(rows[key]) == samples]

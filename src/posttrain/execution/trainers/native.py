@@ -46,7 +46,7 @@ _DECIDING_ROOMS = (
     *("domain/measures.py", "domain/placement.py", "domain/rendering.py", "domain/rewards.py", "domain/seeds.py"),
     "domain/weights.py",
     *("pacing/admission.py", "pacing/balancing.py", "planner/feasibility.py", "planner/residency.py"),
-    *("planner/sizes.py",),
+    *("planner/deadlines.py", "planner/size.py", "planner/sizes.py"),
 )
 # torch's version names its build (2.13.0+cpu, +cu130); jinja2 renders chat templates, pyarrow reads
 # Parquet rows, regex reads answers.

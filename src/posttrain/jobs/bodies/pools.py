@@ -14,7 +14,7 @@ from posttrain.engine.assembly import PoolOf
 from posttrain.engine.config import TrainingConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.cluster import open_cluster
-from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.groups.pool import DEADLINES, Deadlines, ResourcePool
 from posttrain.engine.groups.recording import Recorder
 from posttrain.engine.settings import InferenceRuntimeConfig
 from posttrain.pacing.balancing import TOKENS, CostModel
@@ -48,7 +48,7 @@ def open_pools(config: TrainingConfig, recorder: Recorder, costs: CostModel = TO
     pools = config.placement.pools(roles_of(config)).values()
     alone = len(pools) == 1 and all(pool.resources.rank_count == 1 for pool in pools)
     if alone and not config.runtime.ray_address:
-        with ResourcePool(InlineBackend(device=device), recorder, costs=costs) as pool:
+        with ResourcePool(InlineBackend(device=device), recorder, costs=costs, deadlines=_deadlines(config)) as pool:
             yield lambda role: pool
         return
     with ExitStack() as stack:
@@ -73,6 +73,7 @@ def _open_cluster_pools(
     if lines:
         raise InputError("; ".join(lines))
     opened: dict[str, ResourcePool] = {}
+    deadlines = _deadlines(config)
     for name, pool in pools.items():
         wanted = pool.resources
         # frozen roles and decoders take whole sequences, each rank its own
@@ -85,10 +86,22 @@ def _open_cluster_pools(
             kind=wanted.kind,
             threads=config.runtime.threads,
             sequence_parallel=shared,
+            start_seconds=deadlines.start,
+            collective_seconds=deadlines.call / 2,  # so that it is told which collective, before the call ends
         )
-        home = stack.enter_context(ResourcePool(backend, recorder, costs=costs, sequence_parallel=shared))
+        made = ResourcePool(backend, recorder, costs=costs, sequence_parallel=shared, deadlines=deadlines)
+        home = stack.enter_context(made)
         opened |= dict.fromkeys(pool.roles, home)
     return opened
+
+
+def _deadlines(config: TrainingConfig) -> Deadlines:
+    """As the stage says; what nobody settled is the pool's own."""
+    start, call = config.runtime.start_timeout, config.runtime.call_timeout
+    return Deadlines(
+        DEADLINES.start if start == "auto" else start,
+        DEADLINES.call if call == "auto" else call,
+    )
 
 
 def roles_of(config: TrainingConfig) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ def settled(job: Job, config: TrainingConfig) -> tuple[TrainingConfig, dict[str,
     found = choose(job, config)
     load, runtime = found.load, config.runtime
     chosen: dict[str, Any] = {"activation_checkpointing": bool(load.activation_checkpointing)}
-    for name in ("micro_batch_tokens", "kv_cache", "object_store"):
+    for name in ("micro_batch_tokens", "kv_cache", "object_store", "start_timeout", "call_timeout"):
         if getattr(load, name) is not None:
             chosen[name] = getattr(load, name)
     changes: dict[str, Any] = {"runtime": runtime.model_copy(update=chosen)}
