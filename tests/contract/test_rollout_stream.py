@@ -22,7 +22,6 @@ from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.batches import PromptBatch
 from posttrain.engine.rollout.contract import RolloutEngineContract
-from posttrain.engine.rollout.generating import answers
 from posttrain.engine.rollout.kv_pages import PageStore
 from posttrain.engine.rollout.stopping import StopStrings
 from posttrain.engine.rollout.worker import RolloutWorker
@@ -193,12 +192,10 @@ def test_where_it_streams_to_the_loop_the_line_says_role_rank_and_sample(
     kind: type[PosttrainError],
     message: str,
     saved: ModelSource,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("posttrain.engine.rollout.worker.answers", partial(answers, patience=0))
     pool = ResourcePool(InlineBackend(pool="rollout"))
     try:
-        group = pool.start("rollout", RolloutWorker, saved, HostileRollout(twist))
+        group = pool.start("rollout", RolloutWorker, saved, HostileRollout(twist), patience=0)
         batch = PromptBatch(tuple(tuple(prompt) for prompt in PROMPTS), (0, 1))
         stream = group.stream(RolloutWorker.stream, batch, SAMPLING, 2)
         with pytest.raises(kind) as caught:
