@@ -165,7 +165,9 @@ class Backend(Protocol):
         """
 
     def take(self, flows: Sequence[Flow[R]], timeout: float) -> list[R]:
-        """What has come since; waits `timeout` seconds at most for the first of it, and not where all have ended."""
+        """What has come since; waits `timeout` seconds at most for the first of it, and not where all have ended. A
+        failure is raised when what its rank yielded before it has been taken.
+        """
 
     def wait(self, calls: Sequence[Call[R]], timeout: float) -> list[Answer[R]]:
         """The answers, in the order of the calls; `timeout` in seconds."""

@@ -101,6 +101,7 @@ class RayFlow(Generic[R]):
     def __init__(self, role: str, process: Process, method: str, outcomes: Any, size: int) -> None:
         self.role, self.rank, self.outcomes, self.ended = role, process.rank, outcomes, False
         self._process, self._method, self._size = process, method, size
+        self.failure: Exception | None = None  # that is raised when what came before has been taken
         self._taken = Answer(0, time.time(), 0.0, size)
 
     def taken(self) -> Answer[int]:
@@ -114,6 +115,9 @@ class RayFlow(Generic[R]):
             WorkerLostError: its process is gone.
             Exception: what the worker raised.
         """
+        if self.failure is not None:
+            self.ended = True
+            raise self.failure
         try:
             reference = next(self.outcomes)
         except StopIteration:
@@ -122,8 +126,8 @@ class RayFlow(Generic[R]):
         call = RayCall[R](self.role, self._process, self._method, reference, self._size)
         call.settle()
         if call.failure is not None:
-            self.ended = True
-            raise call.failure
+            self.failure = call.failure
+            return []
         answer, before = call.answered(), self._taken
         assert answer is not None
         started = before.started if before.value else answer.started
@@ -133,7 +137,8 @@ class RayFlow(Generic[R]):
 
 
 def take(flows: Sequence[RayFlow[R]], timeout: float, give_up: Callable[[str], None]) -> list[R]:
-    """What has come of them; waits `timeout` seconds at most for the first of it.
+    """What has come of them; waits `timeout` seconds at most for the first of it. A failure is raised when nothing
+    that came before it is left to be taken.
 
     Args:
         give_up: told why the pool cannot be used any longer.
@@ -144,15 +149,17 @@ def take(flows: Sequence[RayFlow[R]], timeout: float, give_up: Callable[[str], N
     """
     found, deadline = list[R](), time.monotonic() + timeout
     while waiting := [flow for flow in flows if not flow.ended]:
+        if failed := next((flow for flow in waiting if flow.failure is not None), None):
+            if found:
+                break
+            if isinstance(failed.failure, WorkerLostError):
+                give_up(str(failed.failure))
+            failed.next()
         left = 0.0 if found else max(deadline - time.monotonic(), 0.0)
         ready, _ = ray.wait([flow.outcomes for flow in waiting], num_returns=1, timeout=left)
         if not ready:
             break
-        try:
-            found += next(flow for flow in waiting if flow.outcomes is ready[0]).next()
-        except WorkerLostError as lost:
-            give_up(str(lost))
-            raise
+        found += next(flow for flow in waiting if flow.outcomes is ready[0]).next()
     return found
 
 
