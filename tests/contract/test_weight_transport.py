@@ -23,6 +23,7 @@ from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.rank_context import RankContext
+from posttrain.engine.loop.publishing import Alias, transport
 from posttrain.engine.loop.roles import Roles
 from posttrain.engine.models.exported import layout_of
 from posttrain.engine.models.source import ModelSource
@@ -326,3 +327,52 @@ def test_from_rank_to_rank_beside_the_shards(tmp_path: Path) -> None:
     assert [process.returncode for process in processes] == [0, 0], "\n".join(err for _, err in said)
     for out, _ in said:
         assert out.splitlines()[-1] == "held"
+
+
+class Says:
+    """An engine that says other things of the tensors that it decodes with."""
+
+    def __init__(self, engine: Any, views: Callable[[Any], Any]) -> None:
+        self._engine, self._views = engine, views
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def views(self) -> Any:
+        return self._views(self._engine.views())
+
+
+def test_an_engine_beside_its_policy_that_reads_elsewhere_is_refused(tmp_path: Path) -> None:
+    """An alias carries nothing; before it says that a version samples it looks at what it decodes with."""
+    families.build("qwen3").save_pretrained(tmp_path)
+    pool = ResourcePool(InlineBackend())
+    source = ModelSource(tmp_path, "float32")
+    policy = pool.start("policy", TrainWorker, source, FAST, RuntimeConfig(), steps=9, seed=0)
+    rollout = pool.start("rollout", RolloutWorker, source)
+    way = transport(policy, rollout)
+    assert isinstance(way, Alias)
+    way.publish(PolicyVersion(0, 1))
+    worker: Any = rollout.one(lambda worker: worker)
+    (name, first), *rest = worker._engine.views()
+    stale = first.detach().clone()
+    worker._engine = Says(worker._engine, lambda views: [(name, stale), *rest])
+    way.publish(PolicyVersion(0, 2))
+    flip(stale)
+    with pytest.raises(
+        IntegrityError,
+        match=rf"rollout rank 0 must decode with the policy's weights as they are, got 1 tensors that are not version "
+        rf"0\.3's: {name}; reopen the rollout engine",
+    ):
+        way.publish(PolicyVersion(0, 3))
+    assert worker._version == PolicyVersion(0, 2)
+
+
+def test_an_engine_of_its_own_pool_that_cannot_say_what_it_decodes_with_is_refused(tmp_path: Path) -> None:
+    apart = Apart(tmp_path, "qwen3", "float32")
+    worker: Any = apart.rollout
+    worker._engine = Says(worker._engine, lambda views: None)
+    apart.learn()
+    with pytest.raises(
+        InputError, match=r"rollout engine native of rank 0 must attest its weights, and cannot; use one that can"
+    ):
+        apart.publish()

@@ -15,7 +15,7 @@ from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, qu
 from test_engine_training import Desk, stop_after
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.facts import Fact, Sample
+from posttrain.domain.facts import Fact, Note, Sample
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.kl import kl_estimate
 from posttrain.engine.assembly import open_roles
@@ -23,18 +23,21 @@ from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import CriticConfig, DataflowConfig, PPOConfig, PPOKLConfig, TraceConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
-from posttrain.engine.loop.environment import TextEnvironment
+from posttrain.engine.loop.environment import Failed, TextEnvironment
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.initial import initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.predictions import Predictions
-from posttrain.engine.recipes.algorithm import PromptSource
+from posttrain.engine.recipes.algorithm import PromptSource, ScoredGroup, pack
 from posttrain.engine.recipes.ppo import PPO
-from posttrain.engine.rewards.port import Score
+from posttrain.engine.rewards.port import RewardError, Score
+from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.worker import RolloutWorker
-from posttrain.engine.samples import Prompt, Segment, Trajectory
+from posttrain.engine.samples import Group, Prompt, Segment, Trajectory
+from posttrain.engine.samples import Sample as Sampled
+from posttrain.engine.scoring import RewardScorer
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.tracing import StepReport, Trace
 
@@ -72,7 +75,9 @@ class Even(EvenTokens):
         return [Score(float((trajectory.response % 2 == 0).mean())) for trajectory in trajectories]
 
 
-def talk(source: Any = None, pool_of: Any = None, **changes: Any) -> OnPolicy:
+def talk(
+    source: Any = None, pool_of: Any = None, scorer: Any = None, environment: Any = None, **changes: Any
+) -> OnPolicy:
     options: dict[str, Any] = {
         "data": "d", "reward": "r", "steps": 3, "prompts_per_step": 4, "group_size": 3, "max_new_tokens": 20,
         "critic": CriticConfig(optimizer=PolicyGradientOptimizerConfig(learning_rate=2e-2)),
@@ -83,7 +88,8 @@ def talk(source: Any = None, pool_of: Any = None, **changes: Any) -> OnPolicy:
     config = PPOConfig(**options)
     model = source or adopt_module(initial_model(TINY, TOKENIZER, 0))
     roles = open_roles(config, model, 11, pool_of or inline(), critic=scalar())
-    return OnPolicy(config, Talk(config), roles, PROMPTS, Even(), 11, environment=sometimes)
+    scorer, environment = scorer or Even(), environment or sometimes
+    return OnPolicy(config, Talk(config), roles, PROMPTS, scorer, 11, environment=environment)
 
 
 def told(recipe: OnPolicy, step: int) -> tuple[StepReport, list[Sample]]:
@@ -313,8 +319,74 @@ def test_what_is_observed_is_text_of_a_bounded_length() -> None:
     assert found[1] is None
     assert asked[0] == ({"answer": "1"}, [TOKENIZER.decode([7])])
     for words in ("1 to 4 tokens, got 10", "1 to 4 tokens, got 0", "must give text or None, got int"):
-        with pytest.raises(InputError, match=words):
-            environment([PROMPTS[0]], [said])
+        (failed,) = environment([PROMPTS[0]], [said])
+        assert isinstance(failed, Failed)
+        assert words in failed.line
+
+
+def stumbles(row: Any, responses: Sequence[str]) -> str | None:
+    """Raises where it was told an even number of characters."""
+    if len(responses[0]) % 2 == 0:
+        raise KeyError(responses[0][:1])
+    return "sort"
+
+
+def test_an_observation_that_fails_ends_its_own_sample_and_no_other() -> None:
+    notes: list[str] = []
+    reward = ScriptedReward(lambda call: [float(len(text)) for text in call.completions])
+    scorer = RewardScorer(reward, TOKENIZER, errors_max=0.9, tell=notes.append)
+    recipe = talk(scorer=scorer, environment=TextEnvironment(stumbles, TOKENIZER, 8))
+    facts: list[Fact] = []
+    report = recipe.step(0, Trace(facts.append, 0))
+    samples = [fact for fact in facts if isinstance(fact, Sample)]
+    failed = [sample for sample in samples if sample.status == "error"]
+    assert failed
+    assert len(failed) < len(samples)
+    assert report.metrics["turns/errors"] == report.metrics["reward/errors"] == len(failed) / len(samples)
+    for sample in failed:
+        assert sample.reward is None
+        assert sample.fate.startswith("dropped: no score: observe (test_engine_turns.py:")
+        assert "raised KeyError" in sample.fate
+    ((asked, _),) = recipe._algorithm.credited  # type: ignore[attr-defined]
+    assert len(asked) == len(samples) - len(failed), "they are trained on nowhere"
+    told = [fact.message for fact in facts if isinstance(fact, Note)]
+    assert len(told) == len(notes) == 1
+    assert "samples end there and have no score" in told[0]
+    report = recipe.step(1, Trace(facts.append, 1))
+    assert len([fact for fact in facts if isinstance(fact, Note)]) == 1, "once"
+
+
+def test_more_failures_than_may_be_end_the_stage() -> None:
+    reward = ScriptedReward(lambda call: [1.0 for _ in call.completions])
+    scorer = RewardScorer(reward, TOKENIZER)
+    recipe = talk(scorer=scorer, environment=TextEnvironment(stumbles, TOKENIZER, 8))
+    with pytest.raises(RewardError, match=r"observe \(test_engine_turns.py:\d+\) raised KeyError.* completions failed"):
+        recipe.step(0, quiet(0))
+
+
+def test_where_nobody_scores_what_failed_is_left_out_and_all_of_it_ends_the_stage() -> None:
+    def always(row: Any, responses: Sequence[str]) -> str | None:
+        raise ValueError("no server")
+
+    recipe = talk(environment=TextEnvironment(stumbles, TOKENIZER, 8))
+    recipe._ahead.scorer = None
+    groups = recipe._ahead.collected(0, quiet(0), lambda spent, more: True)
+    ends = [answer.status for group in groups for answer in group.answers]
+    assert {"error", "ok"} <= set(ends)
+    batch = pack(groups)
+    assert batch is not None
+    assert len(batch) == sum(status != "error" for status in ends)
+    recipe = talk(environment=TextEnvironment(always, TOKENIZER, 8))
+    recipe._ahead.scorer = None
+    with pytest.raises(InputError, match=r"raised ValueError: no server; (\d+) of \1 samples end there; fix it"):
+        recipe._ahead.collected(0, quiet(0), lambda spent, more: True)
+
+
+def test_a_sample_of_several_sequences_is_refused_by_name() -> None:
+    one = Trajectory.answer((1, 5), (7, 2), (-0.5, -0.5), truncated=False)
+    group = Group(4, (Sampled(0, (one,)), Sampled(1, (one, one))))
+    with pytest.raises(InputError, match=r"sample 3\.4\.1 must be one sequence to be trained, got 2; form documents"):
+        pack([ScoredGroup(PROMPTS[0], group, (Score(1.0), Score(0.0)), 3)])
 
 
 def test_what_the_limit_cut_does_not_go_on() -> None:

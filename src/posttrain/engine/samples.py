@@ -21,7 +21,7 @@ from posttrain.engine.batch import Document
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Source = Literal["prompt", "sampled", "observed"]
-Status = Literal["ok", "truncated", "timeout", "error", "aborted"]
+Status = Literal["ok", "truncated", "error", "aborted"]  # error: its environment failed
 
 
 @final
@@ -63,6 +63,7 @@ class Trajectory:
     segments: tuple[Segment, ...]
     status: Status = "ok"
     stopped: bool = False  # at a stop string
+    fault: str = ""  # one line, where its status is `error`
 
     def __post_init__(self) -> None:
         sources = [segment.source for segment in self.segments]
@@ -89,9 +90,9 @@ class Trajectory:
         marked = tuple(replace(s, version=version) if s.source == "sampled" else s for s in self.segments)
         return replace(self, segments=marked)
 
-    def ended(self, status: Status) -> Trajectory:
+    def ended(self, status: Status, fault: str = "") -> Trajectory:
         """The same, with this status."""
-        return replace(self, status=status)
+        return replace(self, status=status, fault=fault)
 
     def __len__(self) -> int:
         return sum(len(segment.tokens) for segment in self.segments)

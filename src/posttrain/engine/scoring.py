@@ -27,7 +27,9 @@ _STRETCHES = 8  # of what is sampled together, at the most
 
 
 def _held_against(trajectory: Trajectory, score: Score) -> Score:
-    """The score, or a failure where it stands at tokens at which nothing can be earned."""
+    """The score, or a failure where the response's environment failed, or at tokens at which nothing can be earned."""
+    if trajectory.status == "error":
+        return Score.failure("error", trajectory.fault)
     if not score.at:
         return score
     try:
@@ -227,7 +229,7 @@ class ModelScorer:
                     f"the reward model must score with finite numbers, got {scores[odd]} for response "
                     f"{stretch.first + odd}"
                 )
-            return [Score(value) for value in scores]
+            return [_held_against(t, Score(value)) for t, value in zip(trajectories, scores, strict=True)]
 
         return Future(wait, judged.done)
 

@@ -12,6 +12,7 @@ function of the seed and the policies, and never of how long a call takes.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,9 +21,10 @@ from pathlib import Path
 from typing import final
 
 from posttrain.domain.errors import InputError
+from posttrain.domain.facts import Note
 from posttrain.domain.seeds import derive_seed
 from posttrain.engine.journal import Journal
-from posttrain.engine.loop.environment import Environment
+from posttrain.engine.loop.environment import Environment, Failed
 from posttrain.engine.loop.held_groups import Held, read_held, write_held
 from posttrain.engine.loop.incoming import Incoming
 from posttrain.engine.loop.roles import Roles
@@ -30,7 +32,7 @@ from posttrain.engine.recipes.algorithm import RolloutAlgorithm, ScoredGroup
 from posttrain.engine.rollout.batches import PromptBatch
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
-from posttrain.engine.samples import Group, Prompt
+from posttrain.engine.samples import Group, Prompt, Trajectory
 from posttrain.engine.scoring import Scorer
 from posttrain.engine.tracing import Trace
 from posttrain.pacing.admission import Buffer, Pace
@@ -80,6 +82,7 @@ class Collector:
     _running: Incoming | None = None
     _marked: _Standing | None = None
     _taken: list[ScoredGroup] = field(default_factory=list)  # by the step that goes on
+    _told: bool = False  # that an environment failed
 
     def collected(self, step: int, trace: Trace, reserve: Ask) -> list[ScoredGroup]:
         """The groups that a step trains, in the order of the data stream; when it returns the next ones are sampled.
@@ -214,8 +217,13 @@ class Collector:
         open_ = [(at, s) for at, group in enumerate(groups) for s in group.samples if s.status == "ok"]
         with trace.span("environment") as span:
             seen = self.environment([prompts[at] for at, _ in open_], [sample.last for _, sample in open_])
-            going = [(at, s, o) for (at, s), o in zip(open_, seen, strict=True) if o is not None]
-            span |= {"turn": turn, "samples": len(open_), "going on": len(going)}
+            told = [(at, s, o) for (at, s), o in zip(open_, seen, strict=True) if o is not None]
+            failed = [(at, s, o.line) for at, s, o in told if isinstance(o, Failed)]
+            going = [(at, s, o) for at, s, o in told if not isinstance(o, Failed)]
+            span |= {"turn": turn, "samples": len(open_), "going on": len(going), "failed": len(failed)}
+        if failed:
+            self._tell_failed(failed[0][2], len(failed), len(open_), trace)
+            groups = _replaced(groups, {(at, s.index): s.last.ended("error", line) for at, s, line in failed})
         if not going:
             return list(groups)
         asked = PromptBatch(
@@ -227,14 +235,23 @@ class Collector:
             found = self.roles.sampler.map(RolloutWorker.generate, asked, drawn, 1)
             span |= {"trajectories": len(found.trajectories), "tokens": found.tokens, "turn": turn}
         self.counts.update(found.counts)
-        longer = {
-            (at, s.index): replace(s, sequences=(*s.sequences[:-1], s.last.went_on(o, answer)))
-            for (at, s, o), answer in zip(going, found.trajectories, strict=True)
-        }
-        return [
-            replace(group, samples=tuple(longer.get((at, s.index), s) for s in group.samples))
-            for at, group in enumerate(groups)
-        ]
+        answers = zip(going, found.trajectories, strict=True)
+        return _replaced(groups, {(at, s.index): s.last.went_on(o, answer) for (at, s, o), answer in answers})
+
+    def _tell_failed(self, line: str, failed: int, asked: int, trace: Trace) -> None:
+        """Say so, once.
+
+        Raises:
+            InputError: all of them failed, and nobody scores, who would count failures.
+        """
+        many = f"{line}; {failed} of {asked} samples end there"
+        if self.scorer is None and failed == asked:
+            raise InputError(f"{many}; fix it, or the rows that it is given")
+        if not self._told:
+            self._told = True
+            trace.sink(
+                Note(f"{many} and have no score, later ones are counted as turns/errors", time.time(), "warning")
+            )
 
     def _all_turns(self, prompts: Sequence[Prompt], groups: list[Group], trace: Trace) -> list[Group]:
         for turn in range(1, self.algorithm.source.turns):
@@ -276,3 +293,16 @@ class Collector:
     def _ended(self, running: Incoming) -> None:
         self.counts.update(running.counts)
         self._running = None
+
+
+def _replaced(groups: Sequence[Group], last: Mapping[tuple[int, int], Trajectory]) -> list[Group]:
+    """The groups, where samples, by group and index, end with other sequences."""
+    return [
+        replace(
+            group,
+            samples=tuple(
+                replace(s, sequences=(*s.sequences[:-1], last.get((at, s.index), s.last))) for s in group.samples
+            ),
+        )
+        for at, group in enumerate(groups)
+    ]

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, final
 
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.domain.errors import InputError
 from posttrain.engine.models.chat import decode_turn
 from posttrain.engine.samples import Prompt, Trajectory
 
 Observe = Callable[[Mapping[str, Any], Sequence[str]], str | None]
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Nothing can be observed: the sample ends with the status `error`, and has no score."""
+
+    line: str  # what happened
+
+
+Observed = Sequence[int] | Failed | None
+
+
 class Environment(Protocol):
     """Answers what was sampled. What it says is a function of what it is given, so a step can be done again."""
 
-    def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Trajectory]) -> Sequence[Sequence[int] | None]:
+    def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Trajectory]) -> Sequence[Observed]:
         """Tokens that each sample observes next; None: it has ended. `prompts` is parallel to `samples`."""
 
 
@@ -36,25 +49,30 @@ class TextEnvironment:
     def __init__(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, most: int) -> None:
         self._observe, self._tokenizer, self._most = observe, tokenizer, most
 
-    def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Trajectory]) -> list[list[int] | None]:
-        """See `Environment`.
-
-        Raises:
-            InputError: an observation is no text, or longer than declared.
-        """
+    def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Trajectory]) -> list[Observed]:
+        """See `Environment`; where `observe` raises, or says no text, or more than declared, the others go on."""
         return [self._next(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True)]
 
-    def _next(self, prompt: Prompt, sample: Trajectory) -> list[int] | None:
+    def _next(self, prompt: Prompt, sample: Trajectory) -> Observed:
         said = [decode_turn(self._tokenizer, segment.tokens.tolist()) for segment in sample.turns]
-        seen = self._observe(prompt.row, said)
+        try:
+            seen = self._observe(prompt.row, said)
+        except Exception as error:  # whatever it is: the step's other samples go on
+            return Failed(f"{_place(error)} raised {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}")
         if seen is None:
             return None
         if not isinstance(seen, str):
-            raise InputError(f"observe must give text or None, got {type(seen).__name__}; fix the recipe")
+            return Failed(f"observe must give text or None, got {type(seen).__name__}; fix the recipe")
         tokens: list[int] = self._tokenizer.encode(seen, add_special_tokens=False)
         if not 1 <= len(tokens) <= self._most:
-            raise InputError(
+            return Failed(
                 f"an observation must have 1 to {self._most} tokens, got {len(tokens)}: {seen[:60]!r}; raise "
                 "observation_tokens of the stage, or shorten it"
             )
         return tokens
+
+
+def _place(error: BaseException) -> str:
+    """`observe (guess.py:12)`: the innermost frame of it that has a file of its own."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"observe ({Path(frame.filename).name}:{frame.lineno})"

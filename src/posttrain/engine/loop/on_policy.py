@@ -27,7 +27,7 @@ from posttrain.engine.loop.environment import Environment
 from posttrain.engine.loop.learning import Learning
 from posttrain.engine.loop.recipe import Reserve, free
 from posttrain.engine.loop.roles import Roles
-from posttrain.engine.loop.rollout_metrics import engine_metrics, rollout_metrics, turns_mean
+from posttrain.engine.loop.rollout_metrics import engine_metrics, rollout_metrics, turn_metrics
 from posttrain.engine.recipes.algorithm import PROXIMAL, RolloutAlgorithm, ScoredGroup
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Prompt, Trajectory
@@ -147,7 +147,7 @@ class OnPolicy:
             )
         source = self._algorithm.source
         drops = {"groups/dropped": len(dropped) / len(every)} if source.refills else {}
-        drops |= {"turns/mean": turns_mean(every)} if source.turns > 1 else {}
+        drops |= turn_metrics(every) if source.turns > 1 else {}
         told = {
             **rollout_metrics(every, judged=self._scorer is not None),
             **self._algorithm.report(every),

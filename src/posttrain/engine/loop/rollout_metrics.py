@@ -53,10 +53,13 @@ def engine_metrics(counts: Mapping[str, int]) -> dict[str, float]:
     return {**rows, **{f"rollout/{name}": float(counts[name]) for name in named if name in counts}}
 
 
-def turns_mean(groups: Sequence[ScoredGroup]) -> float:
-    """Responses of a sample, in the mean."""
+def turn_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Responses of a sample, in the mean, and the share of samples whose environment failed."""
     answers = [answer for group in groups for answer in group.answers]
-    return sum(s.source == "sampled" for answer in answers for s in answer.segments) / len(answers)
+    return {
+        "turns/mean": sum(len(answer.turns) for answer in answers) / len(answers),
+        "turns/errors": sum(answer.status == "error" for answer in answers) / len(answers),
+    }
 
 
 def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from posttrain.domain.errors import InputError
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.objectives import Objective
 from posttrain.engine.batch import TokenBatch
@@ -251,8 +252,8 @@ class RolloutDefaults:
 
 
 def every_sample(group: ScoredGroup) -> Sequence[int]:
-    """All of a group."""
-    return range(len(group.scores))
+    """All of a group, but for those whose environment failed."""
+    return [i for i, answer in enumerate(group.answers) if answer.status != "error"]
 
 
 def pack(
@@ -262,15 +263,23 @@ def pack(
     and the column `token_scores` where a reward says what was earned at which token.
 
     Args:
-        which: the samples of a group; by default all of them.
+        which: the samples of a group; by default all of them whose environment did not fail.
 
     Returns:
         None where no sample is taken.
+
+    Raises:
+        InputError: a sample has several sequences: which of them is trained, and what each is worth, only the author of
+            an algorithm knows.
     """
     taken = [(at, group, list(which(group))) for at, group in enumerate(groups)]
     samples = [(group, group.group.samples[i]) for _, group, chosen in taken for i in chosen]
     if not samples:
         return None
+    if many := next(((group.id_of(s), len(s.sequences)) for group, s in samples if len(s.sequences) != 1), None):
+        raise InputError(
+            f"sample {many[0]} must be one sequence to be trained, got {many[1]}; form documents of them in form()"
+        )
     ids = [group.id_of(sample) for group, sample in samples]
     batch = TokenBatch.pack([sample.last.document for _, sample in samples], sample_ids=ids)
     rewards = np.concatenate([group.rewards[chosen] for _, group, chosen in taken if chosen])
