@@ -10,13 +10,20 @@ from typing import Any
 
 import families
 import pytest
+import torch
 
 from posttrain.domain.errors import InputError, IntegrityError, JobFailedError, PosttrainError
+from posttrain.domain.facts import Fact
+from posttrain.engine.assembly import open_roles
+from posttrain.engine.config import GRPOConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.rank_context import RankContext
+from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models import LanguageModel, adopt_module
 from posttrain.engine.models.source import ModelSource
+from posttrain.engine.recipes.grpo import GRPO
+from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout import Completion, RolloutEngine, SamplingParams, ScriptedRollout, generate
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
@@ -25,7 +32,8 @@ from posttrain.engine.rollout.contract import RolloutEngineContract
 from posttrain.engine.rollout.kv_pages import PageStore
 from posttrain.engine.rollout.stopping import StopStrings
 from posttrain.engine.rollout.worker import RolloutWorker
-from posttrain.engine.samples import Trajectory
+from posttrain.engine.samples import Prompt, Trajectory
+from posttrain.engine.tracing import Trace
 from posttrain.engine.weights.view import PolicyVersion
 from posttrain.jobs.entry import failure_of
 
@@ -257,3 +265,25 @@ def test_training_samples_from_the_whole_distribution(truncation: dict[str, floa
         for e in (NativeRollout(model_of("qwen3")), ModuleRollout(model_of("qwen3")))
     )
     assert [a.response.tolist() for a in native] == [a.response.tolist() for a in module]
+
+
+def test_a_step_of_the_loop_ends_in_the_same_line(saved: ModelSource) -> None:
+    """Through the algorithm's own step; nothing was trained, and nothing of it waits."""
+    config = GRPOConfig(data="d", reward="r", steps=2, prompts_per_step=2, group_size=2, max_new_tokens=4)
+    engine = HostileRollout(lambda done: [*done, *done])
+    pool = ResourcePool(InlineBackend())
+    roles = open_roles(config, saved, 11, lambda role: pool, engine=engine)  # type: ignore[arg-type]
+    prompts = [Prompt(tuple(prompt)) for prompt in PROMPTS]
+    recipe = OnPolicy(config, GRPO(config), roles, prompts, None, 11)
+    before = {name: p.detach().clone() for name, p in roles.made.one(parameters)}
+    facts: list[Fact] = []
+    with pytest.raises(JobFailedError) as caught:
+        recipe.step(0, Trace(facts.append, 0))
+    assert re.match(r"rollout rank 0: .*every sample once, got \S+ twice", failure_of(caught.value).message)
+    assert all(torch.equal(before[name], p) for name, p in roles.made.one(parameters))
+    recipe.rewind()
+    assert not recipe._ahead.buffer.pace(0, 0).held
+
+
+def parameters(worker: TrainWorker) -> list[tuple[str, torch.Tensor]]:
+    return list(worker.engine.model.module.named_parameters())  # type: ignore[attr-defined]

@@ -1,0 +1,47 @@
+"""How much an algorithm is: its statements, and the places that name it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import posttrain
+from posttrain.domain.kinds import OWN
+
+SOURCE = Path(posttrain.__file__).parent
+RECIPES = SOURCE / "engine" / "recipes"
+MOST = 110
+SPECS = {name: kind.algorithm for name, kind in OWN.items() if kind.algorithm}
+
+
+def statements(file: Path) -> int:
+    """Imports and docstrings apart."""
+    found = 0
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue
+        found += isinstance(node, ast.stmt) and not isinstance(node, ast.Import | ast.ImportFrom)
+    return found
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_an_algorithm_is_short(kind: str) -> None:
+    assert len(SPECS) >= 10
+    module = SPECS[kind].algorithm.partition(":")[0]
+    assert 3 < statements(RECIPES / f"{module.rpartition('.')[2]}.py") <= MOST
+
+
+@pytest.mark.parametrize("kind", ["dr_grpo", "rloo", "dapo", "reinforce_plus_plus", "dpo", "distill"])
+def test_an_algorithm_is_named_by_one_row(kind: str) -> None:
+    """What adding one took: its file, its test and a row of the table; nobody else imports it."""
+    module, _, name = SPECS[kind].algorithm.rpartition(".")[2].partition(":")
+    naming = re.compile(rf"recipes\.{module}\b|import {name}\b|\b{module}:{name}\b")
+    named = [
+        str(file.relative_to(SOURCE))
+        for file in SOURCE.rglob("*.py")
+        if file != RECIPES / f"{module}.py" and naming.search(file.read_text(encoding="utf-8"))
+    ]
+    assert named == ["domain/kinds.py"]
