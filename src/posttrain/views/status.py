@@ -20,13 +20,14 @@ from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import HELD_UP, Reason
 from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord
-from posttrain.domain.waits import span, waiting
+from posttrain.domain.waits import waiting
 from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
 from posttrain.store.snapshot import Snapshot
 from posttrain.telemetry.progress import StageProgress, StageWatcher
 from posttrain.views.drawn import drawn_words
 from posttrain.views.ended import ended_unseen
 from posttrain.views.hosts import on_another_host
+from posttrain.views.reasons import asks, stage_words, waiting_for
 from posttrain.views.rows import Rows
 from posttrain.views.since import as_they_stand
 from posttrain.workspace.opened import OpenWorkspace
@@ -34,7 +35,6 @@ from posttrain.workspace.opened import OpenWorkspace
 if TYPE_CHECKING:
     from posttrain.control.scores import Scores
 
-_DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
 _OPEN = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)  # states of a run that has not ended
 STARTING = "starting"  # what a stage is called whose job has not said anything yet
 _WAITS: Mapping[str, str] = {  # what a run is called of which nothing runs
@@ -261,14 +261,14 @@ class RunWatcher:
         asked = self._asked(run.id, rows)
         if self._manifest is None and not self._trouble:
             self._manifest, self._trouble = self._workspace.manifest_or_trouble(run)
-        if self._manifest is not None and any(_asks(row) for row in rows):
+        if self._manifest is not None and any(asks(row) for row in rows):
             with self._workspace.ledger.snapshot() as ledger:
                 run, rows = as_they_stand(ledger, run, self._manifest, rows, asked, signals, self._workspace.actor)
-        waiting_for = _waiting_for(self._manifest, rows) if self._manifest else {}
+        above = waiting_for(self._manifest, rows) if self._manifest else {}
         driver = run_driver(self._workspace.root, run, now)
         alone = driver is not None and driver.nobody
         stages = tuple(
-            self._stage(run, row, own, waiting_for.get(row.name, ""), now, alone)
+            self._stage(run, row, own, above.get(row.name, ""), now, alone)
             for row, own in zip(rows, attempts, strict=True)
         )
         seconds = (run.finished_at or now) - run.started_at if run.started_at else 0.0
@@ -300,7 +300,7 @@ class RunWatcher:
         return ledger.attempts(row.run_id, row.name)
 
     def _stage(
-        self, run: RunRecord, row: StageRecord, attempts: list[AttemptRecord], waiting_for: str, now: float, alone: bool
+        self, run: RunRecord, row: StageRecord, attempts: list[AttemptRecord], above: str, now: float, alone: bool
     ) -> StageStatus:
         own = tuple(attempt for attempt in attempts if attempt.run_id == row.run_id)
         progress = self._progress(row, attempts) if attempts else StageProgress()
@@ -308,7 +308,7 @@ class RunWatcher:
         running = sum(max(0.0, now - launched) for launched in live)
         seconds = spending((), own, running=running).seconds  # what the budget is billed, or will be
         words = on_another_host(self._workspace, own) or (alone and ended_unseen(self._workspace, own)) or None
-        reason, action = words or _stage_words(run, row, waiting_for, now)
+        reason, action = words or stage_words(run, row, above, now)
         if attempts and not self._begun.get(row.name):
             self._begun[row.name] = trained_elsewhere(self._workspace.stores, self._workspace.jobs.folders, attempts)
         changed, begun = self._changed[row.name][1], self._begun.get(row.name, "")
@@ -358,33 +358,6 @@ def baseline_run(workspace: OpenWorkspace, manifest: Manifest, report: GateRepor
         return None
     history = workspace.ledger.history(manifest.release.channel)
     return next((e.run_id for e in reversed(history) if e.model_digest == report.baseline and e.run_id), None)
-
-
-def _asks(row: StageRecord) -> bool:
-    """Whether it asks a person for something, who may have done it since."""
-    return waiting(row) or (row.state == StageState.REJECTED and kind_of(row.kind).ships)
-
-
-def _waiting_for(manifest: Manifest, rows: Sequence[StageRecord]) -> dict[str, str]:
-    """Stage → the unfinished stages it waits for, as words."""
-    undone = {row.name for row in rows if row.state not in _DONE}
-    return {stage.name: ", ".join(sorted(stage.upstream() & undone)) for stage in manifest.stages}
-
-
-def _stage_words(run: RunRecord, row: StageRecord, above: str, now: float) -> tuple[str, str]:
-    """Why the stage is where it is, and what a person would do next."""
-    if row.state in _DONE:  # whatever its row asked for before that
-        return row.message or row.state, "none needed"
-    if row.state == StageState.RUNNING:
-        return row.message or row.state, row.next_action or "none needed"
-    if row.state in (StageState.PENDING, StageState.READY):
-        if is_final("run", run.state):
-            return f"not started: the run ended first ({run.state})", run.next_action or f"posttrain why {run.id}"
-        told = row.message if row.state == StageState.READY else ""
-        if waiting(row) and row.not_before is not None and row.not_before > now:
-            told += f" (in {span(row.not_before - now)})"
-        return told or (f"waits for {above}" if above else "its turn comes next"), row.next_action or "none needed"
-    return row.message or row.state, row.next_action or f"posttrain why {run.id}"
 
 
 def _run_action(run: RunRecord, driver: RunDriver | None, stages: Sequence[StageStatus]) -> str:
