@@ -173,10 +173,14 @@ def test_a_batch_is_begun_when_the_one_before_is_whole() -> None:
 def test_a_policy_that_asks_for_more_than_there_is_place_for_is_refused() -> None:
     class Greedy(Few):
         def admit(self, pace: Pace) -> tuple[int, int]:
-            return pace.step, self.most
+            return self.lag, self.most
 
-    with pytest.raises(InputError, match=r"Greedy must admit what a batch lacks \(2 of batch 0\), got 3"):
-        Buffer[str](Greedy(0, 3), 2, 4).admit(0, 0)
+    for most in (3, -1):
+        with pytest.raises(InputError, match=rf"Greedy must admit what a batch lacks \(2 of batch 0\), got {most}"):
+            Buffer[str](Greedy(0, most), 2, 4).admit(0, 0)
+    for batch in (1, 4):
+        with pytest.raises(InputError, match=rf"Greedy must admit prompts of batch 2 to 3, got batch {batch}"):
+            Buffer[str](Greedy(batch, 1), 2, 4).admit(2, 2)
 
 
 def test_what_waits_goes_on_from_where_it_was() -> None:

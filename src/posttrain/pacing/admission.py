@@ -141,16 +141,18 @@ class Buffer(Generic[T]):
         """What may start now; a batch that had all its rounds is given up before.
 
         Raises:
-            InputError: the policy asks for more than a batch has places.
+            InputError: the policy asks for another batch than is to come, or for more than one has places.
         """
         while True:
             pace = self.pace(step, version)
             batch, count = self.policy.admit(pace)
-            if count > (free := self.prompts - pace.filled(batch)):
-                name = type(self.policy).__name__
-                raise InputError(f"{name} must admit what a batch lacks ({free} of batch {batch}), got {count}")
             if not count:
                 return None
+            name, free = type(self.policy).__name__, self.prompts - pace.filled(batch)
+            if not step <= batch < self.steps:
+                raise InputError(f"{name} must admit prompts of batch {step} to {self.steps - 1}, got batch {batch}")
+            if not 0 < count <= free:
+                raise InputError(f"{name} must admit what a batch lacks ({free} of batch {batch}), got {count}")
             again = self._begun[batch] + count > self.prompts
             if not again or self._rounds[batch] < self.refills:
                 return Admitted(batch, count, again)
