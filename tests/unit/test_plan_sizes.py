@@ -294,7 +294,7 @@ def test_plan_shows_the_arithmetic_of_every_default(world: World, machine: list[
         ),
         ("placement: {collocated: {gpus: 8}}, runtime: {object_store: -1}", ("runtime.object_store",)),
         ("runtime: {ray_address: 'h:1', object_store: 8GiB}", ("object_store is of a cluster that the job starts",)),
-        ("runtime: {call_timeout: 0.2}", ("runtime.call_timeout", "at least 1")),
+        ("runtime: {call_timeout: -1}", ("runtime.call_timeout", "at least 1")),
         ("runtime: {start_timeout: soon}", ("runtime.start_timeout", "soon")),
         ("reward_timeout: soon", ("reward_timeout", "soon")),
         ("runtime: {activation_checkpointing: maybe}", ("activation_checkpointing", "maybe")),

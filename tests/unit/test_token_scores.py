@@ -12,11 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, quiet, scalar
+from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, scalar
 from test_engine_turns import SEEN, Talk, sometimes
 from test_train_job import Shop, model_digest, run
 
-from posttrain.domain.facts import Note
+from posttrain.cli.trace import token_table
+from posttrain.domain.facts import Fact, Note, Sample
 from posttrain.domain.jobs import InputBlob
 from posttrain.engine.algorithms.kl import kl_estimate, kl_rewards, score_rewards
 from posttrain.engine.assembly import open_roles
@@ -31,7 +32,9 @@ from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.samples import Prompt, Segment, Trajectory, groups_of
 from posttrain.engine.scoring import RewardScorer, Stretch
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
+from posttrain.engine.tracing import Trace
 from posttrain.store.attempts import AttemptFolder
+from posttrain.views.tracing import RecordedSample
 
 VALUES = st.floats(-8, 8, width=16)
 
@@ -126,8 +129,11 @@ def test_gae_over_rewards_of_turns(place: str) -> None:
     )  # fmt: skip
     roles = open_roles(config, adopt_module(initial_model(TINY, TOKENIZER, 0)), 11, inline(), critic=scalar())
     recipe = OnPolicy(config, Talk(config), roles, PROMPTS, Placed(), 11, environment=sometimes)
-    recipe.step(0, quiet(0))
+    facts: list[Fact] = []
+    recipe.step(0, Trace(facts.append, 0))
     ((asked, credited),) = recipe._algorithm.credited  # type: ignore[attr-defined]
+    for sample in (fact for fact in facts if isinstance(fact, Sample)):
+        shown(sample)
     starts, turns = np.cumsum([0, *asked.lengths]), set()
     for begin, end in itertools.pairwise(starts):
         mask = asked.response_mask[begin:end]
@@ -157,6 +163,30 @@ def test_gae_over_rewards_of_turns(place: str) -> None:
         assert found[~mask].abs().max() == 0
         assert len(SEEN) == sum(b - a - 1 for a, b in itertools.pairwise(at)) or not gaps
     assert turns == {1, 2}
+
+
+def shown(sample: Sample) -> None:
+    """What a trace tells of each token of a response stands at that token, whether or not something was observed."""
+    tokens = len(sample.tokens)
+    seen = list(sample.observed) or [False] * tokens
+    columns = (sample.advantages, sample.logprobs, sample.ratios, sample.values, sample.returns, sample.earned)
+    assert {len(column) for column in columns} == {len(seen)} == {tokens}
+    assert len(sample.clipped) == tokens
+    for place, observed in enumerate(seen):
+        assert all((column[place] == 0) == observed for column in (sample.ratios, sample.logprobs))
+        if observed:
+            assert sample.tokens[place] in SEEN
+            assert not any(column[place] for column in columns)
+    assert sample.earned[0] in (0.125, 0.375, 1.5)
+    assert sum(sample.earned) == pytest.approx(1.5)
+    one = RecordedSample("ppo", 1, sample, pieces=())
+    table = token_table(one)
+    titles = [str(column.header) for column in table.columns]
+    cells = {title: list(column.cells) for title, column in zip(titles, table.columns, strict=True)}
+    assert [bool(str(cell)) for cell in cells["advantage"]] == [not observed for observed in seen]
+    assert "earned" in titles
+    if any(seen):
+        assert [str(cell) == "observed" for cell in cells["policy"]] == seen
 
 
 def scored(at: Mapping[int, float], *, allowed: float = 0.0) -> Sequence[Score]:

@@ -191,15 +191,23 @@ def token_table(one: RecordedSample) -> Table:
         ("advantage", it.advantages),
         ("logp reference", it.reference_logprobs),
         ("value", it.values),
+        ("earned", it.earned),
         ("return", it.returns),
     ]
-    columns += [(title, [number(value) for value in values]) for title, values in numbers if len(values)]
+    seen = it.observed or [False] * len(it.tokens)
+    columns += [
+        (title, ["" if place < len(seen) and seen[place] else number(value) for place, value in enumerate(values)])
+        for title, values in numbers
+        if len(values)
+    ]
+    if any(seen):
+        columns.append(("policy", ["observed" if one else "" for one in seen]))
     if len(it.clipped):
         columns.append(("clipped", ["yes" if clipped else "" for clipped in it.clipped]))
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("", justify="right", style="dim")
     for title, _ in columns:
-        table.add_column(title, justify="left" if title in ("token", "clipped") else "right", no_wrap=True)
+        table.add_column(title, justify="left" if title in ("token", "clipped", "policy") else "right", no_wrap=True)
     for place in range(len(it.tokens)):
         cells = [Text(values[place]) if place < len(values) else Text("-") for _, values in columns]
         table.add_row(str(place), *cells)

@@ -68,7 +68,8 @@ class Note:
 class Sample:
     """One response's whole way through a step, from the prompt to the update that consumed it.
 
-    Sequences are per response token, or empty where the role is absent or nothing was trained on it.
+    Sequences are per response token, 0 at those that were observed, or empty where the role is absent or nothing was
+    trained on it.
     """
 
     id: str  # "<step>.<prompt's position in the data stream>.<sample>", e.g. "12.388.3"; steps count from 0
@@ -91,6 +92,8 @@ class Sample:
     reference_logprobs: Sequence[float] = ()
     values: Sequence[float] = ()
     returns: Sequence[float] = ()
+    earned: Sequence[float] = ()  # what of the reward stands where; empty: all of it at the end
+    observed: Sequence[bool] = ()  # whether the policy did not sample it; empty: it sampled all
 
 
 Fact = Metric | Progress | Span | Note | Sample

@@ -116,9 +116,8 @@ class RuntimeConfig(InferenceRuntimeConfig):
     # bytes of shared memory of a Ray cluster that the job starts; auto: a tenth of the machine's, at most 8 GiB, or
     # twice the weights that go to rollouts where that is more
     object_store: Memory = "auto"
-    # seconds for a role's ranks to be there with their model, and for one call of theirs (`planner.deadlines`)
-    start_timeout: Timeout = "auto"
-    call_timeout: Timeout = "auto"
+    start_timeout: Timeout = "auto"  # seconds for a role's ranks to be there with their model (`planner.deadlines`)
+    call_timeout: Timeout = "auto"  # seconds for one call of a worker, and for an engine that says nothing (there)
 
     @model_validator(mode="after")
     def _one_cluster(self) -> Self:

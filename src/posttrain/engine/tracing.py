@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -16,6 +18,7 @@ from posttrain.engine.algorithms.losses import is_clipped
 from posttrain.engine.algorithms.objectives import old_logprobs
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.recipes.algorithm import ScoredGroup
+from posttrain.engine.rewards.port import Score
 from posttrain.engine.samples import Trajectory
 
 
@@ -112,31 +115,45 @@ class SampleTracer:
                     fate=f"dropped: {fate}",
                     components=score.components,
                     status=score.status,
+                    earned=_earned(answer, score),
+                    observed=() if answer.sampled.all() else (~answer.sampled).tolist(),
                 )
                 yield self._with_update(known, *self._consumed[name]) if name in self._consumed else known
 
     def _with_update(self, known: Sample, fate: str, document: TokenBatch) -> Sample:
         columns, mask = document.token_columns, document.response_mask
+        response = slice(len(document.tokens) - len(known.tokens), None)
+        column = partial(_column, mask=mask, response=response)
         current, old = document.column("current_logprobs"), old_logprobs(document)
         advantages, clipped = columns.get("advantages"), torch.zeros(0, dtype=torch.bool)
         if self.clip and advantages is not None:
             low, high = self.clip
-            clipped = is_clipped(current, old, advantages, mask, clip_low=low, clip_high=high)[mask]
+            clipped = is_clipped(current, old, advantages, mask, clip_low=low, clip_high=high)[response]
         return replace(
             known,
             fate=fate,
-            advantages=_column(advantages, mask),
-            logprobs=_column(current, mask),
-            ratios=_column((current - old).exp(), mask),
+            advantages=column(advantages),
+            logprobs=column(current),
+            ratios=column((current - old).exp()),
             clipped=[bool(one) for one in clipped.tolist()],
-            reference_logprobs=_column(columns.get("reference_logprobs"), mask),
-            values=_column(columns.get("values"), mask),
-            returns=_column(columns.get("returns"), mask),
+            reference_logprobs=column(columns.get("reference_logprobs")),
+            values=column(columns.get("values")),
+            returns=column(columns.get("returns")),
         )
 
 
-def _column(values: Tensor | None, mask: Tensor) -> Sequence[float]:
-    return () if values is None else _rounded(values[mask].to(torch.float64).tolist())
+def _earned(answer: Trajectory, score: Score) -> Sequence[float]:
+    """[r] what of the reward stands where; nothing where all of it stands at the end."""
+    if score.score is None or not score.at:
+        return ()
+    found = [score.at.get(token, 0.0) for token in range(len(answer.response))]
+    found[answer.turn_ends[-1]] += score.score - math.fsum(score.at.values())
+    return _rounded(found)
+
+
+def _column(values: Tensor | None, mask: Tensor, response: slice) -> Sequence[float]:
+    """[r], 0 at observed tokens."""
+    return () if values is None else _rounded(values.masked_fill(~mask, 0)[response].to(torch.float64).tolist())
 
 
 def _rounded(values: Sequence[float]) -> list[float]:
