@@ -451,7 +451,7 @@ class TestUserErrors:
             open_reward(tmp_path, timeout=PATIENCE)
 
     def test_probe_finds_a_broken_reward_before_step_one(self, opened: ProcessOpener) -> None:
-        probe = probe_call(["Q"] * 9, [{"prompt": "Q", "answer": "1"}] * 9)
+        probe = probe_call(["Q"] * 9, [{"prompt": "Q", "answer": "1"}] * 9, [(5, 6)] * 9)
         assert probe.completions == ["1"] * 4
         with pytest.raises(RewardError, match="KeyError"):
             opened("def score(completion, row):\n    return row['gold']\n").score(probe)

@@ -145,10 +145,9 @@ def test_another_admission_policy_drives_the_same_loop(model: ModelSource, tmp_p
     desk.run()
     calls = [fact for fact in desk.facts if isinstance(fact, Span) and fact.name == "rollout"]
     assert len(calls) > 5, "a batch of three prompts takes two calls at least"
-    if kind == "grpo":
-        all_at_once = Desk(tmp_path / "all", recipe(model, kind, **options))
-        all_at_once.run()
-        assert all(torch.equal(value, weights(desk)[name]) for name, value in weights(all_at_once).items())
+    all_at_once = Desk(tmp_path / "all", recipe(model, kind, **options))
+    all_at_once.run()
+    assert all(torch.equal(value, weights(desk)[name]) for name, value in weights(all_at_once).items())
     Desk(tmp_path / "cut", recipe(model, kind, **few), orders=stop_after(2)).run()
     rest = Desk(tmp_path / "cut", recipe(model, kind, seed=3, **few))
     rest.controller.resume(rest.latest())

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ from posttrain.engine.recipes.algorithm import PromptSource, ScoredGroup, pack
 from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.rewards.port import RewardError, Score
 from posttrain.engine.rewards.scripted import ScriptedReward
+from posttrain.engine.rewards.weighted import WeightedReward
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Group, Prompt, Segment, Trajectory
@@ -345,23 +349,70 @@ def test_an_observation_that_fails_ends_its_own_sample_and_no_other() -> None:
     assert report.metrics["turns/errors"] == report.metrics["reward/errors"] == len(failed) / len(samples)
     for sample in failed:
         assert sample.reward is None
-        assert sample.fate.startswith("dropped: no score: observe (test_engine_turns.py:")
+        assert sample.fate.startswith("dropped: no score: observe: test_engine_turns.py:")
         assert "raised KeyError" in sample.fate
     ((asked, _),) = recipe._algorithm.credited  # type: ignore[attr-defined]
     assert len(asked) == len(samples) - len(failed), "they are trained on nowhere"
-    told = [fact.message for fact in facts if isinstance(fact, Note)]
-    assert len(told) == len(notes) == 1
-    assert "samples end there and have no score" in told[0]
-    report = recipe.step(1, Trace(facts.append, 1))
-    assert len([fact for fact in facts if isinstance(fact, Note)]) == 1, "once"
+    recipe.step(1, Trace(facts.append, 1))
+    assert not [fact for fact in facts if isinstance(fact, Note)]
+    assert len(notes) == 1, "the scorer says so, once"
+    assert "are left out of their groups" in notes[0]
 
 
 def test_more_failures_than_may_be_end_the_stage() -> None:
     reward = ScriptedReward(lambda call: [1.0 for _ in call.completions])
     scorer = RewardScorer(reward, TOKENIZER)
     recipe = talk(scorer=scorer, environment=TextEnvironment(stumbles, TOKENIZER, 8))
-    with pytest.raises(RewardError, match=r"observe \(test_engine_turns.py:\d+\) raised KeyError.* completions failed"):
+    with pytest.raises(RewardError, match=r"observe: test_engine_turns.py:\d+ raised KeyError.* completions failed"):
         recipe.step(0, quiet(0))
+
+
+class RudeError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def through_a_library(row: Any, responses: Sequence[str]) -> str:
+    json.loads("{")
+    raise AssertionError
+
+
+def ends(row: Any, responses: Sequence[str]) -> str:
+    sys.exit(0)
+
+
+def rude(row: Any, responses: Sequence[str]) -> str:
+    raise RudeError
+
+
+def half_a_pair(row: Any, responses: Sequence[str]) -> str:
+    return "\ud800"
+
+
+@pytest.mark.parametrize(
+    ("observe", "line"),
+    [
+        (through_a_library, r"observe: test_engine_turns\.py:\d+ raised JSONDecodeError: Expecting"),
+        (ends, r"observe: test_engine_turns\.py:\d+ raised SystemExit: 0; fix"),
+        (rude, r"observe: test_engine_turns\.py:\d+ raised RudeError: its text cannot be read; fix"),
+        (half_a_pair, r"observe: \S+:\d+ raised \w+: .*; fix the recipe, or the row$"),
+    ],
+)
+def test_whatever_observe_does_is_one_line_of_one_sample(observe: Any, line: str) -> None:
+    said = Trajectory.answer((1, 5), (7, 2), (-0.5, -0.5), truncated=False)
+    (failed,) = TextEnvironment(observe, TOKENIZER, 4)([PROMPTS[0]], [said])
+    assert isinstance(failed, Failed)
+    assert re.match(line, failed.line)
+    assert "\n" not in failed.line
+
+
+def test_with_weights_a_failure_leaves_each_rewards_own_metrics() -> None:
+    one, two = (ScriptedReward(lambda call: [float(len(text)) for text in call.completions]) for _ in range(2))
+    scorer = RewardScorer(WeightedReward({"one": (1.0, one), "two": (0.5, two)}), TOKENIZER, errors_max=0.9)
+    metrics = talk(scorer=scorer, environment=TextEnvironment(stumbles, TOKENIZER, 8)).step(0, quiet(0)).metrics
+    assert metrics["turns/errors"] == metrics["reward/errors"] > 0
+    assert metrics["reward/one/errors"] == metrics["reward/two/errors"] == 0, "they scored what was there"
+    assert metrics["reward/one/mean"] == metrics["reward/two/mean"] > 0
 
 
 def test_where_nobody_scores_what_failed_is_left_out_and_all_of_it_ends_the_stage() -> None:
@@ -378,7 +429,7 @@ def test_where_nobody_scores_what_failed_is_left_out_and_all_of_it_ends_the_stag
     assert len(batch) == sum(status != "error" for status in ends)
     recipe = talk(environment=TextEnvironment(always, TOKENIZER, 8))
     recipe._ahead.scorer = None
-    with pytest.raises(InputError, match=r"raised ValueError: no server; (\d+) of \1 samples end there; fix it"):
+    with pytest.raises(InputError, match=r"no server; fix the recipe, or the row; (\d+) of \1 samples end there"):
         recipe._ahead.collected(0, quiet(0), lambda spent, more: True)
 
 

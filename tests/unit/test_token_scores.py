@@ -88,7 +88,7 @@ def test_a_batch_has_them_at_their_tokens() -> None:
     batch = pack([ScoredGroup(Prompt((1, 2)), group, scores)])
     assert batch is not None
     assert batch.column("token_scores").tolist() == [0, 0, 0, 0.25, 0, 0, 0, 0, 0.5, 0, 0, 0, 0]
-    assert [t.turn_ends for t in sequences] == [[1, 6], [1]]
+    assert [t.turn_spans for t in sequences] == [[(0, 2), (4, 7)], [(0, 2)]]
     plain = pack([ScoredGroup(Prompt((1, 2)), group, (Score(1.0), Score(2.0)))])
     assert plain is not None
     assert "token_scores" not in plain.token_columns
@@ -111,7 +111,8 @@ class Placed(EvenTokens):
     @staticmethod
     def at(trajectory: Trajectory) -> Mapping[int, float]:
         earned = {0: 0.125}
-        for turn, end in enumerate(trajectory.turn_ends):
+        for turn, (_, stop) in enumerate(trajectory.turn_spans):
+            end = stop - 1
             earned[end] = earned.get(end, 0.0) + 0.25 * (turn + 1)
         return earned
 

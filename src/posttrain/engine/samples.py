@@ -146,10 +146,11 @@ class Trajectory:
         return tuple(segment for segment in self.segments if segment.source == "sampled")
 
     @property
-    def turn_ends(self) -> list[int]:
-        """The last token of the response that belongs to each turn."""
+    def turn_spans(self) -> list[tuple[int, int]]:
+        """Where each turn lies among the response's tokens: the first, and the one after the last."""
         ends = accumulate(len(segment.tokens) for segment in self.segments[1:])
-        return [end - 1 for end, s in zip(ends, self.segments[1:], strict=True) if s.source == "sampled"]
+        each = zip(ends, self.segments[1:], strict=True)
+        return [(end - len(s.tokens), end) for end, s in each if s.source == "sampled"]
 
     @property
     def read_again(self) -> int:

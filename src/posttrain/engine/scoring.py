@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, final
 
 from transformers import PreTrainedTokenizerBase
@@ -27,16 +27,16 @@ _STRETCHES = 8  # of what is sampled together, at the most
 
 
 def _held_against(trajectory: Trajectory, score: Score) -> Score:
-    """The score, or a failure where the response's environment failed, or at tokens at which nothing can be earned."""
-    if trajectory.status == "error":
-        return Score.failure("error", trajectory.fault)
-    if not score.at:
-        return score
-    try:
-        refuse_places(score.at, trajectory.sampled.tolist())
-    except AnswerError as error:
-        return Score.failure("error", f"the reward must return {error}")
-    return score
+    """The score, or a failure where the environment failed, or at tokens at which nothing can be earned; its parts and
+    components stay.
+    """
+    fault = trajectory.fault if trajectory.status == "error" else ""
+    if score.at and not fault:
+        try:
+            refuse_places(score.at, trajectory.sampled.tolist())
+        except AnswerError as error:
+            fault = f"the reward must return {error}; its worker did not look"
+    return replace(score, score=None, status="error", message=fault, at={}) if fault else score
 
 
 @final
@@ -84,6 +84,7 @@ class RewardScorer:
         errors_max: share of a step's completions that may fail to be scored.
         processes: that score side by side.
         placed: whether the algorithm reads at which tokens a score was earned.
+        turns: of a response, at the most.
         tell: called with one line when completions failed and the step goes on all the same, and when nobody reads at
             which tokens a score was earned; once each.
     """
@@ -96,11 +97,12 @@ class RewardScorer:
         errors_max: float = 0.0,
         processes: int = 1,
         placed: bool = True,
+        turns: int = 1,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._reward, self._tokenizer, self._processes = reward, tokenizer, processes
         self._errors_max, self._tell, self._told = errors_max, tell, False
-        self._placed, self._told_placed = placed, False
+        self._placed, self._told_placed, self._most = placed, False, turns
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")  # one call at a time
         self._scored: list[Score] = []  # of what is sampled together, so far
 
@@ -145,7 +147,7 @@ class RewardScorer:
         if all(len(t.segments) <= 2 for t in trajectories):
             return {}
         said = [[decode_turn(self._tokenizer, s.tokens.tolist()) for s in t.turns] for t in trajectories]
-        return {"turns": said, "turn_ends": [t.turn_ends for t in trajectories]}
+        return {"turns": said, "turn_spans": [t.turn_spans for t in trajectories]}
 
     def _accept(self, scores: Sequence[Score], stretch: Stretch, allowed: int) -> None:
         """Judge the failures of a step by all of its stretches so far.
@@ -181,7 +183,14 @@ class RewardScorer:
         Raises:
             RewardError: see `RewardFunction.score`.
         """
-        call = probe_call([prompt.text for prompt in prompts], [prompt.row for prompt in prompts])
+        end = self._tokenizer.eos_token_id
+        call = probe_call(
+            [prompt.text for prompt in prompts],
+            [prompt.row for prompt in prompts],
+            [prompt.tokens for prompt in prompts],
+            lambda text: [*self._tokenizer.encode(text, add_special_tokens=False), *([] if end is None else [end])],
+            turns=self._most,
+        )
         self._reward.score(call, max(len(call) - 1, 0))
 
 

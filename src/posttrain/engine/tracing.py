@@ -147,7 +147,7 @@ def _earned(answer: Trajectory, score: Score) -> Sequence[float]:
     if score.score is None or not score.at:
         return ()
     found = [score.at.get(token, 0.0) for token in range(len(answer.response))]
-    found[answer.turn_ends[-1]] += score.score - math.fsum(score.at.values())
+    found[answer.turn_spans[-1][1] - 1] += score.score - math.fsum(score.at.values())
     return _rounded(found)
 
 

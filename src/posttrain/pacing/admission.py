@@ -4,14 +4,14 @@
 
     free ──start──▶ running ──complete──▶ ready ──take──▶ trained
       ▲                │
-      └──────drop──────┘        (its place is free at once, for so many rounds; then the batch goes without)
+      └──────drop──────┘        (its place is free at once, so often; then the batch goes without it)
 
-A batch is what one step trains. Nothing here knows tokens, weights or time, so any schedule can be tried in a test.
+A batch is what one step trains; it has a place for each of its prompts. Nothing here knows tokens, weights or time, so
+any schedule can be tried in a test.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar, final
@@ -30,6 +30,7 @@ class Entry:
     batch: int  # the step that it is to be trained in
     version: int  # of the policy that samples it, in steps trained
     ready: bool = False  # sampled and scored
+    again: int = 0  # how many were dropped before it from its place
 
 
 @final
@@ -117,9 +118,10 @@ class Buffer(Generic[T]):
         policy: what may start and what is trained.
         prompts: groups of a batch.
         steps: of the stage.
-        refills: rounds in which dropped groups of a batch are replaced, at the most.
+        refills: how often a place whose group was dropped is filled again, at the most.
 
-    Every key is started once, and then trained once or dropped once.
+    Every key is started once, and then trained once or dropped once. Places that were never filled are filled before
+    those that lost a group, of these first the one that lost fewest: how many prompts start at a time changes nothing.
     """
 
     policy: AdmissionPolicy
@@ -130,33 +132,29 @@ class Buffer(Generic[T]):
     _values: dict[int, T] = field(default_factory=dict)
     _given_up: list[int] = field(default_factory=list)
     _newest: int = -1  # key that was started
-    _begun: Counter[int] = field(default_factory=Counter)  # prompts of each batch, dropped ones too
-    _rounds: Counter[int] = field(default_factory=Counter)  # in which dropped ones of a batch were replaced
+    _lost: dict[int, list[int]] = field(default_factory=dict)  # batch → of each place to fill again, how often it was
 
     def pace(self, step: int, version: int) -> Pace:
         """For the policy."""
         return Pace(step, version, self.steps, self.prompts, tuple(self._entries.values()), tuple(self._given_up))
 
     def admit(self, step: int, version: int) -> Admitted | None:
-        """What may start now; a batch that had all its rounds is given up before.
+        """What may start now.
 
         Raises:
-            InputError: the policy asks for another batch than is to come, or for more than one has places.
+            InputError: the policy asks for a batch that is past, too early for its lag, or for more than it has places.
         """
-        while True:
-            pace = self.pace(step, version)
-            batch, count = self.policy.admit(pace)
-            if not count:
-                return None
-            name, free = type(self.policy).__name__, self.prompts - pace.filled(batch)
-            if not step <= batch < self.steps:
-                raise InputError(f"{name} must admit prompts of batch {step} to {self.steps - 1}, got batch {batch}")
-            if not 0 < count <= free:
-                raise InputError(f"{name} must admit what a batch lacks ({free} of batch {batch}), got {count}")
-            again = self._begun[batch] + count > self.prompts
-            if not again or self._rounds[batch] < self.refills:
-                return Admitted(batch, count, again)
-            self.give_up(batch)
+        pace = self.pace(step, version)
+        batch, count = self.policy.admit(pace)
+        if not count:
+            return None
+        name, free = type(self.policy).__name__, self.prompts - pace.filled(batch)
+        last = min(version + self.policy.lag, self.steps - 1)
+        if not step <= batch <= last:
+            raise InputError(f"{name} must admit prompts of batch {step} to {last}, got batch {batch}")
+        if not 0 < count <= free:
+            raise InputError(f"{name} must admit what a batch lacks ({free} of batch {batch}), got {count}")
+        return Admitted(batch, count, again=count > free - len(self._lost.get(batch, ())))
 
     def start(self, keys: Sequence[int], batch: int, version: int) -> None:
         """These prompts are being sampled.
@@ -164,14 +162,15 @@ class Buffer(Generic[T]):
         Raises:
             InputError: one was started before, or there is no place for it.
         """
-        for key in keys:
+        lost = self._lost.get(batch, [])
+        fresh = self.prompts - self.pace(0, 0).filled(batch) - len(lost)
+        for place, key in enumerate(keys):
             if key <= self._newest:
                 raise InputError(f"prompt {key} must be started once, got it again after {self._newest}; admit others")
             if len(self._entries) >= self.policy.capacity(self.prompts):
                 raise InputError(f"the buffer must hold at most {len(self._entries)} groups, got prompt {key} besides")
-            self._entries[key], self._newest = Entry(key, batch, version), key
-        self._begun[batch] += len(keys)
-        self._rounds[batch] += self._begun[batch] > self.prompts
+            again = 0 if place < fresh or not lost else lost.pop(lost.index(min(lost))) + 1
+            self._entries[key], self._newest = Entry(key, batch, version, again=again), key
 
     def complete(self, key: int, value: T) -> None:
         """A group is sampled and scored.
@@ -182,17 +181,17 @@ class Buffer(Generic[T]):
         self._entries[key], self._values[key] = replace(self._running(key), ready=True), value
 
     def drop(self, key: int) -> None:
-        """A group is not trained on; its place is free at once.
+        """A group is not trained on; its place is free at once, or stays empty where it was filled so often.
 
         Raises:
             InputError: it was not running.
         """
-        self._running(key)
+        gone = self._running(key)
         del self._entries[key]
-
-    def give_up(self, batch: int) -> None:
-        """What a batch lacks is not sampled any more."""
-        self._given_up += [batch] * (self.prompts - self.pace(0, 0).filled(batch))
+        if gone.again < self.refills:
+            self._lost.setdefault(gone.batch, []).append(gone.again)
+        else:
+            self._given_up.append(gone.batch)
 
     def take(self, keys: Sequence[int]) -> list[T]:
         """Groups to train on; they leave the buffer.
@@ -209,44 +208,40 @@ class Buffer(Generic[T]):
     def trained(self, step: int) -> None:
         """A step is done: nobody asks for its empty places again."""
         self._given_up = [batch for batch in self._given_up if batch > step]
-        for counts in (self._begun, self._rounds):
-            counts.pop(step, None)
+        self._lost.pop(step, None)
 
     def ready(self) -> list[tuple[Entry, T]]:
         """What a checkpoint holds, in the order of the stream."""
         return [(self._entries[key], self._values[key]) for key in sorted(self._values)]
 
     @property
-    def rounds(self) -> Mapping[int, int]:
-        """In which dropped groups were replaced, by batch."""
-        return {batch: count for batch, count in self._rounds.items() if count}
+    def lost(self) -> Mapping[int, Sequence[int]]:
+        """Batch → of each place that is to be filled again, how often it was before."""
+        return {batch: tuple(places) for batch, places in self._lost.items() if places}
 
     def restore(
         self,
         held: Iterable[tuple[Entry, T]],
         given_up: Sequence[int],
         newest: int,
-        dropped: Iterable[int] = (),
-        rounds: Mapping[int, int] | None = None,
+        lost: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         """Go on with what a checkpoint held.
 
         Args:
             newest: key that was started.
-            dropped: the batch of every group that was.
-            rounds: see the property.
+            lost: see the property.
         """
         for entry, value in held:
             self._entries[entry.key], self._values[entry.key] = entry, value
         self._given_up, self._newest = list(given_up), newest
-        self._begun = Counter([*(entry.batch for entry in self._entries.values()), *dropped])
-        self._rounds = Counter(rounds or {})
+        self._lost = {batch: list(places) for batch, places in (lost or {}).items()}
 
     def copied(self) -> Buffer[T]:
         """As it stands, for whoever goes back to it."""
         kept = dict(self._entries), dict(self._values), list(self._given_up)
-        counts = Counter(self._begun), Counter(self._rounds)
-        return Buffer(self.policy, self.prompts, self.steps, self.refills, *kept, self._newest, *counts)
+        lost = {batch: list(places) for batch, places in self._lost.items()}
+        return Buffer(self.policy, self.prompts, self.steps, self.refills, *kept, self._newest, lost)
 
     def _running(self, key: int) -> Entry:
         entry = self._entries.get(key)

@@ -33,7 +33,7 @@ class RewardJudge:
         Raises:
             RewardError: it fails on all of them.
         """
-        call = probe_call([item.text for item in items], [item.row for item in items])
+        call = probe_call([i.text for i in items], [i.row for i in items], [i.prompt for i in items])
         self._reward.score(call, max(len(call) - 1, 0))
 
     def __call__(

@@ -148,7 +148,7 @@ class Collector:
             return {}
         held = [Held(entry.key, entry.batch, entry.version, group) for entry, group in self.buffer.ready()]
         held += [Held(g.group.key, batch, 0, g, why) for batch, found in self.dropped.items() for g, why in found]
-        return write_held(path, held, self.buffer.pace(0, 0).given_up, self.buffer.rounds)
+        return write_held(path, held, self.buffer.pace(0, 0).given_up, self.buffer.lost)
 
     def restore(self, path: Path) -> None:
         """Go on with what a checkpoint held.
@@ -158,10 +158,9 @@ class Collector:
         """
         if not self.buffer.policy.lag:
             return
-        held, given_up, rounds = read_held(path, lambda key: self.prompts[self.journal.row(key)])
+        held, given_up, lost = read_held(path, lambda key: self.prompts[self.journal.row(key)])
         waiting = [(one.entry, one.group) for one in held if not one.dropped]
-        gone = [one.entry.batch for one in held if one.dropped]
-        self.buffer.restore(waiting, given_up, self.journal.consumed - 1, gone, rounds)
+        self.buffer.restore(waiting, given_up, self.journal.consumed - 1, lost)
         for one in held:
             if one.dropped:
                 self.dropped.setdefault(one.batch, []).append((one.group, one.dropped))
@@ -239,19 +238,18 @@ class Collector:
         return _replaced(groups, {(at, s.index): s.last.went_on(o, answer) for (at, s, o), answer in answers})
 
     def _tell_failed(self, line: str, failed: int, asked: int, trace: Trace) -> None:
-        """Say so, once.
+        """Say so once, where no scorer does.
 
         Raises:
             InputError: all of them failed, and nobody scores, who would count failures.
         """
         many = f"{line}; {failed} of {asked} samples end there"
         if self.scorer is None and failed == asked:
-            raise InputError(f"{many}; fix it, or the rows that it is given")
-        if not self._told:
+            raise InputError(many)
+        if self.scorer is None and not self._told:
             self._told = True
-            trace.sink(
-                Note(f"{many} and have no score, later ones are counted as turns/errors", time.time(), "warning")
-            )
+            line = f"{many}, untrained; later ones are counted as turns/errors"
+            trace.sink(Note(line, time.time(), "warning"))
 
     def _all_turns(self, prompts: Sequence[Prompt], groups: list[Group], trace: Trace) -> list[Group]:
         for turn in range(1, self.algorithm.source.turns):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,13 +58,13 @@ class TextEnvironment:
         said = [decode_turn(self._tokenizer, segment.tokens.tolist()) for segment in sample.turns]
         try:
             seen = self._observe(prompt.row, said)
-        except Exception as error:  # whatever it is: the step's other samples go on
-            return Failed(f"{_place(error)} raised {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}")
-        if seen is None:
-            return None
-        if not isinstance(seen, str):
-            return Failed(f"observe must give text or None, got {type(seen).__name__}; fix the recipe")
-        tokens: list[int] = self._tokenizer.encode(seen, add_special_tokens=False)
+            if seen is None:
+                return None
+            if not isinstance(seen, str):
+                return Failed(f"observe must give text or None, got {type(seen).__name__}; fix the recipe")
+            tokens: list[int] = self._tokenizer.encode(seen, add_special_tokens=False)
+        except (Exception, SystemExit) as error:  # whatever it is: the step's other samples go on
+            return Failed(f"observe: {self._place(error)} raised {_line(error)}; fix the recipe, or the row")
         if not 1 <= len(tokens) <= self._most:
             return Failed(
                 f"an observation must have 1 to {self._most} tokens, got {len(tokens)}: {seen[:60]!r}; raise "
@@ -71,8 +72,19 @@ class TextEnvironment:
             )
         return tokens
 
+    def _place(self, error: BaseException) -> str:
+        """`guess.py:12`: the innermost frame in the folder of `observe`."""
+        code = getattr(inspect.unwrap(self._observe), "__code__", None)
+        folder = Path(code.co_filename).parent if code else None
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if Path(frame.filename).parent == folder] or list(frames)
+        return f"{Path(own[-1].filename).name}:{own[-1].lineno}"
 
-def _place(error: BaseException) -> str:
-    """`observe (guess.py:12)`: the innermost frame of it that has a file of its own."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"observe ({Path(frame.filename).name}:{frame.lineno})"
+
+def _line(error: BaseException) -> str:
+    """`ValueError: text` without line breaks, whatever the exception makes of itself."""
+    try:
+        said = str(error)
+    except Exception:
+        said = "its text cannot be read"
+    return " ".join(f"{type(error).__name__}: {said}".encode("utf-8", "replace").decode().split())[:300].rstrip(": ")

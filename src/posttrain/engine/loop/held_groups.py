@@ -41,27 +41,27 @@ class Held:
 
 
 def write_held(
-    path: Path, held: Sequence[Held], given_up: Sequence[int], rounds: Mapping[int, int]
+    path: Path, held: Sequence[Held], given_up: Sequence[int], lost: Mapping[int, Sequence[int]]
 ) -> Mapping[str, str]:
     """File name → digest.
 
     Args:
         given_up: the batch of every place that stays empty.
-        rounds: batch → times that dropped groups of it were replaced.
+        lost: batch → of each place that is to be filled again, how often it was before.
     """
     segments = [segment for one in held for segment, again in _segments(one.group) if not again]
     none = np.zeros(0, dtype=np.float32)
     tokens = np.concatenate([np.zeros(0, dtype=np.int32), *(segment.tokens for segment in segments)])
     logprobs = np.concatenate([none, *(none if s.logprobs is None else s.logprobs for s in segments)])
     tensors = {"tokens": torch.tensor(tokens), "logprobs": torch.tensor(logprobs)}
-    asked = {str(batch): times for batch, times in rounds.items()}
+    places = {str(batch): list(often) for batch, often in lost.items()}
     groups = [_written(one) for one in held]
-    data = canonical_json({"groups": groups, "given_up": list(given_up), "rounds": asked})
+    data = canonical_json({"groups": groups, "given_up": list(given_up), "lost": places})
     (path / _REST).write_bytes(data)
     return {_ARRAYS: write_tensors(path / _ARRAYS, tensors, {}), _REST: digest_bytes(data)}
 
 
-def read_held(path: Path, prompt: Callable[[int], Prompt]) -> tuple[list[Held], list[int], dict[int, int]]:
+def read_held(path: Path, prompt: Callable[[int], Prompt]) -> tuple[list[Held], list[int], dict[int, list[int]]]:
     """What `write_held` was given, which wrote it into a checkpoint that was verified.
 
     Args:
@@ -75,8 +75,8 @@ def read_held(path: Path, prompt: Callable[[int], Prompt]) -> tuple[list[Held], 
             raise IntegrityError(f"checkpoint {path} must hold {name}, what waited to be trained; resume from another")
     found, arrays = json.loads((path / _REST).read_bytes()), load_file(path / _ARRAYS)
     cursor = _Cursor(arrays["tokens"], arrays["logprobs"])
-    rounds = {int(batch): times for batch, times in found["rounds"].items()}
-    return [_read(one, prompt, cursor) for one in found["groups"]], list(found["given_up"]), rounds
+    lost = {int(batch): often for batch, often in found["lost"].items()}
+    return [_read(one, prompt, cursor) for one in found["groups"]], list(found["given_up"]), lost
 
 
 @final

@@ -70,9 +70,10 @@ def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:
     for name in sorted({name for score in scores for name in score.components if _NAMED.fullmatch(name)}):
         values = np.array([s.components[name] for s in scores if name in s.components], dtype=np.float64)
         found |= {f"reward/{name}/mean": float(values.mean()), f"reward/{name}/std": float(values.std())}
-    for name in scores[0].parts if scores else ():
+    for name in sorted({name for score in scores for name in score.parts}):
+        parts = [score.parts[name] for score in scores if name in score.parts]
         for word, status in (("errors", "error"), ("timeouts", "timeout")):
-            found[f"reward/{name}/{word}"] = sum(s.parts[name].status == status for s in scores) / len(scores)
+            found[f"reward/{name}/{word}"] = sum(part.status == status for part in parts) / len(parts)
     return found
 
 

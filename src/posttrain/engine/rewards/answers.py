@@ -12,20 +12,23 @@ from typing import Any
 TURNS, TOKENS = "turn_scores", "token_scores"
 OWN = ("score", TURNS, TOKENS)  # of a mapping; its other numbers are components
 MAX_COMPONENTS = 64
-MAX_PLACES = 4096  # tokens of one completion at which something was earned
+MAX_PLACES = 2**16  # tokens of one completion at which something was earned
+MOST = 1e30  # of a score: with the largest weights float32 holds it
+_LAST = 10**7  # token of a response whose length nobody told
+Spans = Sequence[Sequence[int]]  # [first token, token after the last] of every turn; empty: one turn, of unknown length
 
 
 class AnswerError(ValueError):
     """An answer that is none; the text goes on after "FUNCTION must return"."""
 
 
-def plain(answer: Any, subject: str, ends: Sequence[int]) -> dict[str, Any]:
+def plain(answer: Any, subject: str, spans: Spans) -> dict[str, Any]:
     """Score, components and places out of a number, None, or a mapping with `score`, `turn_scores` or `token_scores`.
 
     Args:
         answer: what the reward's code gave; its own methods are that code too.
         subject: the completion, in words.
-        ends: the last response token of every turn; empty: it is one turn.
+        spans: where its turns lie among the response's tokens.
 
     Raises:
         AnswerError: it is something else, not finite, or stands where nothing can be earned.
@@ -33,8 +36,7 @@ def plain(answer: Any, subject: str, ends: Sequence[int]) -> dict[str, Any]:
     components: dict[str, float] = {}
     at: dict[int, float] = {}
     if isinstance(answer, Mapping):
-        components, at = _components(answer), _placed(answer, ends, subject)
-        answer = _whole(answer, subject)
+        answer, components, at = _read(dict(answer), subject, spans)
     value = _number(answer)
     if value is None and (answer is not None or at):
         wanted = "a number" if at else "a number or None"
@@ -45,11 +47,13 @@ def plain(answer: Any, subject: str, ends: Sequence[int]) -> dict[str, Any]:
                 f"finite numbers, got {number} as {name} of {subject}; return None for a completion that cannot be "
                 "scored"
             )
+    if value is not None and abs(value) > MOST:
+        raise AnswerError(f"a score within ±{MOST:g} for {subject}, got {value:g}; scale it")
     return {"score": value, "components": components, **({"placed": list(at.items())} if at else {})}
 
 
 def refuse_places(at: Mapping[int, float], sampled: Sequence[bool]) -> None:
-    """Hold places against a response.
+    """Hold places against a response, whatever a worker said.
 
     Args:
         sampled: [r] which of its tokens the policy decided.
@@ -64,46 +68,46 @@ def refuse_places(at: Mapping[int, float], sampled: Sequence[bool]) -> None:
             raise AnswerError(f"{TOKENS} of tokens that the policy sampled, got one of token {token}, an observation's")
 
 
-def _whole(answer: Mapping[str, Any], subject: str) -> Any:
-    """What a mapping says that a completion is worth: `score`, or the sum of what it earned on its way."""
-    if "score" in answer:
-        return answer["score"]
-    if any(answer.get(name) is not None for name in (TURNS, TOKENS)):
-        earned = [*(answer.get(TURNS) or ()), *(answer.get(TOKENS) or {}).values()]
-        return math.fsum(_number(value) or 0.0 for value in earned)
-    raise AnswerError(f"`score` in its mapping for {subject}, got {list(map(str, answer))[:9]}")
-
-
-def _components(answer: Mapping[str, Any]) -> dict[str, float]:
+def _read(answer: dict[Any, Any], subject: str, spans: Spans) -> tuple[Any, dict[str, float], dict[int, float]]:
+    """What a mapping says that a completion is worth, its components, and token → what of it was earned there."""
     others = {str(name)[:200]: _number(value) for name, value in answer.items() if name not in OWN}
-    found = {name: value for name, value in others.items() if value is not None}
-    if len(found) > MAX_COMPONENTS:
-        raise AnswerError(f"at most {MAX_COMPONENTS} components, got {len(found)}")
-    return found
-
-
-def _placed(answer: Mapping[str, Any], ends: Sequence[int], subject: str) -> dict[int, float]:
-    """Response token → what was earned at it."""
-    found: dict[int, list[float]] = {}
-    if answer.get(TURNS) is not None:
-        scores, turns = list(answer[TURNS]), max(len(ends), 1)
-        if len(scores) != turns:
-            raise AnswerError(f"{TURNS} for each turn of {subject} ({turns}), got {len(scores)}")
-        checked = [_finite(TURNS, score, subject) for score in scores]
-        for end, score in zip(ends, checked, strict=False):  # of one turn alone, all of it stands at the end
-            found.setdefault(end, []).append(score)
-    tokens = answer.get(TOKENS)
+    components = {name: value for name, value in others.items() if value is not None}
+    if len(components) > MAX_COMPONENTS:
+        raise AnswerError(f"at most {MAX_COMPONENTS} components, got {len(components)}")
+    turns, tokens = answer.get(TURNS), answer.get(TOKENS)
+    earned = _by_turn(turns, subject, spans) if turns is not None else []
     if tokens is not None:
-        if not isinstance(tokens, Mapping):
-            raise AnswerError(f"{TOKENS} as a map of tokens to numbers for {subject}, got {type(tokens).__name__}")
-        for at, score in tokens.items():
-            found.setdefault(_token(at, subject), []).append(_finite(TOKENS, score, subject))
+        earned += _by_token(tokens, subject, spans)
+    if "score" not in answer and turns is None and tokens is None:
+        raise AnswerError(f"`score` in its mapping for {subject}, got {list(map(str, answer))[:9]}")
+    whole = answer["score"] if "score" in answer else math.fsum(value for _, value in earned)
+    found: dict[int, list[float]] = {}
+    for token, value in earned:
+        if token is not None:
+            found.setdefault(token, []).append(value)
     if len(found) > MAX_PLACES:
         raise AnswerError(f"scores of at most {MAX_PLACES} tokens of {subject}, got {len(found)}")
-    return {at: math.fsum(scores) for at, scores in sorted(found.items())}
+    return whole, components, {token: math.fsum(values) for token, values in sorted(found.items())}
 
 
-def _token(at: Any, subject: str) -> int:
+def _by_turn(given: Any, subject: str, spans: Spans) -> list[tuple[int | None, float]]:
+    """The last token of each turn and its score; of one turn alone no token: all of it stands at the end."""
+    scores, turns = given.tolist() if hasattr(given, "tolist") else given, max(len(spans), 1)
+    if not isinstance(scores, list | tuple):
+        raise AnswerError(f"{TURNS} as a list of numbers for {subject}, got {type(scores).__name__}")
+    if len(scores) != turns:
+        raise AnswerError(f"{TURNS} for each turn of {subject} ({turns}), got {len(scores)}")
+    ends: list[int | None] = [None] if turns == 1 else [int(stop) - 1 for _, stop in spans]
+    return [(end, _finite(TURNS, score, subject)) for end, score in zip(ends, scores, strict=True)]
+
+
+def _by_token(given: Any, subject: str, spans: Spans) -> list[tuple[int | None, float]]:
+    if not isinstance(given, Mapping):
+        raise AnswerError(f"{TOKENS} as a map of tokens to numbers for {subject}, got {type(given).__name__}")
+    return [(_token(at, subject, spans), _finite(TOKENS, score, subject)) for at, score in dict(given).items()]
+
+
+def _token(at: Any, subject: str, spans: Spans) -> int:
     try:
         token = int(at)
         whole = token == float(at) and token >= 0
@@ -111,14 +115,21 @@ def _token(at: Any, subject: str) -> int:
         whole = False
     if not whole:
         raise AnswerError(f"{TOKENS} of tokens by number from 0 for {subject}, got {at!r:.40}")
+    last = spans[-1][1] if spans else _LAST
+    if token >= last:
+        raise AnswerError(f"{TOKENS} of tokens 0 to {last - 1} of {subject}, got one of token {token!r:.40}")
+    if spans and not any(start <= token < stop for start, stop in spans):
+        raise AnswerError(
+            f"{TOKENS} of tokens that the policy sampled for {subject}, got one of token {token}, observed"
+        )
     return token
 
 
 def _finite(name: str, given: Any, subject: str) -> float:
     value = _number(given)
-    if value is None or not math.isfinite(value):
-        shown = type(given).__name__ if value is None else f"{value}"
-        raise AnswerError(f"finite numbers as {name} of {subject}, got {shown}")
+    if value is None or not abs(value) <= MOST:  # which no NaN is
+        shown = type(given).__name__ if value is None else f"{value:g}"
+        raise AnswerError(f"finite numbers within ±{MOST:g} as {name} of {subject}, got {shown}")
     return value
 
 
@@ -126,4 +137,7 @@ def _number(value: Any) -> float | None:
     """A Python float of any real scalar, numpy's and torch's too; None for everything else."""
     if hasattr(value, "item") and getattr(value, "shape", None) in ((), (1,)):
         value = value.item()
-    return float(value) if isinstance(value, (int, float)) else None
+    try:
+        return float(value) if isinstance(value, (int, float)) else None
+    except OverflowError:
+        return math.inf

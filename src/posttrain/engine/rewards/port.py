@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
@@ -26,11 +26,12 @@ class RewardCall:
     prompt_ids: Sequence[Sequence[int]] | None = None  # for dialects that ask for token ids
     completion_ids: Sequence[Sequence[int]] | None = None
     turns: Sequence[Sequence[str]] | None = None  # what the policy said in turn; None: each completion is one turn
-    turn_ends: Sequence[Sequence[int]] | None = None  # the response token that ends each of them
+    # where each of them lies among the response's tokens: [first, the one after the last]
+    turn_spans: Sequence[Sequence[Sequence[int]]] | None = None
 
     def __post_init__(self) -> None:
         wanted = len(self.completions)
-        for name in ("prompts", "rows", "prompt_ids", "completion_ids", "turns", "turn_ends"):
+        for name in ("prompts", "rows", "prompt_ids", "completion_ids", "turns", "turn_spans"):
             value = getattr(self, name)
             if value is not None and len(value) != wanted:
                 raise InputError(f"RewardCall.{name} must hold one entry per completion ({wanted}), got {len(value)}")
@@ -143,10 +144,25 @@ def shortened(text: str, limit: int = 60) -> str:
     return repr(text if len(text) <= limit else text[: limit - 1] + "…")
 
 
-def probe_call(prompts: Sequence[str], rows: Sequence[Mapping[str, Any]], count: int = 4) -> RewardCall:
+def probe_call(
+    prompts: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    prompt_ids: Sequence[Sequence[int]],
+    encode: Callable[[str], Sequence[int]] = lambda text: [0] * (len(text) + 1),
+    *,
+    turns: int = 1,
+    count: int = 4,
+) -> RewardCall:
     """A call on the first rows, answered with the rows' own answers: scored before step 1, a broken reward fails within
-    seconds instead of after an hour. The scores themselves mean nothing; token ids are empty.
+    seconds instead of after an hour. The scores themselves mean nothing; of several turns each says the answer.
+
+    Args:
+        encode: a response as tokens, at least one; by default as many as it has characters, and an end.
     """
     answers = ["" if row.get("answer") is None else str(row["answer"]) for row in rows[:count]]
-    none: list[tuple[int, ...]] = [() for _ in answers]
-    return RewardCall(list(prompts[:count]), answers, list(rows[:count]), none, none)
+    ids = [list(encode(answer)) for answer in answers]
+    said: dict[str, Any] = {}
+    if turns > 1:
+        spans = [[[0, len(one)]] * turns for one in ids]
+        said = {"turns": [[answer] * turns for answer in answers], "turn_spans": spans}
+    return RewardCall(list(prompts[:count]), answers, list(rows[:count]), list(prompt_ids[:count]), ids, **said)

@@ -25,10 +25,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from posttrain.engine.rewards.answers import MAX_COMPONENTS, MAX_PLACES
+from posttrain.engine.rewards.answers import MAX_COMPONENTS, MAX_PLACES, MOST
 
 MAX_REQUEST = 256 * 2**20  # bytes
-MAX_ANSWER = 256 * 2**10  # bytes of one message
+MAX_ANSWER = 4 * 2**20  # bytes of one message: places of a long response
 FULL = 2**16  # bytes of answers that are worth a message
 MAX_TEXT = 1000  # characters of a line
 FAULTS = ("load", "raised", "answer", "memory")
@@ -175,7 +175,7 @@ def _answer(value: Any) -> Answer:
     if keys == {"at", "error"}:
         return Answer(_index(value["at"]), None, error=_text(value["error"]))
     if keys - {"placed"} == {"at", "score", "components"}:
-        score = None if value["score"] is None else _number(value["score"])
+        score = None if value["score"] is None else _worth(value["score"])
         components = {} if value["components"] == {} else _components(value["components"])
         return Answer(_index(value["at"]), score, components, placed=_placed(value.get("placed", [])))
     raise _unknown(keys)
@@ -201,7 +201,14 @@ def _placed(value: Any) -> dict[int, float]:
     pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
     if not pairs or len(value) > MAX_PLACES:
         raise MalformedError(f"places that are no list of at most {MAX_PLACES} pairs")
-    return {_index(token): _number(score) for token, score in value}
+    return {_index(token): _worth(score) for token, score in value}
+
+
+def _worth(value: Any) -> float:
+    number = _number(value)
+    if abs(number) > MOST:
+        raise MalformedError(f"the score {number:g}, expected one within ±{MOST:g}")
+    return number
 
 
 def _number(value: Any) -> float:

@@ -23,7 +23,7 @@ import random
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +31,7 @@ from typing import Any
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.rewards import DIALECTS, SignatureError, detect, entry_name
-from posttrain.engine.rewards.answers import AnswerError, plain
+from posttrain.engine.rewards.answers import AnswerError, Spans, plain
 from posttrain.engine.rewards.cell import CellPlan, Confinement, enter
 from posttrain.engine.rewards.dialects import BATCHED, SINGLE, Binder
 from posttrain.engine.rewards.protocol import receive_request, send, send_answers
@@ -168,7 +168,7 @@ class Scorer:
             self.marker[:] = number.to_bytes(8, "big")
             subject = f"completion {number} {text[:60]!r}"
             try:
-                answer = self.checked(self.run(SINGLE[self.dialect](call, i), subject), subject, _ends(call, i))
+                answer = self.checked(self.run(SINGLE[self.dialect](call, i), subject), subject, _spans(call, i))
             except ReportedError as fault:
                 if fault.kind == "load":
                     raise
@@ -187,7 +187,9 @@ class Scorer:
             )
         for i, number in enumerate(call["at"]):
             try:
-                answer = self.checked(scores[i], f"completion {number} {call['completions'][i][:60]!r}", _ends(call, i))
+                answer = self.checked(
+                    scores[i], f"completion {number} {call['completions'][i][:60]!r}", _spans(call, i)
+                )
             except ReportedError as fault:
                 answer = {"error": str(fault)[:MAX_LINE]}
             yield {"at": number, **answer}
@@ -215,12 +217,12 @@ class Scorer:
             raise ReportedError("answer", f"{self.where} must return a list of scores, got {type(answer).__name__}")
         return list(answer)
 
-    def checked(self, answer: Any, subject: str, ends: Sequence[int]) -> dict[str, Any]:
+    def checked(self, answer: Any, subject: str, spans: Spans) -> dict[str, Any]:
         """`plain`, whatever the answer is: its own methods are the reward's code too."""
         try:
             if self.dialect == "verl" and isinstance(answer, (list, tuple)) and answer:
                 answer = answer[0]  # as verl takes it: what follows is for its own log
-            return plain(answer, subject, ends)
+            return plain(answer, subject, spans)
         except AnswerError as error:
             raise ReportedError("answer", f"{self.where} must return {error}") from error
         except Exception as error:
@@ -229,9 +231,13 @@ class Scorer:
             ) from error
 
 
-def _ends(call: Mapping[str, Any], index: int) -> Sequence[int]:
-    ends: Sequence[Sequence[int]] | None = call.get("turn_ends")
-    return () if ends is None else ends[index]
+def _spans(call: Mapping[str, Any], index: int) -> Spans:
+    """Where the turns of a completion lie; one of unknown length where nobody told its tokens."""
+    told, ids = call.get("turn_spans"), call.get("completion_ids")
+    if told is not None:
+        found: Spans = told[index]
+        return found
+    return () if ids is None else [[0, len(ids[index])]]
 
 
 async def _awaited(answer: Any) -> Any:

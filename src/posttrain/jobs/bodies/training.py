@@ -243,7 +243,9 @@ def _reward_function(
         job.sink(Note(line, time.time(), "warning"))
 
     share = config.reward_errors_max
-    scorer = RewardScorer(opened, tokenizer, errors_max=share, processes=ranks, placed=placed, tell=tell)
+    scorer = RewardScorer(
+        opened, tokenizer, errors_max=share, processes=ranks, placed=placed, turns=config.turns_most, tell=tell
+    )
     scorer.smoke_test(train)
     return scorer
 
