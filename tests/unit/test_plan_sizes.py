@@ -151,9 +151,12 @@ def test_ranks_that_load_side_by_side_need_the_machines_memory() -> None:
     [line] = too_much_to_load(of, shapes, 64 * 2**30, gpu_there=True)
     assert line == (
         "memory: 8 ranks of policy read their model into this machine's memory side by side, 8 × 14.2 GiB, it has "
-        "64.0 GiB; use fewer ranks on one machine, or dtype bfloat16"
+        "64.0 GiB; use fewer ranks on one machine"
     )
     assert too_much_to_load(of, shapes, None, gpu_there=True) == []
+    wide = load("sft", placement=TOGETHER, runtime={"dtype": "float32"})
+    [line] = too_much_to_load(wide, shapes, 64 * 2**30, gpu_there=True)
+    assert line.endswith("use fewer ranks on one machine, or dtype bfloat16")
     apart = load("grpo", **LONG, reward="exact", placement=APART, kl={"coefficient": 0.1})
     found = {role: ranks for role, ranks, _ in loading(apart, dict.fromkeys(apart.roles, shape()), gpu_there=True)}
     assert found == {"policy": 4, "rollout": 4, "reference": 4}

@@ -346,6 +346,15 @@ def test_what_a_plan_cannot_know_of_a_reward_is_a_warning(bench: Bench) -> None:
     assert "rewards.exact: reward.py (score): parameter 'level' is neither a column of path:train.jsonl" in refused
 
 
+def test_a_column_that_takes_the_place_of_the_turns_is_told(bench: Bench) -> None:
+    (bench.folder / "reward.py").write_text("def score(turns):\n    return float(len(turns))\n")
+    assert plan(bench.file(), bench.workspace).warnings == ()
+    bench.rows("train", {**ROW, "turns": ["a", "b"]})
+    (told,) = plan(bench.file(), bench.workspace).warnings
+    assert "reward.py (score) is given the column turns of " in told
+    assert told.endswith("not what the policy says in turn; rename the column to be given that")
+
+
 def test_a_reward_of_an_installed_package(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     site = bench.folder / "site"
     (site / "rated_rows-0.3.dist-info").mkdir(parents=True)

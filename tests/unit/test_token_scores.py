@@ -28,6 +28,7 @@ from posttrain.engine.models.initial import initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.recipes.algorithm import ScoredGroup, pack
 from posttrain.engine.rewards.port import RewardError, Score
+from posttrain.engine.rewards.process import open_reward
 from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.samples import Prompt, Segment, Trajectory, groups_of
 from posttrain.engine.scoring import RewardScorer, Stretch
@@ -257,3 +258,28 @@ def test_who_reads_them_learns_otherwise_and_who_does_not_says_so(shop: Shop, ki
     else:
         assert not told
         assert placed[1] != late[1], "a token is credited with what follows it"
+
+
+def test_a_reward_that_indexes_its_tokens_and_turns_passes_the_smoke_test(shop: Shop) -> None:
+    """It is asked once before step 1, with tokens and as many turns as the stage has."""
+    source = (
+        "def last(completion, completion_ids):\n    return {'token_scores': {len(completion_ids) - 1: 1.0}}\n\n\n"
+        "def two(completion, turns):\n    first, second = turns\n    return float(len(first + second))\n"
+    )
+    blob = shop.blobs.put(source.encode())
+    for name in ("last", "two"):
+        shop.inputs[f"reward:{name}"] = InputBlob(
+            blob, "file", "path:reward.py", {"entry": name, "source": "reward.py"}
+        )
+    trained(shop, "ppo", "last")
+    reward = open_reward(blob_file(shop, source), "two", timeout=600.0)
+    try:
+        RewardScorer(reward, TOKENIZER, turns=2).smoke_test([Prompt((1, 2), row={"answer": "12"})])
+    finally:
+        reward.close()
+
+
+def blob_file(shop: Shop, source: str) -> Path:
+    path = shop.root / "two.py"
+    path.write_text(source)
+    return path

@@ -15,7 +15,8 @@ CONVENTIONAL_FILE = "reward.py"
 CONVENTIONAL_ENTRIES = ("score", "compute_score")
 NO_COLUMNS = ("prompt", "completion", "completions", "messages")  # of a row: what a dialect gives in a form of its own
 _IDS = ("prompt_ids", "completion_ids")
-_OWN = ("prompt", "completion", "response", "row", "turns", *_IDS)
+TURNS = "turns"  # what the policy said in turn; a column of that name goes before
+_OWN = ("prompt", "completion", "response", "row", TURNS, *_IDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Dialect:
 
 AUTO = "auto"  # the parameter names tell
 DIALECTS: Mapping[str, Dialect] = {
-    "trl": Dialect(("prompts", "completions", "turns", *_IDS, "trainer_state", "log_extra", "log_metric"), True, True),
+    "trl": Dialect(("prompts", "completions", TURNS, *_IDS, "trainer_state", "log_extra", "log_metric"), True, True),
     "openrlhf": Dialect(("queries", "prompts", "labels"), False, True),
     "verl_batch": Dialect(("data_sources", "solution_strs", "ground_truths", "extra_infos"), False, True),
     "row": Dialect(_OWN, True, False),
@@ -115,7 +116,7 @@ def detect(signature: Signature) -> str:
         return "trl"
     if names & {"state", "parser", "task", "info"}:
         return "verifiers"
-    if names & {"completion", "response"}:
+    if names & {"completion", "response", TURNS}:
         return "row"
     raise SignatureError(
         f"parameters ({', '.join(signature.words())}) are of no known dialect; name the text `completion`, or give "

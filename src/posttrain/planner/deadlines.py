@@ -3,8 +3,8 @@
 ======================  ================================================================================================
 start_timeout           5 min for a role's ranks to be there with their model, or 10 s for each GiB that they read
                         (100 MB/s from one disk for all), where that is more; for processes without a model as long
-call_timeout            1 h for one call of a worker, and for an engine that says nothing, or 10 ms for each token that
-                        a rank samples or trains in one call, where that is more
+call_timeout            1 h for one call of a worker, and for an engine that says nothing, or 10 ms for each response
+                        token that a rank samples or trains in one call, where that is more; of rows nobody counts
 ======================  ================================================================================================
 
 Deadlines end what hangs: they are generous, and decide no result.
@@ -59,9 +59,10 @@ def too_much_to_load(
         if device_of(load, pool, gpu_there=gpu_there) == "cuda"
         for role in pool.roles
     }
+    fewer = "use fewer ranks on one machine" + (", or dtype bfloat16" if load.dtype == "float32" else "")
     return [
         f"memory: {ranks} ranks of {role} read their model into this machine's memory side by side, {ranks} × "
-        f"{gib(size)}, it has {gib(memory)}; use fewer ranks on one machine, or dtype bfloat16"
+        f"{gib(size)}, it has {gib(memory)}; {fewer}"
         for role, ranks, size in loading(load, shapes, gpu_there=gpu_there)
         if role in on_gpus and ranks * size > memory
     ]

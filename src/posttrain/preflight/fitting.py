@@ -34,7 +34,7 @@ from posttrain.domain.contracts import RowNeeds
 from posttrain.domain.errors import InputError, IntegrityError, WorkspaceError
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
-from posttrain.domain.rewards import scored_slot
+from posttrain.domain.rewards import TURNS, scored_slot
 from posttrain.domain.runspec import RunSpec
 from posttrain.preflight.rewarding import bytes_of, read_reward, registered_otherwise
 from posttrain.store.atomic import make_folder, write_atomic
@@ -217,10 +217,15 @@ def _check_rewards(shelf: _Shelf, stage: StageManifest, inputs: Mapping[str, tup
                 yield f"rewards.{word}: {otherwise}"
             if used.unknown:
                 yield f"rewards.{word}: {used.unknown}"
-            elif used.needs_columns and (rows := scored_slot(slot)) in stage.inputs:
+            elif (used.needs_columns or used.asks_turns) and (rows := scored_slot(slot)) in stage.inputs:
                 data = stage.inputs[rows]
                 columns = {name for row in shelf.data(data, inputs[rows][1]) for name in row}
                 used.refuse_missing(columns, data.name)
+                if used.asks_turns and TURNS in columns:
+                    yield (
+                        f"rewards.{word}: {used.place} is given the column turns of {data.name}, not what the policy "
+                        "says in turn; rename the column to be given that"
+                    )
 
 
 def _check(

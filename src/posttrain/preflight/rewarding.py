@@ -18,6 +18,7 @@ from posttrain.domain.manifest import InputRef
 from posttrain.domain.rewards import (
     AUTO,
     DIALECTS,
+    TURNS,
     Called,
     Signature,
     SignatureError,
@@ -42,6 +43,11 @@ class UsedReward:
     def needs_columns(self) -> bool:
         """Whether it has a parameter that must be a column of the rows."""
         return not set(self.signature.required) <= set(DIALECTS[self.dialect].offers)
+
+    @property
+    def asks_turns(self) -> bool:
+        """Whether it has a parameter that a column of the rows may take the place of."""
+        return TURNS in self.signature.names and DIALECTS[self.dialect].columns
 
     def refuse_missing(self, columns: Collection[str], data: str) -> None:
         """Raises InputError for a parameter that is neither a column nor part of the call."""

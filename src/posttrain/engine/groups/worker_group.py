@@ -122,7 +122,7 @@ class Stream(Generic[R]):
             handle.backend.give_up(f"{handle.role} said nothing in {self._method}")
             raise DeadlineError(
                 f"{handle.role} must answer {self._method} within {handle.deadline:g} seconds, said nothing for "
-                f"{self._silent:.3g}; give the call a longer deadline"
+                f"{self._silent:.3g}; give the call a longer deadline (runtime.call_timeout)"
             )
         return found
 
@@ -219,7 +219,7 @@ class NonBlocking(Generic[W]):
             if slowest.seconds > handle.deadline:  # in this process nothing could interrupt it
                 raise DeadlineError(
                     f"{handle.role} must answer {method.__name__} within {handle.deadline:g} seconds, took "
-                    f"{slowest.seconds:.3g}; give the call a longer deadline"
+                    f"{slowest.seconds:.3g}; give the call a longer deadline (runtime.call_timeout)"
                 )
             handle.recorder.call(
                 handle.role,

@@ -137,8 +137,8 @@ class RayFlow(Generic[R]):
 
 
 def take(flows: Sequence[RayFlow[R]], timeout: float, give_up: Callable[[str], None]) -> list[R]:
-    """What has come of them; waits `timeout` seconds at most for the first of it. A failure is raised when nothing
-    that came before it is left to be taken.
+    """What has come of them; waits `timeout` seconds at most for the first of it. A failure is raised when what
+    its rank yielded before it has been taken.
 
     Args:
         give_up: told why the pool cannot be used any longer.
@@ -202,7 +202,7 @@ def settle(calls: Sequence[RayCall[Any]], timeout: float, give_up: Callable[[str
         give_up(f"{_named(silent)} did not answer in time")
         raise DeadlineError(
             f"{_named(silent)} must answer {silent[0].method} before its deadline, waited {timeout:.3g} seconds; look "
-            "at what the rank does, or give the call more time"
+            "at what the rank does, or give the call more time (runtime.call_timeout)"
         )
 
 
