@@ -75,7 +75,7 @@ def read_held(path: Path, prompt: Callable[[int], Prompt]) -> tuple[list[Held], 
             raise IntegrityError(f"checkpoint {path} must hold {name}, what waited to be trained; resume from another")
     found, arrays = json.loads((path / _REST).read_bytes()), load_file(path / _ARRAYS)
     cursor = _Cursor(arrays["tokens"], arrays["logprobs"])
-    lost = {int(batch): often for batch, often in found["lost"].items()}
+    lost = {int(batch): often for batch, often in found.get("lost", {}).items()}
     return [_read(one, prompt, cursor) for one in found["groups"]], list(found["given_up"]), lost
 
 
