@@ -92,7 +92,7 @@ WRONG = {
     "{'token_scores': {'end': 0.5}}": "token_scores of tokens by number from 0 for IT, got 'end'",
     "{'token_scores': {0: float('nan')}}": "finite numbers within ±1e\\+30 as token_scores of IT, got nan",
     "{'score': None, 'turn_scores': [0.5, 0.5]}": "a number for IT, got NoneType",
-    "{'bonus': 1.0}": r"`score` in its mapping for IT, got \['bonus'\]",
+    "{'bonus': 1.0}": r"`score`, `turn_scores` or `token_scores` in its mapping for IT, got \['bonus'\]",
 }
 
 

@@ -139,7 +139,7 @@ def test_completions_that_cannot_be_scored_are_left_out_and_told(empty: Workbenc
     spec["stages"]["grpo"]["reward_errors_max"] = 0.2
     empty.write("run.yaml", spec)
     refused = empty.run("run", "run.yaml", code=2)
-    assert "; 4 completions failed, at most 3 may (reward_errors_max)" in refused.error
+    assert "; 4 completions of this step so far failed, at most 3 may (reward_errors_max)" in refused.error
 
 
 def test_a_reward_that_is_killed_heals_by_itself(empty: Workbench, reference: Reference) -> None:

@@ -252,7 +252,7 @@ class TestFailures:
         assert "; 3 of 16 completions of this step are left out of their groups" in line
 
     def test_one_more_ends_it(self) -> None:
-        with pytest.raises(RewardError, match=r"4 completions failed, at most 3 may"):
+        with pytest.raises(RewardError, match=r"4 completions of this step so far failed, at most 3 may"):
             self.scored({1, 2, 9, 10}, 0.2)
 
     def test_all_of_them_end_it_whatever_is_allowed(self) -> None:

@@ -322,7 +322,11 @@ def test_what_is_observed_is_text_of_a_bounded_length() -> None:
     assert TOKENIZER.decode(found[0]) == "sort"
     assert found[1] is None
     assert asked[0] == ({"answer": "1"}, [TOKENIZER.decode([7])])
-    for words in ("1 to 4 tokens, got 10", "1 to 4 tokens, got 0", "must give text or None, got int"):
+    for words in (
+        "at most 4 tokens, got 10",
+        "some text or None, got ''; give None",
+        "must give text or None, got int",
+    ):
         (failed,) = environment([PROMPTS[0]], [said])
         assert isinstance(failed, Failed)
         assert words in failed.line
@@ -363,7 +367,7 @@ def test_more_failures_than_may_be_end_the_stage() -> None:
     reward = ScriptedReward(lambda call: [1.0 for _ in call.completions])
     scorer = RewardScorer(reward, TOKENIZER)
     recipe = talk(scorer=scorer, environment=TextEnvironment(stumbles, TOKENIZER, 8))
-    with pytest.raises(RewardError, match=r"observe: test_engine_turns.py:\d+ raised KeyError.* completions failed"):
+    with pytest.raises(RewardError, match=r"observe: test_engine_turns.py:\d+ raised KeyError.* so far failed"):
         recipe.step(0, quiet(0))
 
 
@@ -395,7 +399,7 @@ def half_a_pair(row: Any, responses: Sequence[str]) -> str:
         (through_a_library, r"observe: test_engine_turns\.py:\d+ raised JSONDecodeError: Expecting"),
         (ends, r"observe: test_engine_turns\.py:\d+ raised SystemExit: 0; fix"),
         (rude, r"observe: test_engine_turns\.py:\d+ raised RudeError: its text cannot be read; fix"),
-        (half_a_pair, r"observe: \S+:\d+ raised \w+: .*; fix the recipe, or the row$"),
+        (half_a_pair, r"observe: \S+:\d+ raised \w+: .*; fix it, or the row$"),
     ],
 )
 def test_whatever_observe_does_is_one_line_of_one_sample(observe: Any, line: str) -> None:
@@ -429,7 +433,7 @@ def test_where_nobody_scores_what_failed_is_left_out_and_all_of_it_ends_the_stag
     assert len(batch) == sum(status != "error" for status in ends)
     recipe = talk(environment=TextEnvironment(always, TOKENIZER, 8))
     recipe._ahead.scorer = None
-    with pytest.raises(InputError, match=r"no server; fix the recipe, or the row; (\d+) of \1 samples end there"):
+    with pytest.raises(InputError, match=r"no server; fix it, or the row; (\d+) of \1 samples end there"):
         recipe._ahead.collected(0, quiet(0), lambda spent, more: True)
 
 

@@ -268,7 +268,7 @@ def test_plan_shows_the_arithmetic_of_every_default(world: World, machine: list[
         *("micro_batch_tokens", "activation_checkpointing", "kv_cache", "object_store", "reward_timeout"),
         *("start_timeout", "call_timeout"),
     }
-    assert "start_timeout: 1040.1 s: 5 min, or 10 s for each GiB of 8 × 13.0 GiB (policy)" in shown
+    assert "start_timeout: 1040.1 s: 5 min, or 10 s for each GiB of 8 × 13.0 GiB (policy) where that is more" in shown
     assert "call_timeout: 3600 s: 1 h, or 10 ms for each of the 320000 tokens of a rank's longest call" in shown
     assert all(size["chosen"] and size["why"] for size in sizes.values())
     assert "sizes" not in planned[0]  # a model from nothing has none to choose

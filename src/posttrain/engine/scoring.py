@@ -18,7 +18,7 @@ from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.worker_group import Future, WorkerGroup
 from posttrain.engine.models.chat import decode_response, decode_turn
 from posttrain.engine.rewards.answers import AnswerError, refuse_places
-from posttrain.engine.rewards.port import RewardCall, RewardFunction, Score, probe_call, refuse_failures
+from posttrain.engine.rewards.port import RewardCall, RewardFunction, Score, probe_call, refuse_failures, try_out
 from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.samples import Prompt, Trajectory
@@ -191,7 +191,7 @@ class RewardScorer:
             lambda text: [*self._tokenizer.encode(text, add_special_tokens=False), *([] if end is None else [end])],
             turns=self._most,
         )
-        self._reward.score(call, max(len(call) - 1, 0))
+        try_out(self._reward, call)
 
 
 @final

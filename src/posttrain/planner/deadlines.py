@@ -76,7 +76,7 @@ def _start(load: Load, shapes: Mapping[str, Shape], gpu_there: bool) -> Size:
         return Size("start_timeout", START, "seconds", True, "5 min; the model's sizes are not known")
     role, ranks, size = read
     value = max(START, round(_READ_GIB * ranks * size / _GIB, 1))
-    why = f"5 min, or 10 s for each GiB of {ranks} × {gib(size)} ({role})"
+    why = f"5 min, or 10 s for each GiB of {ranks} × {gib(size)} ({role}) where that is more"
     return Size("start_timeout", value, "seconds", True, why)
 
 
@@ -85,7 +85,7 @@ def _call(load: Load) -> Size:
         return Size("call_timeout", load.call_timeout, "seconds", False, "")
     tokens = max(_of_a_call(load), default=0)
     value = max(CALL, round(_TOKEN * tokens, 1))
-    many = f", or 10 ms for each of the {tokens} tokens of a rank's longest call" if tokens else ""
+    many = f", or 10 ms for each of the {tokens} tokens of a rank's longest call where that is more" if tokens else ""
     return Size("call_timeout", value, "seconds", True, f"1 h{many}")
 
 

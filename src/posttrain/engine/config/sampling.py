@@ -364,6 +364,7 @@ class DataflowConfig(SamplingConfig):
     settings: dict[str, Any] = Field(default_factory=dict)  # for the class; nothing else reads them
     turns: Annotated[int, Field(ge=1, le=64)] = 1  # responses of a sample, at the most; `observe` speaks between two
     observation_tokens: NonNegative = 0  # of what is observed between two responses, at the most
+    trace: TraceConfig = TraceConfig()
     tokens_per_step: Annotated[int, Field(ge=1, le=10**12)] | None = (
         None  # what a step may spend; None: each response trained on once, at the most
     )

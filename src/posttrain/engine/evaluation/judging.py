@@ -7,7 +7,7 @@ from typing import final
 
 from posttrain.domain.measures import ItemRange
 from posttrain.engine.evaluation.evaluate import Item
-from posttrain.engine.rewards.port import RewardCall, RewardError, RewardFunction, Score, probe_call, shortened
+from posttrain.engine.rewards.port import RewardCall, RewardError, RewardFunction, Score, probe_call, shortened, try_out
 from posttrain.engine.samples import Trajectory
 
 
@@ -34,7 +34,7 @@ class RewardJudge:
             RewardError: it fails on all of them.
         """
         call = probe_call([i.text for i in items], [i.row for i in items], [i.prompt for i in items])
-        self._reward.score(call, max(len(call) - 1, 0))
+        try_out(self._reward, call)
 
     def __call__(
         self, items: Sequence[Item], texts: Sequence[str], trajectories: Sequence[Trajectory]

@@ -9,8 +9,8 @@
      └──────────────────────────────────────────────────────────────────────────────────────────────────┘
 
 Who unblocks whom: the rollout, the reward and the update are calls that return (a reward that hangs is killed at its
-deadline). Orders come from outside between steps only; so a stop is answered within one step. Synchronous training is
-staleness 0: the weights a rollout reads are those the last update left in place, without a transfer.
+deadline). Orders come from outside between steps only; so a stop is answered within one step. What a recipe samples
+ahead, and whose weights its rollout reads, is the recipe's affair (`on_policy`).
 
 What a step does depends on (seed, N, weights, moments, journal) alone. Checkpoints, probes, orders and facts change
 none of these, so their timing cannot change the result, and a resumed job repeats the undisturbed one bit for bit.

@@ -61,24 +61,37 @@ class TextEnvironment:
             if seen is None:
                 return None
             if not isinstance(seen, str):
-                return Failed(f"observe must give text or None, got {type(seen).__name__}; fix the recipe")
+                return Failed(f"{self._where} must give text or None, got {type(seen).__name__}; fix it")
             tokens: list[int] = self._tokenizer.encode(seen, add_special_tokens=False)
         except (Exception, SystemExit) as error:  # whatever it is: the step's other samples go on
-            return Failed(f"observe: {self._place(error)} raised {_line(error)}; fix the recipe, or the row")
-        if not 1 <= len(tokens) <= self._most:
+            return Failed(f"observe: {self._place(error)} raised {_line(error)}; fix it, or the row")
+        if not tokens:
+            return Failed(f"{self._where} must give some text or None, got {seen[:60]!r}; give None to end the sample")
+        if len(tokens) > self._most:
             return Failed(
-                f"an observation must have 1 to {self._most} tokens, got {len(tokens)}: {seen[:60]!r}; raise "
+                f"{self._where} must give at most {self._most} tokens, got {len(tokens)}: {seen[:60]!r}; raise "
                 "observation_tokens of the stage, or shorten it"
             )
         return tokens
 
+    @property
+    def _where(self) -> str:
+        """`observe (guess.py:7)`."""
+        return f"observe ({self._defined})"
+
+    @property
+    def _defined(self) -> str:
+        """`guess.py:7`: the line of its definition."""
+        code = getattr(inspect.unwrap(self._observe), "__code__", None)
+        return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else "of no file"
+
     def _place(self, error: BaseException) -> str:
-        """`guess.py:12`: the innermost frame in the folder of `observe`."""
+        """`guess.py:12`: the innermost frame in the folder of `observe`, or its definition."""
         code = getattr(inspect.unwrap(self._observe), "__code__", None)
         folder = Path(code.co_filename).parent if code else None
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if Path(frame.filename).parent == folder] or list(frames)
-        return f"{Path(own[-1].filename).name}:{own[-1].lineno}"
+        own = [frame for frame in frames if Path(frame.filename).parent == folder]
+        return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else self._defined
 
 
 def _line(error: BaseException) -> str:

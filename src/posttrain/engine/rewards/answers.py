@@ -79,7 +79,8 @@ def _read(answer: dict[Any, Any], subject: str, spans: Spans) -> tuple[Any, dict
     if tokens is not None:
         earned += _by_token(tokens, subject, spans)
     if "score" not in answer and turns is None and tokens is None:
-        raise AnswerError(f"`score` in its mapping for {subject}, got {list(map(str, answer))[:9]}")
+        names = list(map(str, answer))[:9]
+        raise AnswerError(f"`score`, `{TURNS}` or `{TOKENS}` in its mapping for {subject}, got {names}")
     whole = answer["score"] if "score" in answer else math.fsum(value for _, value in earned)
     found: dict[int, list[float]] = {}
     for token, value in earned:

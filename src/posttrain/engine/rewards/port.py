@@ -116,7 +116,8 @@ def refuse_failures(scores: Iterable[Score], total: int | None, allowed: int) ->
     failed = [score for score in scores if score.failed]
     if failed and (len(failed) > allowed or len(failed) == total):
         of = "" if total is None else f" of {total}"
-        more = f"; {len(failed)}{of} completions failed, at most {allowed} may (reward_errors_max)"
+        many = f"{len(failed)}{of} completions" if of else f"{len(failed)} completions of this step so far"
+        more = f"; {many} failed, at most {allowed} may (reward_errors_max)"
         raise RewardError(failed[0].message + (more if total != 1 else ""))
 
 
@@ -166,3 +167,17 @@ def probe_call(
         spans = [[[0, len(one)]] * turns for one in ids]
         said = {"turns": [[answer] * turns for answer in answers], "turn_spans": spans}
     return RewardCall(list(prompts[:count]), answers, list(rows[:count]), list(prompt_ids[:count]), ids, **said)
+
+
+def try_out(reward: RewardFunction, call: RewardCall) -> None:
+    """Refuse a reward that fails on all of a call which was made up (`probe_call`).
+
+    Raises:
+        RewardError: with the first failure's line.
+    """
+    scores = reward.score(call, len(call), range(len(call)))
+    if scores and all(score.failed for score in scores):
+        raise RewardError(
+            f"{scores[0].message}; so it was with all {len(call)} tries before the stage begins, whose responses are "
+            "the rows' own answers"
+        )

@@ -86,8 +86,8 @@ class RayBackend:
             self.close()
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise InfrastructureError(
-                f"pool {pool} must have its {ranks} processes up within {start_seconds:g} seconds, got {reason}; "
-                "see the job's log"
+                f"pool {pool} must have its {ranks} processes up within {start_seconds:g} seconds "
+                f"(runtime.start_timeout), got {reason}; see the job's log"
             ) from error
         except BaseException:
             self.close()
