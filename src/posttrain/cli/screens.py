@@ -93,7 +93,7 @@ def request_lines(standings: Iterable[Standing]) -> Iterator[Text]:
 
 
 def warning_lines(status: RunStatus) -> Iterator[Text]:
-    """What its probes chose that tells or ships less than it seems to."""
+    """What its jobs warned of, and what its probes chose that tells or ships less than it seems to."""
     for warning in status.warnings:
         yield Text(f"warning: {warning}", style=style("warn"))
 

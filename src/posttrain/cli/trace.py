@@ -124,7 +124,7 @@ def _show_samples(run_id: str, samples: Sequence[RecordedSample], output: Output
         emit_json({"run": run_id, "samples": [_brief(one) for one in samples]})
         return
     if not samples:
-        say("no sample was recorded; `trace: {groups: 1}` in a GRPO or PPO stage records the first group of each step")
+        say("no sample was recorded; `trace: {groups: 1}` in a stage that samples records the first group of each step")
         return
     from rich.table import Table
     from rich.text import Text

@@ -4,7 +4,7 @@ report show. Reads only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +123,7 @@ class RunStatus:
     driver: RunDriver | None  # None: it has ended
     next_action: str
     trouble: str = ""  # one line when a part of it cannot be read
-    warnings: tuple[str, ...] = ()  # of what its probes chose, one line each
+    warnings: tuple[str, ...] = ()  # of its jobs, the last ones of each stage, and of what its probes chose
     signals: tuple[Signal, ...] = ()  # that were sent to it
     approvals: tuple[Standing, ...] = ()  # of what was asked for on its behalf
     image: str = ""  # that its jobs run in, but for those that measure; empty: in none
@@ -274,9 +274,11 @@ class RunWatcher:
         seconds = (run.finished_at or now) - run.started_at if run.started_at else 0.0
         action = f"posttrain verify {run.id}" if self._trouble else _run_action(run, driver, stages)
         metrics = {row.name: row.metrics for row in rows}
-        warnings = tuple(choice_warnings(self._manifest, metrics)) if self._manifest else ()
+        warnings = [*_job_warnings(stages), *(choice_warnings(self._manifest, metrics) if self._manifest else ())]
         image = (self._manifest and self._manifest.image) or ""
-        return RunStatus(run, stages, max(0.0, seconds), driver, action, self._trouble, warnings, signals, asked, image)
+        return RunStatus(
+            run, stages, max(0.0, seconds), driver, action, self._trouble, tuple(warnings), signals, asked, image
+        )
 
     def _asked(self, run_id: str, rows: Sequence[StageRecord]) -> tuple[Standing, ...]:
         waits = any(row.reason in (Reason.WAITING_FOR_APPROVAL, Reason.APPROVAL_REJECTED) for row in rows)
@@ -374,6 +376,17 @@ def _run_action(run: RunRecord, driver: RunDriver | None, stages: Sequence[Stage
         asked = [row.next_action for row in rows if "posttrain " in row.next_action]
         return asked[0] if asked else f"posttrain get {run.id} --watch"
     return f"posttrain attach {run.id} drives it on (no process does now)"
+
+
+def _job_warnings(stages: Sequence[StageStatus]) -> Iterator[str]:
+    """What jobs warned of, each line once."""
+    told = (
+        (stage.record.name, note.message)
+        for stage in stages
+        for note in stage.progress.notes
+        if note.level == "warning"
+    )
+    yield from dict.fromkeys(f"{name}: {message}" for name, message in told)
 
 
 def _attempt_json(attempt: AttemptRecord) -> dict[str, Any]:
