@@ -38,8 +38,8 @@ def test_the_job_takes_what_the_plan_said(empty: Workbench) -> None:
     empty.run("run", "run.yaml")
     run_id = empty.run_id()
     for name, sizes in (
-        ("sft", {"micro_batch_tokens", "activation_checkpointing"}),
-        ("grpo", {"micro_batch_tokens", "activation_checkpointing", "kv_cache", "reward_timeout"}),
+        ("sft", {"micro_batch_tokens", "activation_checkpointing", "call_timeout"}),
+        ("grpo", {"micro_batch_tokens", "activation_checkpointing", "kv_cache", "reward_timeout", "call_timeout"}),
         ("evaluate", {"kv_cache"}),
     ):
         said = {f"sizes/{size['name']}": size["value"] for size in plan[name]["sizes"]}

@@ -253,7 +253,21 @@ def test_no_budget_is_passed_and_what_it_ended_goes_on(model: ModelSource, tmp_p
         assert again.run().steps == 5
         exact = [*told(desk), *told(again)] == told(whole)
         assert exact or lag, "nothing was sampled ahead"
+        places = sampled_in(desk), sampled_in(again)
+        for step in places[0].keys() & places[1].keys():
+            assert places[0][step] == places[1][step], "a step that is done again samples no prompt twice"
+        found = [place for each in ({**places[0], **places[1]}).values() for place in each]
+        assert len(found) == len(set(found)), "no prompt is sampled for two steps"
     assert {"replacing", "the next step"} <= ended
+
+
+def sampled_in(desk: Desk) -> dict[int, set[int]]:
+    """Step → the positions in the data stream that were sampled for it, trained or dropped."""
+    found: dict[int, set[int]] = {}
+    for fact in desk.facts:
+        if isinstance(fact, Sample):
+            found.setdefault(fact.step, set()).add(int(fact.id.split(".")[1]))
+    return found
 
 
 SAMPLED = [kind for kind in WRITTEN if (spec := OWN[kind].algorithm) and issubclass(named(spec.config), OnPolicyConfig)]

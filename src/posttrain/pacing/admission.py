@@ -165,7 +165,7 @@ class Buffer(Generic[T]):
         lost = self._lost.get(batch, [])
         fresh = self.prompts - self.pace(0, 0).filled(batch) - len(lost)
         for place, key in enumerate(keys):
-            if key <= self._newest:
+            if key <= self._newest or key in self._entries:
                 raise InputError(f"prompt {key} must be started once, got it again after {self._newest}; admit others")
             if len(self._entries) >= self.policy.capacity(self.prompts):
                 raise InputError(f"the buffer must hold at most {len(self._entries)} groups, got prompt {key} besides")
