@@ -13,10 +13,10 @@ import torch
 from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, quiet, scalar, weights
 
 from posttrain.domain.errors import BudgetExceededError, InputError
-from posttrain.domain.facts import Note, Sample
+from posttrain.domain.facts import Fact, Note, Sample
 from posttrain.engine.algorithms.objectives import SupervisedObjective
 from posttrain.engine.assembly import open_roles
-from posttrain.engine.batch import TokenBatch
+from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import DataflowConfig, GroupConfig, GRPOConfig, PPOConfig
 from posttrain.engine.evaluation.probe import ProbeSchedule
 from posttrain.engine.loop.controller import Controller, Limits
@@ -74,6 +74,28 @@ def stage(algorithm: type[Picky] = Picky, **changes: Any) -> tuple[OnPolicy, Pic
     roles = open_roles(config, adopt_module(initial_model(TINY, TOKENIZER, 0)), 11, inline())
     made = algorithm(config)
     return OnPolicy(config, made, roles, PROMPTS, EvenTokens(), 11), made
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_documents_of_an_algorithms_own_are_followed_as_far_as_they_are_those_that_were_sampled(cut: int) -> None:
+    """Without log-probabilities there is no ratio; of other tokens than were sampled no number is told."""
+
+    class Own(Picky):
+        dropped = frozenset[int]()
+
+        def form(self, groups: Sequence[ScoredGroup], seed: int) -> TokenBatch | None:
+            documents = [Document(a.prompt, a.response[: len(a.response) - cut]) for g in groups for a in g.answers]
+            return TokenBatch.pack(documents, sample_ids=[name for group in groups for name in group.ids])
+
+    facts: list[Fact] = []
+    stage(Own, trace={"groups": "all"})[0].step(0, Trace(facts.append, 0))
+    samples = [fact for fact in facts if isinstance(fact, Sample)]
+    assert len(samples) == 6
+    for sample in samples:
+        assert sample.fate == "update 0, mini-batch 0"
+        assert len(sample.logprobs) == (0 if cut else len(sample.tokens))
+        assert not len(sample.ratios)
+        assert not len(sample.clipped)
 
 
 def test_dropped_groups_are_replaced_in_the_order_of_the_stream() -> None:

@@ -7,6 +7,7 @@ is `tests/e2e/test_sizes.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -142,21 +143,25 @@ def test_deadlines_grow_with_what_is_read_and_sampled() -> None:
     assert alone.load.start_timeout is not None
 
 
-def test_ranks_that_load_side_by_side_need_the_machines_memory() -> None:
-    of = load("sft", placement=TOGETHER)
-    shapes = {"policy": shape()}
+def test_ranks_that_convert_side_by_side_need_the_machines_memory() -> None:
+    """In the type of the file they read its pages, which are there once."""
+    of, wide = load("sft", placement=TOGETHER), load("sft", placement=TOGETHER, runtime={"dtype": "float32"})
     whole = 2 * shape().parameters
-    assert list(loading(of, shapes, gpu_there=True)) == [("policy", 8, whole)]
-    assert too_much_to_load(of, shapes, 8 * whole, gpu_there=True) == []
-    [line] = too_much_to_load(of, shapes, 64 * 2**30, gpu_there=True)
+    stored = {width: {"policy": replace(shape(), stored=width)} for width in (0, 2, 4)}
+    assert list(loading(of, stored[2], gpu_there=True)) == [("policy", 8, whole)]
+    for same, width in ((of, 2), (wide, 4), (of, 0)):
+        assert too_much_to_load(same, stored[width], 64 * 2**30, gpu_there=True) == []
+    [line] = too_much_to_load(of, stored[4], 64 * 2**30, gpu_there=True)
     assert line == (
-        "memory: 8 ranks of policy read their model into this machine's memory side by side, 8 × 14.2 GiB, it has "
-        "64.0 GiB; use fewer ranks on one machine"
+        "memory: 8 ranks of policy convert their model side by side in this machine's memory, 8 × 14.2 GiB, it has "
+        "64.0 GiB; use fewer ranks on one machine, or compute in the type of its file"
     )
-    assert too_much_to_load(of, shapes, None, gpu_there=True) == []
-    wide = load("sft", placement=TOGETHER, runtime={"dtype": "float32"})
-    [line] = too_much_to_load(wide, shapes, 64 * 2**30, gpu_there=True)
-    assert line.endswith("use fewer ranks on one machine, or dtype bfloat16")
+    assert too_much_to_load(of, stored[4], 8 * whole, gpu_there=True) == []
+    assert len(too_much_to_load(wide, stored[2], 8 * whole, gpu_there=True)) == 1, "twice as wide"
+    assert too_much_to_load(of, stored[4], None, gpu_there=True) == []
+    file = Shape.of_files({**CONFIGS["qwen"], "dtype": "bfloat16"}, whole)
+    assert file is not None
+    assert file.stored == 2
     apart = load("grpo", **LONG, reward="exact", placement=APART, kl={"coefficient": 0.1})
     found = {role: ranks for role, ranks, _ in loading(apart, dict.fromkeys(apart.roles, shape()), gpu_there=True)}
     assert found == {"policy": 4, "rollout": 4, "reference": 4}

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from posttrain.domain.facts import FactSink, Sample, Span
 from posttrain.engine.algorithms.losses import is_clipped
-from posttrain.engine.algorithms.objectives import old_logprobs
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.recipes.algorithm import ScoredGroup
 from posttrain.engine.rewards.port import Score
@@ -122,11 +121,14 @@ class SampleTracer:
 
     def _with_update(self, known: Sample, fate: str, document: TokenBatch) -> Sample:
         columns, mask = document.token_columns, document.response_mask
-        response = slice(len(document.tokens) - len(known.tokens), None)
+        response = slice(max(len(document.tokens) - len(known.tokens), 0), None)
+        if document.tokens[response].tolist() != list(known.tokens):  # its algorithm formed other tokens of it
+            return replace(known, fate=fate)
         column = partial(_column, mask=mask, response=response)
-        current, old = document.column("current_logprobs"), old_logprobs(document)
+        current, old = document.column("current_logprobs"), columns.get("proximal_logprobs")
+        old = columns.get("behaviour_logprobs") if old is None else old
         advantages, clipped = columns.get("advantages"), torch.zeros(0, dtype=torch.bool)
-        if self.clip and advantages is not None:
+        if self.clip and advantages is not None and old is not None:
             low, high = self.clip
             clipped = is_clipped(current, old, advantages, mask, clip_low=low, clip_high=high)[response]
         return replace(
@@ -134,7 +136,7 @@ class SampleTracer:
             fate=fate,
             advantages=column(advantages),
             logprobs=column(current),
-            ratios=column((current - old).exp()),
+            ratios=() if old is None else column((current - old).exp()),
             clipped=[bool(one) for one in clipped.tolist()],
             reference_logprobs=column(columns.get("reference_logprobs")),
             values=column(columns.get("values")),

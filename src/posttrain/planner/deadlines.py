@@ -32,8 +32,8 @@ def deadlines(load: Load, shapes: Mapping[str, Shape], *, gpu_there: bool = Fals
 
 
 def loading(load: Load, shapes: Mapping[str, Shape], *, gpu_there: bool = False) -> Iterator[tuple[str, int, int]]:
-    """Role, ranks, and bytes of the whole model that each of them reads into the machine's memory, one role after the
-    other. A rollout beside a policy on one rank reads none.
+    """Role, ranks, and bytes of the whole model that each of them reads, one role after the other. A rollout beside a
+    policy on one rank reads none.
     """
     for pool in load.placement.pools([role for role in load.roles if role != "reward"]).values():
         width = width_of(load, device_of(load, pool, gpu_there=gpu_there))
@@ -46,7 +46,10 @@ def loading(load: Load, shapes: Mapping[str, Shape], *, gpu_there: bool = False)
 def too_much_to_load(
     load: Load, shapes: Mapping[str, Shape], memory: int | None, *, gpu_there: bool = False
 ) -> list[str]:
-    """Why the ranks of a role cannot load side by side, one line each. On CPUs what stays is more, and held elsewhere.
+    """Why the ranks of a role cannot load side by side, one line each.
+
+    Ranks that compute in the type of the file read its pages, which the machine holds once and may let go. In another
+    type each has a copy of its own before it goes to its GPU. On CPUs what stays is more, and held elsewhere.
 
     Args:
         memory: bytes of the machine on which all ranks live; None: not known, or several machines.
@@ -59,12 +62,11 @@ def too_much_to_load(
         if device_of(load, pool, gpu_there=gpu_there) == "cuda"
         for role in pool.roles
     }
-    fewer = "use fewer ranks on one machine" + (", or dtype bfloat16" if load.dtype == "float32" else "")
     return [
-        f"memory: {ranks} ranks of {role} read their model into this machine's memory side by side, {ranks} × "
-        f"{gib(size)}, it has {gib(memory)}; {fewer}"
+        f"memory: {ranks} ranks of {role} convert their model side by side in this machine's memory, {ranks} × "
+        f"{gib(size)}, it has {gib(memory)}; use fewer ranks on one machine, or compute in the type of its file"
         for role, ranks, size in loading(load, shapes, gpu_there=gpu_there)
-        if role in on_gpus and ranks * size > memory
+        if role in on_gpus and ranks * size > memory and shapes[role].stored not in (0, size // shapes[role].parameters)
     ]
 
 

@@ -13,16 +13,16 @@ gathered              none                                                      
 ====================  ========================================================  =======================================
 
 Training takes 16 N in float32 and 20 N in mixed precision with float32 accumulation: the 16 N of ZeRO (Rajbhandari et
-al. 2020, section 3.1: 2 + 2 + 12) and 4 N for gradients kept in float32. A model that is to be sharded is opened
-whole by every rank, in the type that it computes in, and made float32 layer by layer as it is sharded: b N in the phase
-`start`, one role after the other. A frozen role holds b N on every
-rank. A rollout that shares a pool of one rank with the policy reads its weights where they are; elsewhere it holds a
-copy. Its key-value cache is 2 × layers × kv_heads × head_dim × b for each token of the rows decoded together, of which
-there are as many as `runtime.kv_cache` holds. A row's tokens count in whole pages of 128 on a GPU, on a CPU in the slot
-that it ends in: of 128, 256, 512 … positions, of which the last is cut to the longest row of a call. Slots are doubled
-as rows come, and stay behind where a row goes on to the next class, as long as `kv_cache` has room. Prompts are read
-before their rows are decoded, `PREFILL_TOKENS` of them at a time at the most: their keys and values are held beside the
-cache until rows take them, and of one layer's values the widest: its norm's, its projections' or its MLP's.
+al. 2020, section 3.1: 2 + 2 + 12) and 4 N for gradients kept in float32. A model that is to be sharded is opened whole
+by every rank, in the type that it computes in, and made float32 layer by layer as it is sharded: b N in the phase
+`start`, one role after the other. A frozen role holds b N on every rank. A rollout that shares a pool of one rank with
+the policy reads its weights where they are; elsewhere it holds a copy. Its key-value cache is 2 × layers × kv_heads ×
+head_dim × b for each token of the rows decoded together, of which there are as many as `runtime.kv_cache` holds. A
+row's tokens count in whole pages of 128 on a GPU, on a CPU in the slot that it ends in: of 128, 256, 512 … positions,
+of which the last is cut to the longest row of a call. Slots are doubled as rows come, and stay behind where a row goes
+on to the next class, as long as `kv_cache` has room. Prompts are read before their rows are decoded, `PREFILL_TOKENS`
+of them at a time at the most: their keys and values are held beside the cache until rows take them, and of one layer's
+values the widest: its norm's, its projections' or its MLP's.
 
 Activations are estimated, not certain: what autograd keeps of one layer, per token, is about 7 hidden + 5 (heads +
 kv_heads) × head_dim + 4 intermediate values of b bytes (counted on Qwen3, a Llama layer keeps an eighth less; the
@@ -80,6 +80,7 @@ class Shape:
     head_dim: int
     vocabulary: int
     tied: bool  # embedding and output head are one matrix
+    stored: int = 0  # bytes of a value in its file; 0: not known
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], parameters: int | None = None) -> Shape | None:
@@ -111,7 +112,8 @@ class Shape:
     def of_files(cls, config: Mapping[str, Any], stored: int) -> Shape | None:
         """Of a model on disk, whose weights take so many bytes."""
         width = _WIDTHS.get(str(config.get("dtype") or config.get("torch_dtype")))
-        return cls.of_config(config, stored // width if width else None)
+        found = cls.of_config(config, stored // width if width else None)
+        return replace(found, stored=width or 0) if found else None
 
     @property
     def layer_parameters(self) -> int:

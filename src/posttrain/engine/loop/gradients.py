@@ -133,7 +133,8 @@ class Gradients:
         answer = None
         if chosen:
             learner = self._roles.learners[update.role].nonblocking
-            minimised, record = update.objective(_ONE), before < self._followed
+            minimised = update.objective(_ONE)
+            record = before < self._followed and "logprobs" in minimised.needs
             answer = learner.map(
                 TrainWorker.update, computed, minimised, step=step, part=number, record=record, more=True
             )

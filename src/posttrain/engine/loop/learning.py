@@ -193,9 +193,9 @@ class Learning:
     def _begin(
         self, update: Update, mini: TokenBatch, totals: Totals, *, step: int, part: int, tracer: SampleTracer | None
     ) -> Future[Done]:
-        record = tracer is not None and tracer.wants(mini)
-        learner = self._roles.learners[update.role].nonblocking
-        return learner.map(TrainWorker.update, mini, update.objective(totals), step=step, part=part, record=record)
+        objective, learner = update.objective(totals), self._roles.learners[update.role].nonblocking
+        record = tracer is not None and "logprobs" in objective.needs and tracer.wants(mini)
+        return learner.map(TrainWorker.update, mini, objective, step=step, part=part, record=record)
 
     def _mini_batches(self, batch: TokenBatch, update: Update, step: int) -> Iterator[tuple[TokenBatch, Totals] | None]:
         """What is computed of each mini-batch, and what that is divided by; None where nothing is."""
