@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, qu
 
 from posttrain.domain.errors import BudgetExceededError, InputError
 from posttrain.domain.facts import Fact, Note, Sample
-from posttrain.engine.algorithms.objectives import SupervisedObjective
+from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.algorithms.objectives import LossParts, SupervisedObjective
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import DataflowConfig, GroupConfig, GRPOConfig, PPOConfig
@@ -24,6 +25,7 @@ from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.rollout_metrics import engine_metrics
 from posttrain.engine.models.initial import initial_model
 from posttrain.engine.models.language_model import adopt_module
+from posttrain.engine.predictions import Need, Predictions
 from posttrain.engine.recipes.algorithm import Drop, PromptSource, ScoredGroup, Update, pack
 from posttrain.engine.recipes.dataflow import Dataflow
 from posttrain.engine.recipes.dpo import DPOObjective
@@ -96,6 +98,31 @@ def test_documents_of_an_algorithms_own_are_followed_as_far_as_they_are_those_th
         assert len(sample.logprobs) == (0 if cut else len(sample.tokens))
         assert not len(sample.ratios)
         assert not len(sample.clipped)
+
+
+@dataclass(frozen=True, slots=True)
+class Entropic:
+    """Raises the entropy, and reads no log-probability."""
+
+    totals: Totals
+    needs: ClassVar[frozenset[Need]] = frozenset({"entropy"})
+
+    def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
+        return LossParts(-predicted.of("entropy").sum() / self.totals.tokens, {})
+
+
+def test_a_sample_that_was_learnt_from_without_log_probabilities_is_not_said_to_be_dropped() -> None:
+    class Unlike(Picky):
+        dropped = frozenset[int]()
+
+        def updates(self, step: int) -> Sequence[Update]:
+            return (Update("policy", Entropic),)
+
+    facts: list[Fact] = []
+    stage(Unlike, trace={"groups": "all"})[0].step(0, Trace(facts.append, 0))
+    samples = [fact for fact in facts if isinstance(fact, Sample)]
+    assert [sample.fate for sample in samples] == ["update 0, mini-batch 0"] * 6
+    assert not any(len(sample.logprobs) or len(sample.ratios) for sample in samples)
 
 
 def test_dropped_groups_are_replaced_in_the_order_of_the_stream() -> None:

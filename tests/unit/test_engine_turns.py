@@ -171,7 +171,7 @@ def test_no_loss_reads_what_was_observed(kl: PPOKLConfig) -> None:
             made = objective(batch, Predictions(**dict.fromkeys(objective.needs, leaf)))
             made.loss.backward()
             assert leaf.grad is not None
-            return float(made.loss), leaf.grad
+            return float(made.loss.detach()), leaf.grad
 
         value, gradient = loss(batch, given)
         assert gradient[~batch.response_mask].abs().max() == 0

@@ -125,10 +125,10 @@ class SampleTracer:
         if document.tokens[response].tolist() != list(known.tokens):  # its algorithm formed other tokens of it
             return replace(known, fate=fate)
         column = partial(_column, mask=mask, response=response)
-        current, old = document.column("current_logprobs"), columns.get("proximal_logprobs")
+        current, old = columns.get("current_logprobs"), columns.get("proximal_logprobs")
         old = columns.get("behaviour_logprobs") if old is None else old
         advantages, clipped = columns.get("advantages"), torch.zeros(0, dtype=torch.bool)
-        if self.clip and advantages is not None and old is not None:
+        if self.clip and advantages is not None and old is not None and current is not None:
             low, high = self.clip
             clipped = is_clipped(current, old, advantages, mask, clip_low=low, clip_high=high)[response]
         return replace(
@@ -136,7 +136,7 @@ class SampleTracer:
             fate=fate,
             advantages=column(advantages),
             logprobs=column(current),
-            ratios=() if old is None else column((current - old).exp()),
+            ratios=() if old is None or current is None else column((current - old).exp()),
             clipped=[bool(one) for one in clipped.tolist()],
             reference_logprobs=column(columns.get("reference_logprobs")),
             values=column(columns.get("values")),

@@ -134,7 +134,7 @@ class Gradients:
         if chosen:
             learner = self._roles.learners[update.role].nonblocking
             minimised = update.objective(_ONE)
-            record = before < self._followed and "logprobs" in minimised.needs
+            record = before < self._followed
             answer = learner.map(
                 TrainWorker.update, computed, minimised, step=step, part=number, record=record, more=True
             )

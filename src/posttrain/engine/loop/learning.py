@@ -194,7 +194,7 @@ class Learning:
         self, update: Update, mini: TokenBatch, totals: Totals, *, step: int, part: int, tracer: SampleTracer | None
     ) -> Future[Done]:
         objective, learner = update.objective(totals), self._roles.learners[update.role].nonblocking
-        record = tracer is not None and "logprobs" in objective.needs and tracer.wants(mini)
+        record = tracer is not None and tracer.wants(mini)
         return learner.map(TrainWorker.update, mini, objective, step=step, part=part, record=record)
 
     def _mini_batches(self, batch: TokenBatch, update: Update, step: int) -> Iterator[tuple[TokenBatch, Totals] | None]:

@@ -56,7 +56,8 @@ class TrainEngine(Protocol):
             objective: knows the totals of the whole mini-batch.
             step: 0-based stage step, for the schedule and the dropout key.
             part: which mini-batch of the step.
-            record: also return the batch with the log-probabilities that the step found, as `current_logprobs`.
+            record: also return the batch, with the log-probabilities that the step found as `current_logprobs` where
+                the objective needs any.
             more: the mini-batch has not come whole: gradients and sums are kept, and added to those of the next call.
                 Part 0 begins one; what is left of another then goes.
             divide: what gradients, loss and metrics of all its parts are divided by, before gradients are clipped.

@@ -99,7 +99,8 @@ class TorchEngine:
             predicted = self.predict(micro, objective.needs)
             if record and len(seen) < len(micros):
                 bare = replace(micro, wide_columns={})  # what goes back to the controller holds none
-                seen.append(bare.with_columns(current_logprobs=predicted.of("logprobs")))
+                known = "logprobs" in objective.needs
+                seen.append(bare.with_columns(current_logprobs=predicted.of("logprobs")) if known else bare)
             return objective(micro, predicted)
 
         dummy = self.learner.dummy(batch)
