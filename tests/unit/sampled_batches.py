@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch import Tensor
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.predictions import Predictions
+
+EXACT: Final = {"rel": 1e-12, "abs": 1e-12}  # what float64 in both, ours and a reference, may differ by
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,11 @@ class Sampled:
 
 
 def sampled(lengths: Sequence[int], rewards: Sequence[float], groups: Sequence[int], seed: int = 0) -> Sampled:
-    """Responses of `lengths` tokens; log-probabilities of policy and reference are random."""
+    """Responses of `lengths` tokens; log-probabilities of policy and reference are random, columns float64."""
     torch.manual_seed(seed)
     batch = TokenBatch.pack([Document([1, 2], [3] * length) for length in lengths])
     old, reference = (-torch.rand(len(batch.response_mask), dtype=torch.float64) - 0.1 for _ in range(2))
-    put = {"behaviour_logprobs": old.float(), "reference_logprobs": reference.float()}
+    put = {"behaviour_logprobs": old, "reference_logprobs": reference}
     worth = torch.tensor(rewards, dtype=torch.float64)
     batch = batch.with_columns(**put).with_document_columns(reward=worth, group=torch.tensor(groups))
     return Sampled(batch, responses(batch, old), responses(batch, reference), worth, list(groups))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from sampled_batches import clipped, loss_and_gradient, sampled
+from sampled_batches import EXACT, clipped, loss_and_gradient, sampled
 from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, quiet
 
 from posttrain.engine.algorithms.advantages import overlong_penalty
@@ -32,7 +32,7 @@ def test_the_loss_is_a_token_mean_with_the_wider_upper_clip() -> None:
         members = torch.stack([r for r, g in zip(found.rewards, found.groups, strict=True) if g == group])
         advantages.append(float((found.rewards[i] - members.mean()) / (members.std() + 1e-4)))
     tokens = [clipped(n, old, a, 0.2, 0.28) for n, old, a in zip(new, found.old, advantages, strict=True)]
-    assert float(loss) == pytest.approx(float(torch.cat(tokens).mean()), rel=1e-5)
+    assert float(loss) == pytest.approx(float(torch.cat(tokens).mean()), **EXACT)
 
 
 def test_the_overlong_punishment_grows_over_the_buffer() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from batches import pieces
-from sampled_batches import responses
+from sampled_batches import EXACT, responses
 from test_engine_recipes import TINY, TOKENIZER, inline, quiet
 
 from posttrain.domain.errors import InputError
@@ -44,26 +44,26 @@ def test_the_loss_is_that_of_the_paper_however_it_is_split(smoothing: float) -> 
     torch.manual_seed(0)
     algorithm = DPO(config(beta=0.7, label_smoothing=smoothing))
     batch = algorithm.form(PAIRS[:5], 0)
-    anchor = -torch.rand(len(batch.response_mask))
+    anchor = -torch.rand(len(batch.response_mask), dtype=torch.float64)
     batch = batch.with_columns(reference_logprobs=anchor)
     logprobs = (-torch.rand(len(anchor), dtype=torch.float64)).requires_grad_()
     [update] = algorithm.updates(0)
     objective = update.objective(Totals.of(batch))
     parts = objective(batch, Predictions(logprobs=logprobs))
     found = zip(responses(batch, logprobs), responses(batch, anchor), strict=True)
-    gained = [float((new - old).sum()) for new, old in found]
+    gained = [float((new - old).sum().detach()) for new, old in found]
     margins = torch.tensor([0.7 * (gained[i] - gained[i + 1]) for i in range(0, 10, 2)], dtype=torch.float64)
     right, wrong = -(1 / (1 + (-margins).exp())).log(), -(1 / (1 + margins.exp())).log()
     expected = ((1 - smoothing) * right + smoothing * wrong).mean()
-    assert float(parts.loss) == pytest.approx(float(expected), rel=1e-6)
+    assert float(parts.loss) == pytest.approx(float(expected), **EXACT)
     assert float(parts.sums["accuracy"]) == pytest.approx(float((margins > 0).double().mean()))
-    assert float(parts.sums["margin"]) == pytest.approx(float(margins.mean()), rel=1e-6)
+    assert float(parts.sums["margin"]) == pytest.approx(float(margins.mean()), **EXACT)
     split = [
         float(objective(micro, Predictions(logprobs=-micro.column("own"))).loss)
-        for micro in pieces(batch.with_columns(own=-logprobs.detach().float()), 9)
+        for micro in pieces(batch.with_columns(own=-logprobs.detach()), 9)
     ]
     assert len(split) > 1
-    assert sum(split) == pytest.approx(float(expected), rel=1e-5)
+    assert sum(split) == pytest.approx(float(expected), **EXACT)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

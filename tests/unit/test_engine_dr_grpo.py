@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from sampled_batches import clipped, loss_and_gradient, sampled
+from sampled_batches import EXACT, clipped, loss_and_gradient, sampled
 
 from posttrain.engine.config import GroupConfig
 from posttrain.engine.recipes.dr_grpo import DrGRPO
@@ -25,7 +25,7 @@ def test_neither_deviation_nor_own_length_divides() -> None:
         clipped(new[i], found.old[i], float(found.rewards[i]) - means[group], 0.2, 0.2).sum() / (4 * 9)
         for i, group in enumerate(found.groups)
     )
-    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert float(loss) == pytest.approx(float(expected), **EXACT)
 
 
 def test_a_longer_response_has_the_same_gradient_per_token() -> None:
@@ -34,7 +34,7 @@ def test_a_longer_response_has_the_same_gradient_per_token() -> None:
     batch = algorithm.credit(found.batch)
     _, new, gradient = loss_and_gradient(algorithm, batch)
     per_token = [g / (n - old).exp() for g, n, old in zip(gradient, new, found.old, strict=True)]
-    assert torch.cat([per_token[0], -per_token[1]]).numpy() == pytest.approx(-0.5 / (2 * 9), rel=1e-5)
+    assert torch.cat([per_token[0], -per_token[1]]).numpy() == pytest.approx(-0.5 / (2 * 9), **EXACT)
 
 
 def test_the_step_is_divided_by_what_has_no_gradient_too() -> None:

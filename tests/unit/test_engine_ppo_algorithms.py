@@ -57,11 +57,13 @@ class TestGeneralizedAdvantages:
     @given(masks=MASKS, seed=st.integers(0, 99), gamma=st.sampled_from([1.0, 0.97, 0.5]), lam=st.floats(0, 1))
     def test_it_is_the_plain_loop(self, masks: list[list[bool]], seed: int, gamma: float, lam: float) -> None:
         mask, lengths = packed(masks)
-        rewards, values = noise(seed, len(mask)), noise(seed + 1, len(mask))
-        found = generalized_advantages(rewards, values, mask, lengths, gamma, lam)
-        for tensor, expected in zip(found, naive_gae(rewards, values, mask, lengths, gamma, lam), strict=True):
-            assert tensor.dtype == torch.float32
-            torch.testing.assert_close(tensor, torch.tensor(expected), atol=1e-5, rtol=1e-5)
+        rewards, values = noise(seed, len(mask)).double(), noise(seed + 1, len(mask)).double()
+        expected = naive_gae(rewards, values, mask, lengths, gamma, lam)
+        exact = generalized_advantages(rewards, values, mask, lengths, gamma, lam)
+        single = generalized_advantages(rewards.float(), values.float(), mask, lengths, gamma, lam)
+        for one, other, naive in zip(exact, single, expected, strict=True):
+            torch.testing.assert_close(one, torch.tensor(naive, dtype=torch.float64), atol=1e-12, rtol=1e-12)
+            torch.testing.assert_close(other, torch.tensor(naive), atol=1e-6, rtol=1e-6)
 
     def test_by_hand(self) -> None:
         mask, lengths = packed([[False, True, True], [False, True]])
@@ -106,10 +108,10 @@ class TestGeneralizedAdvantages:
 
     def test_long_responses_stay_exact(self) -> None:
         mask, lengths = packed([[False] + [True] * 3000, [False, True]])
-        rewards, values = noise(5, len(mask)) * 1e-3, noise(6, len(mask))
+        rewards, values = noise(5, len(mask)) * 1e-3, noise(6, len(mask)).double()
         advantages, _ = generalized_advantages(rewards, values, mask, lengths, 1.0, 1.0)
         expected, _ = naive_gae(rewards, values, mask, lengths, 1.0, 1.0)
-        torch.testing.assert_close(advantages, torch.tensor(expected), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float64), atol=1e-12, rtol=1e-12)
 
     def test_gradients_stop_here(self) -> None:
         mask, lengths = packed([[False, True, True]])
@@ -167,12 +169,12 @@ class TestRewards:
     def test_it_is_the_plain_loop(self, masks: list[list[bool]], seed: int, estimator: str) -> None:
         """Trap 3: with end of sequence or without, the score stands at the last response token, and NaN outside."""
         mask, lengths = packed(masks)
-        old, reference = noise(seed, len(mask)), noise(seed + 1, len(mask))
-        scores = noise(seed + 2, len(lengths))
-        found = kl_rewards(
-            old.where(mask, NAN), reference.where(mask, -math.inf), mask, scores, lengths,
-            coefficient=0.1, estimator=estimator,
-        )  # fmt: skip
+        old, reference = noise(seed, len(mask)).double(), noise(seed + 1, len(mask)).double()
+        scores = noise(seed + 2, len(lengths)).double()
+        arguments = (old.where(mask, NAN), reference.where(mask, -math.inf), mask, scores)
+        asked: dict[str, Any] = {"coefficient": 0.1, "estimator": estimator}
+        found = kl_rewards(*arguments, lengths, **asked)
+        single = kl_rewards(*(each.float() if each is not mask else mask for each in arguments), lengths, **asked)
         expected, start = [0.0] * len(mask), 0
         for document, length in enumerate(lengths):
             response = [t for t in range(start, start + length) if mask[t]]
@@ -181,7 +183,8 @@ class TestRewards:
                 kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[estimator]
                 expected[t] = -0.1 * kl + (float(scores[document]) if t == response[-1] else 0.0)
             start += length
-        torch.testing.assert_close(found, torch.tensor(expected), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(single, torch.tensor(expected), atol=1e-5, rtol=1e-5)
 
     def test_long_ratios_saturate(self) -> None:
         """Trap 6."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from sampled_batches import clipped, loss_and_gradient, responses, sampled
+from sampled_batches import EXACT, clipped, loss_and_gradient, responses, sampled
 
 from posttrain.engine.config import ReinforcePlusPlusConfig
 from posttrain.engine.recipes.reinforce_plus_plus import ReinforcePlusPlus
@@ -38,10 +38,10 @@ def test_returns_are_normalised_over_the_whole_step(gamma: float, baseline: str,
         returns.append([sum(gamma**k * r for k, r in enumerate(steps[t:])) for t in range(len(steps))])
     flat = torch.tensor([value for one in returns for value in one], dtype=torch.float64)
     expected = (flat - flat.mean()) / (flat.var() + 1e-8).sqrt()
-    assert torch.cat(responses(batch, batch.column("advantages"))).numpy() == pytest.approx(expected.numpy(), abs=2e-5)
+    assert torch.cat(responses(batch, batch.column("advantages"))).numpy() == pytest.approx(expected.numpy(), **EXACT)
     loss, new, _ = loss_and_gradient(made, batch)
     tokens = clipped(torch.cat(new), torch.cat(found.old), expected, 0.2, 0.2)
-    assert float(loss) == pytest.approx(float(tokens.mean()), rel=1e-4, abs=1e-6)
+    assert float(loss) == pytest.approx(float(tokens.mean()), **EXACT)
 
 
 def test_a_group_baseline_needs_a_group() -> None:

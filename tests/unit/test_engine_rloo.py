@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from sampled_batches import clipped, loss_and_gradient, sampled
+from sampled_batches import EXACT, clipped, loss_and_gradient, sampled
 
 from posttrain.engine.config import GroupConfig
 from posttrain.engine.recipes.rloo import RLOO
@@ -34,8 +34,8 @@ def test_the_loss_is_that_of_whole_responses_against_the_mean_of_the_others(coef
         advantage = worth[i] - sum(others) / len(others)
         tokens = clipped(new[i], found.old[i], advantage, 0.2, 0.2)
         expected = expected + tokens.sum() / 5
-        assert gradient[i] == pytest.approx(-advantage * (new[i] - found.old[i]).exp().numpy() / 5, rel=1e-5, abs=1e-7)
-    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+        assert gradient[i] == pytest.approx(-advantage * (new[i] - found.old[i]).exp().numpy() / 5, **EXACT)
+    assert float(loss) == pytest.approx(float(expected), **EXACT)
 
 
 def test_a_response_alone_in_its_group_has_no_baseline_and_no_gradient() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.packing import concatenated, positions, responses, sampled_of, tokens_of
+from posttrain.engine.precision import precision
 from posttrain.engine.wide import TopK, WideColumn, joined, rows_of
 
 Tokens = Sequence[int] | npt.NDArray[np.int32]
@@ -203,7 +204,7 @@ class TokenBatch:
         return values.new_zeros(self.documents).index_add(0, self.document_index, values)
 
     def spread(self, per_document: Tensor) -> Tensor:
-        """[D] → [T] float32: every response token gets its document's number, the others 0.
+        """[D] → [T]: every response token gets its document's number, the others 0; as precise as the batch's columns.
 
         Raises:
             InputError: another shape.
@@ -213,7 +214,8 @@ class TokenBatch:
                 f"what is spread must have shape [{self.documents}], got {list(per_document.shape)}; "
                 "give one number per document"
             )
-        values = per_document.detach().to(self.device, torch.float32)[self.document_index]
+        dtype = precision(*self.token_columns.values())
+        values = per_document.detach().to(self.device, dtype)[self.document_index]
         return values.masked_fill(~self.response_mask, 0.0)
 
     def with_columns(self, **columns: Tensor) -> TokenBatch:

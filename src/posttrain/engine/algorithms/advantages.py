@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from posttrain.engine.precision import precision
+
 GRPO_EPSILON = 1e-4  # of the deviation, as TRL has it; verl has 1e-6. Rewards that differ by less say next to nothing
 
 
@@ -23,11 +25,11 @@ def grpo(rewards: Tensor) -> Tensor:
         rewards: `[prompts, members]`, NaN where unscored.
 
     Returns:
-        `[prompts, members]` float32. Source: DeepSeekMath, arXiv 2402.03300, eq. 3 (outcome supervision).
+        `[prompts, members]` (`precision`). Source: DeepSeekMath, arXiv 2402.03300, eq. 3 (outcome supervision).
     """
     centred, scored, count = _centre(rewards)
     variance = centred.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)
-    return torch.where(scored, centred / (variance.sqrt() + GRPO_EPSILON), 0.0).float()
+    return torch.where(scored, centred / (variance.sqrt() + GRPO_EPSILON), 0.0).to(precision(rewards))
 
 
 def dr_grpo(rewards: Tensor) -> Tensor:
@@ -36,7 +38,7 @@ def dr_grpo(rewards: Tensor) -> Tensor:
     Pair it with the aggregation `seq-mean-token-sum-norm`. Args and returns as `grpo`. Source: Dr. GRPO, arXiv
     2503.20783.
     """
-    return _centre(rewards)[0].float()
+    return _centre(rewards)[0].to(precision(rewards))
 
 
 def rloo(rewards: Tensor) -> Tensor:
@@ -45,7 +47,7 @@ def rloo(rewards: Tensor) -> Tensor:
     Args and returns as `grpo`. Source: RLOO, arXiv 2402.14740.
     """
     centred, _, count = _centre(rewards)
-    return (centred * count / (count - 1).clamp(min=1)).float()
+    return (centred * count / (count - 1).clamp(min=1)).to(precision(rewards))
 
 
 Estimator = Callable[[Tensor], Tensor]  # [prompts, members] → [prompts, members]

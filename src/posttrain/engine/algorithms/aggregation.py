@@ -53,8 +53,10 @@ class Totals:
         return cls(tokens, int((lengths > 0).sum()), len(batch.item_lengths), part)
 
 
-def token_weights(batch: TokenBatch, totals: Totals, mode: str, *, norm: int = 1) -> Tensor:
-    """`[T]` float32: the weight of every token in the loss of the whole step; 0 outside the response.
+def token_weights(
+    batch: TokenBatch, totals: Totals, mode: str, *, norm: int = 1, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """`[T]`: the weight of every token in the loss of the whole step; 0 outside the response.
 
     ::
 
@@ -66,16 +68,17 @@ def token_weights(batch: TokenBatch, totals: Totals, mode: str, *, norm: int = 1
         batch: the micro-batch.
         totals: of the whole step.
         norm: the constant length of Dr. GRPO, in tokens (the generation limit).
+        dtype: of the weights: that of the loss (`precision`).
 
     Raises:
         ValueError: an unknown mode.
     """
     mask = batch.response_mask
     if mode == "token-mean":
-        return mask.float() / max(totals.tokens, 1)
+        return mask.to(dtype) / max(totals.tokens, 1)
     if mode == "seq-mean-token-sum-norm":
-        return mask.float() / (max(totals.sequences, 1) * norm)
+        return mask.to(dtype) / (max(totals.sequences, 1) * norm)
     if mode == "seq-mean-token-mean":
-        each = 1.0 / (batch.response_lengths.clamp(min=1) * max(totals.sequences, 1)).float()
+        each = 1.0 / (batch.response_lengths.clamp(min=1) * max(totals.sequences, 1)).to(dtype)
         return torch.where(mask, each[batch.document_index], 0.0)
     raise ValueError(f"aggregation must be one of {', '.join(MODES)}, got {mode!r}")

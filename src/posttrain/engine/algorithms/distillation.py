@@ -18,6 +18,7 @@ from posttrain.engine.algorithms.aggregation import Totals, token_weights
 from posttrain.engine.algorithms.losses import kl_penalty
 from posttrain.engine.algorithms.objectives import LossParts, old_logprobs
 from posttrain.engine.batch import TokenBatch
+from posttrain.engine.precision import precision
 from posttrain.engine.predictions import CANDIDATES, Need, Predictions
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
@@ -81,7 +82,7 @@ class DistillationObjective:
         mask, student = micro.response_mask, predicted.of("candidates")
         teacher = micro.wide(CANDIDATES).logprobs.to(student.dtype)
         each = divergence(with_tail(teacher), with_tail(student), self.divergence, self.beta)
-        weights = token_weights(micro, self.totals, "token-mean")[mask]
+        weights = token_weights(micro, self.totals, "token-mean", dtype=precision(each))[mask]
         logprobs, count = predicted.of("logprobs").detach(), max(self.totals.computed, 1)
         now = student.detach()
         sums = {

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from posttrain.engine.precision import precision
+
 WHITEN_EPSILON = 1e-8  # added to the variance
 
 
@@ -32,12 +34,13 @@ def generalized_advantages(
         lam: λ; 1 gives the discounted return minus V, 0 the one-step temporal difference.
 
     Returns:
-        Advantages and returns, both [T] float32 without gradient, 0 outside the mask; computed in float64.
+        Advantages and returns, both [T] without gradient, 0 outside the mask; computed in float64 (`precision`).
 
     Source: Schulman et al., arXiv 1506.02438, eq. 16.
     """
     index = response_mask.nonzero()[:, 0]
-    advantages, returns = (torch.zeros(len(response_mask), device=response_mask.device) for _ in range(2))
+    found = torch.zeros((2, len(response_mask)), dtype=precision(rewards, values), device=response_mask.device)
+    advantages, returns = found
     if not len(index):
         return advantages, returns
     row, column, shape = _right_aligned(response_mask, index, lengths)
@@ -52,8 +55,8 @@ def generalized_advantages(
     for t in reversed(range(shape[1])):
         running = delta[:, t] + gamma * lam * running
         estimate[:, t] = running
-    advantages[index] = estimate[row, column].float().to(advantages.device)
-    returns[index] = (estimate + v)[row, column].float().to(returns.device)
+    advantages[index] = estimate[row, column].to(found)
+    returns[index] = (estimate + v)[row, column].to(found)
     return advantages, returns
 
 
@@ -82,13 +85,14 @@ def whiten(values: Tensor, mask: Tensor, moments: Moments | None = None, *, cent
         centre: False keeps the mean where it is and only scales.
 
     Returns:
-        [T] float32, 0 outside the mask. A single value, which has no spread, becomes 0 (its own self without centring).
+        [T] (`precision`), 0 outside the mask. A single value, which has no spread, becomes 0 (itself without
+        centring).
     """
     found = moments or Moments.of(values, mask)
     centred = torch.where(mask, values.detach(), found.mean).double() - found.mean
     variance = found.variance if found.variance > 0 else 1.0 - WHITEN_EPSILON
     scaled = centred / (variance + WHITEN_EPSILON) ** 0.5 + (0.0 if centre else found.mean)
-    return torch.where(mask, scaled, 0.0).float()
+    return torch.where(mask, scaled, 0.0).to(precision(values))
 
 
 def _right_aligned(mask: Tensor, index: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor, tuple[int, int]]:

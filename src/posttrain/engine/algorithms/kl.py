@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.engine.algorithms.losses import kl_penalty, log_ratio
+from posttrain.engine.precision import precision
 
 REWARD_ESTIMATORS = ("k1", "k2", "k3")
 
@@ -27,7 +28,7 @@ def score_rewards(scores: Tensor, mask: Tensor, lengths: Sequence[int], token_sc
         token_scores: [T]: what of each score stands at which token, e.g. at the ends of turns; None: all at the end.
 
     Returns:
-        [T] float32, 0 elsewhere; a document's sum is its score.
+        [T] (`precision`), 0 elsewhere; a document's sum is its score.
 
     Raises:
         ValueError: another shape, a score that is not finite (a response without a score must be dropped before, it is
@@ -44,17 +45,18 @@ def score_rewards(scores: Tensor, mask: Tensor, lengths: Sequence[int], token_sc
     )[index]
     ends = torch.ones_like(document, dtype=torch.bool)
     ends[:-1] = document[1:] != document[:-1]
-    rewards = torch.zeros(len(mask), dtype=torch.float32, device=mask.device)
+    given = (scores,) if token_scores is None else (scores, token_scores)
+    rewards = torch.zeros(len(mask), dtype=precision(*given), device=mask.device)
     last, scores = index[ends], scores.detach().to(mask.device)
     if token_scores is None:
-        return rewards.index_copy(0, last, scores.float()[document[ends]])
+        return rewards.index_copy(0, last, scores.to(rewards.dtype)[document[ends]])
     if bool(token_scores[~mask].any()):
         first = int((token_scores.masked_fill(mask, 0)).nonzero()[0])
         raise ValueError(f"token scores must stand at response tokens, got one at token {first}; move it")
     earned = token_scores.detach().double()[index]
     rest = scores.double().index_add(0, document, -earned)
-    rewards[index] = earned.float()
-    return rewards.index_add(0, last, rest.float()[document[ends]])
+    rewards[index] = earned.to(rewards.dtype)
+    return rewards.index_add(0, last, rest.to(rewards.dtype)[document[ends]])
 
 
 def kl_rewards(
@@ -79,7 +81,7 @@ def kl_rewards(
         estimator: k1, k2 or k3 (see `kl_estimate`).
 
     Returns:
-        [T] float32 without gradient, 0 outside the mask.
+        [T] (`precision`) without gradient, 0 outside the mask.
 
     Raises:
         ValueError: see `score_rewards` and `kl_estimate`.
@@ -87,7 +89,8 @@ def kl_rewards(
     Source: InstructGPT, arXiv 2203.02155, eq. 2; Ziegler et al., arXiv 1909.08593, section 2.
     """
     penalty = kl_estimate(old_logprobs.detach(), reference_logprobs.detach(), mask, estimator)
-    return score_rewards(scores, mask, lengths, token_scores) - coefficient * penalty.float()
+    rewards = score_rewards(scores, mask, lengths, token_scores)
+    return rewards - coefficient * penalty.to(precision(rewards, penalty))
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: str) -> Tensor:

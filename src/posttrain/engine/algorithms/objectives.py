@@ -25,6 +25,7 @@ from posttrain.engine.algorithms.losses import (
     ppo_clip,
 )
 from posttrain.engine.batch import TokenBatch
+from posttrain.engine.precision import precision
 from posttrain.engine.predictions import Need, Predictions
 
 
@@ -64,8 +65,9 @@ class SupervisedObjective:
 
     def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
         """See `Objective`."""
-        weights = token_weights(micro, self.totals, "token-mean")
-        return LossParts((weights * negative_log_likelihood(predicted.of("logprobs"), micro.response_mask)).sum(), {})
+        logprobs = predicted.of("logprobs")
+        weights = token_weights(micro, self.totals, "token-mean", dtype=precision(logprobs))
+        return LossParts((weights * negative_log_likelihood(logprobs, micro.response_mask)).sum(), {})
 
 
 @final
@@ -120,7 +122,7 @@ class PolicyObjective:
         if self.importance is not None:  # the penalty is a mean over what was sampled too
             behaviour = micro.column("behaviour_logprobs")
             tokens = tokens * log_ratio(old, behaviour, mask).exp().clamp(max=self.importance)
-        weights = token_weights(micro, self.totals, self.aggregation, norm=self.norm)
+        weights = token_weights(micro, self.totals, self.aggregation, norm=self.norm, dtype=precision(tokens))
         return LossParts((weights * tokens).sum(), sums)
 
 
@@ -139,7 +141,7 @@ class ValueObjective:
         values = predicted.of("values")
         loss = clipped_value_loss(values, *arguments, mask, self.clip)
         clipped = is_value_clipped(values, *arguments, mask, self.clip)
-        weights = token_weights(micro, self.totals, "token-mean")
+        weights = token_weights(micro, self.totals, "token-mean", dtype=precision(loss))
         return LossParts((weights * loss).sum(), {"clip_fraction": clipped.sum() / max(self.totals.tokens, 1)})
 
 

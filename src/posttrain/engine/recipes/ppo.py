@@ -19,6 +19,7 @@ from posttrain.engine.algorithms.kl import kl_rewards, score_rewards
 from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective, ValueObjective, old_logprobs
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import PPOConfig
+from posttrain.engine.precision import precision
 from posttrain.engine.recipes.algorithm import VALUES, Column, Update
 from posttrain.engine.recipes.policy_gradient import PolicyGradient
 
@@ -36,7 +37,8 @@ class PPO(PolicyGradient[PPOConfig]):
     def credit(self, batch: TokenBatch) -> TokenBatch:
         """Rewards per token, returns, advantages."""
         c, mask, lengths = self.config, batch.response_mask, batch.lengths
-        scores, old = batch.column("reward").float(), old_logprobs(batch)
+        old = old_logprobs(batch)
+        scores = batch.column("reward").to(precision(old))
         earned = batch.token_columns.get("token_scores")
         if c.kl and c.kl.place == "reward":
             weight, kind, anchor = c.kl.coefficient, c.kl.estimator, batch.column("reference_logprobs")

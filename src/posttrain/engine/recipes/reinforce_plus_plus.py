@@ -16,6 +16,7 @@ from posttrain.engine.algorithms.kl import kl_rewards, score_rewards
 from posttrain.engine.algorithms.objectives import old_logprobs
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import ReinforcePlusPlusConfig
+from posttrain.engine.precision import precision
 from posttrain.engine.recipes.policy_gradient import PolicyGradient
 
 
@@ -33,6 +34,7 @@ class ReinforcePlusPlus(PolicyGradient[ReinforcePlusPlusConfig]):
         if c.baseline == "group":
             rewards, place = by_group(scores, batch.column("group"))
             scores = (rewards - rewards.nanmean(dim=1, keepdim=True))[place]
+        scores = scores.to(precision(old))
         if c.kl:
             weight, kind, anchor = c.kl.coefficient, c.kl.estimator, batch.column("reference_logprobs")
             rewards = kl_rewards(old, anchor, mask, scores, lengths, earned, coefficient=weight, estimator=kind)
