@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Fact, Sample, Span
 from posttrain.domain.placement import Placement
-from posttrain.engine.algorithms.objectives import SupervisedObjective
+from posttrain.engine.algorithms.objectives import PolicyObjective, SupervisedObjective, ValueObjective
 from posttrain.engine.assembly import open_learner, open_roles
 from posttrain.engine.config import (
     CriticConfig,
@@ -42,7 +43,7 @@ from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.scalar_model import ScalarModel, adopt_classifier, put_scalar_head
 from posttrain.engine.models.source import ModelSource
-from posttrain.engine.recipes.algorithm import Update
+from posttrain.engine.recipes.algorithm import VALUES, Column, Update
 from posttrain.engine.recipes.dataflow import Dataflow, load_dataflow
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.recipes.ppo import PPO
@@ -207,6 +208,7 @@ class TestPPO:
     def test_a_step_says_what_its_roles_did(self) -> None:
         facts: list[Fact] = []
         recipe = ppo(Recorder(facts.append), judge=scalar(5), trace=TraceConfig(groups="all"), critic=CriticConfig())
+        facts.clear()  # of being opened
         recipe.step(0, Trace(facts.append, 0))
         spans = [fact for fact in facts if isinstance(fact, Span)]
         phases = {span.name for span in spans if "kind" not in span.attributes}
@@ -283,6 +285,41 @@ class TestPPO:
         config = PPOConfig(data="d", reward="r", steps=1)
         with pytest.raises(InputError, match="PPO needs the role critic for values, got policy; open the"):
             OnPolicy(config, PPO(config), recipe.roles, PROMPTS, EvenTokens(), 0)
+
+    @pytest.mark.parametrize(
+        ("column", "told"),
+        [
+            (Column("x", "reference", "values"), "whose model predicts candidates and entropy and logprobs and topk"),
+            (Column("x", "policy", "scores"), "whose model predicts candidates and entropy and logprobs;"),
+            (Column("x", "critic", "logprobs"), "whose model predicts scores and values;"),
+        ],
+    )
+    def test_a_column_that_its_role_does_not_predict_is_refused_before_anything_is_sampled(
+        self, column: Column, told: str
+    ) -> None:
+        recipe, made = ppo(), PPOConfig(data="d", reward="r", steps=1)
+        algorithm = PPO(made)
+        algorithm.requires = lambda step: (VALUES, column)  # type: ignore[method-assign]
+        with pytest.raises(InputError, match=rf"PPO needs {column.need} for x, got the role {column.role}, {told}"):
+            OnPolicy(made, algorithm, recipe.roles, PROMPTS, EvenTokens(), 0)
+
+    def test_an_objective_of_what_its_role_does_not_predict_is_refused(self) -> None:
+        class Valued(Dataflow):
+            def updates(self, step: int) -> Sequence[Update]:
+                return (Update("policy", partial(ValueObjective, clip=0.2)),)
+
+        with pytest.raises(InputError, match="the objective of Valued needs values, got the role policy, whose model"):
+            best_of_n(Valued)
+
+    def test_a_column_that_an_objective_reads_and_nobody_fills_is_one_line_of_its_role(self) -> None:
+        class Unfilled(Dataflow):
+            def updates(self, step: int) -> Sequence[Update]:
+                return (Update("policy", lambda totals: PolicyObjective(totals, 0.2, 0.2)),)
+
+        recipe = best_of_n(Unfilled)
+        with pytest.raises(InputError, match="must have a column advantages, got") as refused:
+            recipe.step(0, quiet(0))
+        assert any(note.startswith("worker: policy rank 0, in update") for note in refused.value.__notes__)
 
     def test_needs_who_learns(self) -> None:
         class Nobody(Dataflow):

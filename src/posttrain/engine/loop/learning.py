@@ -9,7 +9,6 @@ from typing import final
 
 import torch
 
-from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Note
 from posttrain.domain.seeds import derive_seed
 from posttrain.engine.algorithms.aggregation import Totals
@@ -19,8 +18,8 @@ from posttrain.engine.batch import Provenance, TokenBatch
 from posttrain.engine.groups.worker_group import Future
 from posttrain.engine.loop.columns import Columns, Form, ask
 from posttrain.engine.loop.gradients import Gradients
+from posttrain.engine.loop.missing import refuse_missing
 from posttrain.engine.loop.roles import Roles
-from posttrain.engine.loop.wide_filling import refuse_odd
 from posttrain.engine.predictions import Predictions
 from posttrain.engine.recipes.algorithm import Algorithm, Column, ScoredGroup, Update
 from posttrain.engine.roles.training import TrainWorker
@@ -61,7 +60,7 @@ class Learning:
             there is more to do.
 
     Raises:
-        InputError: the algorithm needs a role that is not there.
+        InputError: see `refuse_missing`.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Learning:
         self.gradients = Gradients(algorithm, roles, self.columns, steps, followed) if streams else None
         self._meanwhile = meanwhile
         for step in {0, steps - 1}:
-            self._refuse_missing(step)
+            refuse_missing(algorithm, roles, step)
 
     def max_tokens(self, step: int, tokens: int) -> int:
         """Tokens that are trained on at the most, where the documents have `tokens`."""
@@ -207,24 +206,6 @@ class Learning:
                 chosen = [place for place, item in enumerate(items) if item in computed]
                 part = mini if len(chosen) == len(items) else mini.select_items(chosen)
                 yield (part, Totals.of(mini, part)) if chosen else None
-
-    def _refuse_missing(self, step: int) -> None:
-        columns, updates = self._algorithm.requires(step), self._algorithm.updates(step)
-        there = self._roles.learners.keys() | self._roles.frozen.keys()
-        name = type(self._algorithm).__name__
-        for column in columns:
-            if column.role not in there:
-                raise InputError(
-                    f"{name} needs the role {column.role} for {column.name}, got {', '.join(sorted(there))}; "
-                    "open the roles with it"
-                )
-        refuse_odd(columns, self._roles, name)
-        for update in updates:
-            if update.role not in self._roles.learners:
-                trained = ", ".join(self._roles.learners)
-                raise InputError(
-                    f"{name} trains the role {update.role}, got {trained} that learn; open the roles with it"
-                )
 
 
 def mini_batches(items: int, count: int, seed: int) -> list[list[int]]:

@@ -21,7 +21,13 @@ from posttrain.engine.wide import TopK
 
 Model = LanguageModel | ScalarModel
 
-_LANGUAGE: Set[Need] = {"logprobs", "entropy", "candidates"}
+_LANGUAGE: frozenset[Need] = frozenset({"logprobs", "entropy", "candidates"})
+_SCALAR: frozenset[Need] = frozenset({"values", "scores"})
+
+
+def predictable(model: Model) -> frozenset[Need]:
+    """What `predict` says of a batch."""
+    return _LANGUAGE if isinstance(model, LanguageModel) else _SCALAR
 
 
 def predict(model: Model, batch: TokenBatch, needs: Set[Need], *, temperature: float = 1.0) -> Predictions:
@@ -34,7 +40,7 @@ def predict(model: Model, batch: TokenBatch, needs: Set[Need], *, temperature: f
         InputError: the model predicts no such thing, a document is longer than its context, the temperature is not
             positive, or `candidates` are needed and the batch has none.
     """
-    can: Set[Need] = _LANGUAGE if isinstance(model, LanguageModel) else {"values", "scores"}
+    can = predictable(model)
     if odd := sorted(needs - can):
         name = type(model.module).__name__
         raise InputError(f"{name} predicts {' and '.join(sorted(can))}, asked for {odd[0]}; ask another role")

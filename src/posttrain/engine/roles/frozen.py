@@ -12,7 +12,7 @@ import torch
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
-from posttrain.engine.models.predicting import Model, predict, predict_topk
+from posttrain.engine.models.predicting import Model, predict, predict_topk, predictable
 from posttrain.engine.models.scalar_model import adopt_classifier
 from posttrain.engine.models.source import ModelSource, ScalarSource
 from posttrain.engine.predictions import Need
@@ -125,6 +125,11 @@ class FrozenWorker:
                 rows.put(found.rows(begin, begin + counts[document]))
                 begin += counts[document]
         return WideRows(held, tuple(counts))
+
+    def predicts(self) -> frozenset[Need]:
+        """What its model may be asked for; a language model for its likeliest tokens too (`hold`)."""
+        can, likeliest = predictable(self._model.awake()), frozenset[Need]({"topk"})
+        return can | likeliest if "logprobs" in can else can
 
     def context_length(self) -> int:
         """Tokens of prompt and response together that the model was made for."""

@@ -10,7 +10,7 @@ from posttrain.engine.algorithms.objectives import Objective
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models.exported import Layout
-from posttrain.engine.models.predicting import Model
+from posttrain.engine.models.predicting import Model, predictable
 from posttrain.engine.models.source import ModelSource, ScalarSource
 from posttrain.engine.predictions import Need
 from posttrain.engine.roles.columns import with_prediction
@@ -126,6 +126,10 @@ class TrainWorker:
     def save_model(self, folder: Path) -> None:
         """Write weights and configuration in the Hugging Face format; rank 0 does. Collective."""
         self.engine.write_model(folder)
+
+    def predicts(self) -> frozenset[Need]:
+        """What its model may be asked for."""
+        return predictable(self.engine.model)
 
     def fallbacks(self) -> dict[str, str]:
         """See `Backbone.fallbacks`."""
