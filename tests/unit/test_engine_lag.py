@@ -37,7 +37,7 @@ from posttrain.engine.recipes.algorithm import PROXIMAL
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
-from posttrain.pacing.admission import AdmissionPolicy
+from posttrain.pacing.admission import AdmissionPolicy, Pace
 
 APART = {"policy": {"cpus": 1}, "rollout": {"cpus": 1}}
 THREE = {**APART, "reference": {"cpus": 1}}
@@ -158,6 +158,24 @@ def test_another_admission_policy_drives_the_same_loop(model: ModelSource, tmp_p
 def test_an_admission_policy_keeps_the_lag_of_its_stage(model: ModelSource) -> None:
     with pytest.raises(InputError, match=r"Few must keep the lag of its stage \(1\), got 2"):
         recipe(model, lag={"steps": 1}, admission=Few(2, 2))
+
+
+def test_an_admission_policy_that_starts_nothing_ends_the_stage(model: ModelSource, tmp_path: Path) -> None:
+    class Idle(Few):
+        def admit(self, pace: Pace) -> tuple[int, int]:
+            return pace.step, 0
+
+    with pytest.raises(InputError, match="policy version 0 may not sample batch 0; publish newer weights"):
+        Desk(tmp_path, recipe(model, admission=Idle(0, 2))).run()
+
+
+def test_an_admission_policy_without_room_for_a_batch_is_refused_before_anything_is_sampled(model: ModelSource) -> None:
+    class Narrow(Few):
+        def capacity(self, prompts: int) -> int:
+            return 2
+
+    with pytest.raises(InputError, match=r"Narrow must hold a whole batch \(3 groups\), got a capacity of 2"):
+        recipe(model, admission=Narrow(0, 2))
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])

@@ -70,7 +70,7 @@ class World:
         keys = self.buffer.policy.select(self.buffer.pace(self.step, self.version)) if self.step < self.steps else None
         if keys is None:
             return False
-        self.trained.append(self.buffer.take(keys))
+        self.trained.append(self.buffer.take(keys, self.step))
         self.buffer.trained(self.step)
         self.step += 1
         return True
@@ -170,13 +170,13 @@ def test_what_happens_twice_is_refused() -> None:
     with pytest.raises(InputError, match="prompt 0 must be running"):
         buffer.complete(0, "a")
     with pytest.raises(InputError, match="prompt 1 must be ready before it is trained"):
-        buffer.take([1])
+        buffer.take([1], 0)
     buffer.drop(1)
     with pytest.raises(InputError, match="prompt 1 must be running"):
         buffer.drop(1)
-    assert buffer.take([0]) == ["a"]
+    assert buffer.take([0], 0) == ["a"]
     with pytest.raises(InputError, match="prompt 0 must be ready"):
-        buffer.take([0])
+        buffer.take([0], 0)
 
 
 def test_a_batch_is_begun_when_the_one_before_is_whole() -> None:
@@ -206,6 +206,36 @@ def test_a_policy_that_asks_for_more_than_there_is_place_for_is_refused() -> Non
     batch = 3
     with pytest.raises(InputError, match="Greedy must admit prompts of batch 2 to 2, got batch 3"):
         Buffer[str](Greedy(1, 1), 2, 3).admit(2, 2)
+
+
+def test_a_policy_that_selects_another_batch_or_a_part_of_one_is_refused() -> None:
+    buffer: Buffer[str] = Buffer(InOrder(1), 2, 4)
+    buffer.start([0, 1], 0, 0)
+    buffer.start([2, 3], 1, 0)
+    for key in range(4):
+        buffer.complete(key, "abcd"[key])
+    with pytest.raises(
+        InputError, match="InOrder must select prompts of batch 0, by versions of 0 and later, got prom"
+    ):
+        buffer.take([0, 2], 0)
+    with pytest.raises(InputError, match="InOrder must select the whole of batch 0, got 1 without prompt 1"):
+        buffer.take([0], 0)
+    assert buffer.take([1, 0], 0) == ["b", "a"], "who was refused took nothing"
+    late: Buffer[str] = Buffer(InOrder(1), 2, 9)
+    late.start([0, 1], 4, 2)
+    for key in range(2):
+        late.complete(key, "ab"[key])
+    with pytest.raises(InputError, match="by versions of 3 and later, got prompt 0 of batch 4 by version 2"):
+        late.take([0, 1], 4)
+
+
+def test_a_policy_without_room_for_a_batch_is_refused() -> None:
+    class Narrow(Few):
+        def capacity(self, prompts: int) -> int:
+            return prompts - 1
+
+    with pytest.raises(InputError, match=r"Narrow must hold a whole batch \(2 groups\), got a capacity of 1"):
+        Buffer[str](Narrow(0, 1), 2, 4)
 
 
 def test_what_waits_goes_on_from_where_it_was() -> None:

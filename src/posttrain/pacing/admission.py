@@ -134,6 +134,12 @@ class Buffer(Generic[T]):
     _newest: int = -1  # key that was started
     _lost: dict[int, list[int]] = field(default_factory=dict)  # batch → of each place to fill again, how often it was
 
+    def __post_init__(self) -> None:
+        """Refuse a policy whose buffer holds no whole batch: it would wait for ever."""
+        if (room := self.policy.capacity(self.prompts)) < self.prompts:
+            name = type(self.policy).__name__
+            raise InputError(f"{name} must hold a whole batch ({self.prompts} groups), got a capacity of {room}")
+
     def pace(self, step: int, version: int) -> Pace:
         """For the policy."""
         return Pace(step, version, self.steps, self.prompts, tuple(self._entries.values()), tuple(self._given_up))
@@ -193,15 +199,26 @@ class Buffer(Generic[T]):
         else:
             self._given_up.append(gone.batch)
 
-    def take(self, keys: Sequence[int]) -> list[T]:
-        """Groups to train on; they leave the buffer.
+    def take(self, keys: Sequence[int], step: int) -> list[T]:
+        """Groups to train on in a step, as the policy selected them; they leave the buffer.
 
         Raises:
-            InputError: one is not ready, or was taken before.
+            InputError: one is not ready, was taken before, is of another batch, or older than the policy's lag; or some
+                of the batch were left out, which nobody would train.
         """
+        name, lag = type(self.policy).__name__, self.policy.lag
         for key in keys:
             if key not in self._values:
                 raise InputError(f"prompt {key} must be ready before it is trained, got one that is not; wait for it")
+            of = self._entries[key]
+            if of.batch != step or of.version < step - lag:
+                raise InputError(
+                    f"{name} must select prompts of batch {step}, by versions of {max(0, step - lag)} and later, got "
+                    f"prompt {key} of batch {of.batch} by version {of.version}"
+                )
+        if left := [entry.key for entry in self._entries.values() if entry.batch <= step and entry.key not in keys]:
+            raise InputError(f"{name} must select the whole of batch {step}, got {len(keys)} without prompt {left[0]}")
+        for key in keys:
             del self._entries[key]
         return [self._values.pop(key) for key in keys]
 

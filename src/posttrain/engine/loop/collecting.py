@@ -98,7 +98,7 @@ class Collector:
                 self._settle(trace, self._running)
             elif self.buffer.policy.select(self._pace(step)) is None:
                 raise InputError(f"policy version {self.version} may not sample batch {step}; publish newer weights")
-        self._taken = groups = self.buffer.take(keys)
+        self._taken = groups = self.buffer.take(keys, step)
         self.buffer.trained(step)
         self._begin(step + 1, trace, reserve)
         return groups
