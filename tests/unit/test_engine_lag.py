@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,13 @@ from posttrain.engine.models.source import ModelSource, ScalarSource
 from posttrain.engine.predictions import Predictions
 from posttrain.engine.recipes.algorithm import PROXIMAL
 from posttrain.engine.recipes.grpo import GRPO
+from posttrain.engine.rollout.backends.native import NativeRollout
+from posttrain.engine.rollout.port import Completion
 from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.pacing.admission import AdmissionPolicy, Pace
 
+TOGETHER = {"policy": {"cpus": 1}}
 APART = {"policy": {"cpus": 1}, "rollout": {"cpus": 1}}
 THREE = {**APART, "reference": {"cpus": 1}}
 FOUR = {**THREE, "critic": {"cpus": 1}}
@@ -103,6 +107,14 @@ STAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "dapo": ("dapo", {}),
     "grpo with a penalty": ("grpo", {"placement": THREE, "kl": {"coefficient": 0.1}}),
     "grpo, gradients as they come": ("grpo", {"stream_gradients": True, "mini_batches": 1}),
+    "grpo, corrected as they come": (
+        "grpo",
+        {"stream_gradients": True, "mini_batches": 1, "lag": {"steps": 0, "correction": "tis"}},
+    ),
+    "ppo, corrected": (
+        "ppo",
+        {"placement": FOUR, "critic": {"warmup": 1}, "lag": {"steps": 0, "correction": "decoupled"}},
+    ),
     "ppo": ("ppo", {"placement": FOUR, "kl": {"coefficient": 0.1}, "critic": {"warmup": 1}}),
     "ppo, penalty in the loss": (
         "ppo",
@@ -111,9 +123,12 @@ STAGES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+AT_0 = {"stream_gradients", "lag"}  # a stage that says these is one of lag 0
+
+
 @pytest.mark.parametrize(
     ("stage", "lag"),
-    [(stage, lag) for stage in STAGES for lag in (0, 1, 2) if not (lag and STAGES[stage][1].get("stream_gradients"))],
+    [(stage, lag) for stage, (_, said) in STAGES.items() for lag in (0, 1, 2) if not (lag and AT_0 & said.keys())],
 )
 def test_late_calls_change_no_bit(model: ModelSource, tmp_path: Path, stage: str, lag: int) -> None:
     """Calls, stored answers, streams and scores, of every role, at moments drawn at random."""
@@ -307,6 +322,57 @@ def test_every_kind_that_samples_corrects(kind: str, correction: str, cap: float
     assert (PROXIMAL in algorithm.requires(0)) == asks
 
 
+@pytest.mark.parametrize("correction", ["tis", "decoupled"])
+def test_with_lag_0_there_is_next_to_nothing_to_correct(model: ModelSource, tmp_path: Path, correction: str) -> None:
+    """In one pool or in two, in float32, rollout and training say the same of the same weights."""
+    plain = Desk(tmp_path / "plain", recipe(model))
+    plain.run()
+    for name, placement in (("apart", APART), ("together", TOGETHER)):
+        lag = {"steps": 0, "correction": correction}
+        desk = Desk(tmp_path / name, recipe(model, lag=lag, placement=placement))
+        desk.run()
+        for metrics in (each for each in told(desk) if "lag/ess" in each):
+            assert metrics["lag/ess"] == pytest.approx(1, abs=1e-6)
+            assert metrics["lag/kl"] < 1e-9
+        assert sum("lag/ess" in each for each in told(desk)) == 5
+        for key, value in weights(plain).items():
+            torch.testing.assert_close(weights(desk)[key], value, atol=2e-3, rtol=0)
+
+
+def test_what_an_engine_reports_wrongly_is_corrected_with_lag_0(
+    model: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every token is twice as likely as the engine says: each weighs more, none is clipped."""
+
+    def first(name: str, **changes: Any) -> dict[str, float]:
+        desk = Desk(tmp_path / name, recipe(model, mini_batches=1, placement=TOGETHER, **changes))
+        desk.run()
+        return next(told(desk)[at] for at in range(5) if "loss" in told(desk)[at])
+
+    right, real = first("right"), NativeRollout.completed
+
+    def halved(engine: NativeRollout, timeout: float) -> list[Completion]:
+        def less(answer: Trajectory) -> Trajectory:
+            *before, said = answer.segments
+            assert said.logprobs is not None
+            return replace(answer, segments=(*before, replace(said, logprobs=said.logprobs - np.float32(math.log(2)))))
+
+        return [replace(one, trajectory=less(one.trajectory)) for one in real(engine, timeout)]
+
+    monkeypatch.setattr(NativeRollout, "completed", halved)
+    uncorrected = first("uncorrected")
+    capped = first("capped", lag={"steps": 0, "cap": 1.5})
+    whole = first("whole", lag={"steps": 0, "correction": "decoupled"})
+    assert (
+        right["clip_fraction"] == capped["clip_fraction"] == whole["clip_fraction"] == 0 < uncorrected["clip_fraction"]
+    )
+    assert right["loss"] != 0
+    assert capped["loss"] == pytest.approx(1.5 * right["loss"], rel=1e-4)
+    assert whole["loss"] == pytest.approx(2 * right["loss"], rel=1e-4)
+    assert whole["lag/kl"] == pytest.approx(1 - math.log(2), rel=1e-4)
+    assert whole["lag/ess"] == pytest.approx(1, abs=1e-6)
+
+
 def test_a_trace_divides_by_what_the_loss_divides_by(model: ModelSource, tmp_path: Path) -> None:
     """The first mini-batch finds the policy of the step's beginning: nothing moved, so nothing is clipped."""
     desk = Desk(tmp_path, recipe(model, lag={"steps": 2}, clip_low=0.01, clip_high=0.01))
@@ -399,6 +465,7 @@ def test_a_checkpoint_says_what_waited(model: ModelSource, tmp_path: Path, name:
 @pytest.mark.parametrize(
     ("lag", "words"),
     [
+        ({"steps": 0, "correction": "bypass"}, r"lag\.steps 0 is there to correct, got correction: bypass"),
         ({"steps": 5}, r"lag\.steps must be less than steps \(5\), got 5"),
         ({"correction": "decoupled", "cap": 3}, "cap belongs to correction: tis, got cap 3 with decoupled; drop it"),
         ({"correction": "bypass", "cap": 2.5}, r"cap belongs to correction: tis, got cap 2\.5 with bypass; drop it"),

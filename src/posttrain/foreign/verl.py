@@ -34,7 +34,7 @@ _CHANGES = {
     "loss_mode": "the loss is PPO's clipped one",
     **dict.fromkeys(
         ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "bypass_mode"),
-        "a response is sampled with the weights that train; lag has a correction and its cap where it runs ahead",
+        "a response is sampled with the weights that train; lag (steps: 0 too) has a correction and its cap",
     ),
     **dict.fromkeys(
         ("staleness_threshold", "trigger_parameter_sync_step", "partial_rollout", "require_batches"),

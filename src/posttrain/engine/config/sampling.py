@@ -182,20 +182,22 @@ class OnPolicyConfig(SamplingConfig):
 
     @model_validator(mode="after")
     def _lag_has_pools(self) -> Self:
+        if self.lag is None or not self.lag.steps:
+            return self
         at = {role: self.placement.pool_of(role).name for role in ("policy", "rollout")}
-        if self.lag and at["policy"] == at["rollout"]:
+        if at["policy"] == at["rollout"]:
             raise ValueError(
                 f"lag needs a rollout in a pool of its own, got it in the pool {at['rollout']} with the policy; "
                 "write placement: {policy: {…}, rollout: {…}}"
             )
-        if self.lag and self.steps and self.lag.steps >= self.steps:
+        if self.steps and self.lag.steps >= self.steps:
             raise ValueError(
                 f"lag.steps must be less than steps ({self.steps}), got {self.lag.steps}: nothing would be sampled by "
                 "what was trained; lower it"
             )
         roles = [role for role in self.roles() if role in ("critic", "reference", "reward_model")]
         busy = [role for role in roles if self.placement.pool_of(role).name == at["rollout"]]
-        if self.lag and busy:
+        if busy:
             raise ValueError(
                 f"lag needs a rollout that works while others do, got {', '.join(busy)} in its pool {at['rollout']}; "
                 f"write placement: {{{busy[0]}: {{with: policy}}}}"
@@ -210,7 +212,7 @@ class OnPolicyConfig(SamplingConfig):
         reason = self.not_streamable
         if not reason and self.mini_batches > 1:
             reason = f"one optimiser step for each step, got mini_batches {self.mini_batches}; set it to 1"
-        if not reason and self.lag:
+        if not reason and self.lag and self.lag.steps:
             reason = f"a rollout that samples what the step trains, got lag {self.lag.steps}; drop one of them"
         if not reason and at["policy"] == at["rollout"]:
             reason = (
