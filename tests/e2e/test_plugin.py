@@ -10,12 +10,16 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from functools import partial
 from pathlib import Path
 
 import pytest
+from tiny_run import RUN
 from workbench import PATIENCE, Workbench
 
 import posttrain
+from posttrain.domain.facts import Metric
+from posttrain.store.attempts import AttemptFolder
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 from installed import package_of, run_of, wheel
@@ -36,23 +40,25 @@ def python(tmp_path: Path) -> Path:
 
 
 def pip(python: Path, *words: str) -> None:
-    command = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", *words]
-    subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE)
+    words_of_pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", *words]
+    subprocess.run(words_of_pip, check=True, capture_output=True, timeout=PATIENCE)
+
+
+def command(python: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`posttrain` of that interpreter."""
+    return subprocess.run(
+        [str(python), "-P", "-m", "posttrain", *words],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
 
 
 def test_a_wheel_adds_one_of_each(empty: Workbench, python: Path, tmp_path: Path) -> None:
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [str(python), "-P", "-m", "posttrain", *words]
-        return subprocess.run(
-            command,
-            cwd=empty.folder,
-            env={**os.environ, "COLUMNS": "200"},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
-
+    run = partial(command, python, empty.folder)
     text = (
         run_of(PAGE)
         .replace("dataset:sort-train", "dataset:train")
@@ -104,3 +110,59 @@ def test_a_wheel_adds_one_of_each(empty: Workbench, python: Path, tmp_path: Path
     assert "executor 'plain' must be installed" in gone.stderr
     run("init", "--executor", "local")
     assert "unknown stage kind 'words'" in run("run", "run.yaml").stderr
+
+
+TALK = {
+    "talk/config.py": """
+        from posttrain.domain.kinds import algorithm_kind
+        from posttrain.engine.config import PPOConfig, TurnsConfig
+
+        class TalkConfig(TurnsConfig, PPOConfig):
+            pass
+
+        TALK = algorithm_kind("talk", "talk.config:TalkConfig", "talk.algorithm:Talk")
+    """,
+    "talk/algorithm.py": """
+        from posttrain.engine.recipes.ppo import PPO
+
+        class Talk(PPO):
+            def observe(self, row, responses):
+                return f"={len(responses[-1]) % 10}" if len(responses[-1]) % 3 else None
+    """,
+}
+POINT = "[posttrain.kinds]\ntalk = talk.config:TALK\n"
+
+
+def test_a_packages_algorithm_has_turns_a_critic_and_a_penalty(empty: Workbench, python: Path, tmp_path: Path) -> None:
+    """Through plan, run and trace: an observation is seen by the policy, and neither trained, valued nor punished."""
+    run = partial(command, python, empty.folder)
+    pip(python, "install", "--no-index", "--no-deps", "--quiet", str(wheel(tmp_path, "talk", "1.0", POINT, TALK)))
+    options = {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 30, "turns": 2, "observation_tokens": 2}
+    ppo = {"kl": {"coefficient": 0.1, "place": "reward"}, "gae": {"lam": 0.9}, "trace": {"groups": "all"}}
+    talk = {"kind": "talk", "data": "train", "reward": "length", "steps": 3, "reward_timeout": 60.0, **options, **ppo}
+    made = {key: value for key, value in RUN.items() if key in {"owner", "seed", "model", "rewards", "budget"}}
+    stages = {"stages": {"talk": talk}, "data": {"train": "dataset:train"}}
+    empty.write("run.yaml", json.dumps({"name": "talk", **made, **stages}))
+    planned = run("plan", "run.yaml")
+    assert planned.returncode == 0, planned.stderr
+    done = run("run", "run.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    [attempt] = empty.attempts(empty.run_id(), "talk")
+    facts = empty.facts(attempt)
+    steps = [fact.values for fact in facts if isinstance(fact, Metric) and "reward/mean" in fact.values]
+    assert len(steps) == 3
+    assert all(1 < values["turns/mean"] < 2 for values in steps)
+    assert {"critic/loss", "kl"} <= steps[-1].keys()
+    samples = AttemptFolder(empty.root / attempt.folder).recorded_samples()
+    seen = [sample for sample in samples if any(sample.observed)]
+    assert seen
+    for sample in seen:
+        holes = [at for at, observed in enumerate(sample.observed) if observed]
+        assert len(holes) == 2
+        for column in (sample.advantages, sample.values, sample.returns, sample.logprobs, sample.reference_logprobs):
+            assert [column[at] for at in holes] == [0, 0]
+        assert all(sample.logprobs[at] < 0 for at in range(len(sample.tokens)) if at not in holes)
+    told = run("trace", empty.run_id(), "--sample", seen[0].id)
+    assert "observed" in told.stdout, told.stdout + told.stderr
+    empty.check(empty.run_id())

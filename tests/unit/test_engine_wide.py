@@ -20,7 +20,7 @@ from posttrain.engine.groups.backends.inline import InlineStored
 from posttrain.engine.groups.payload import Parcel, StoredAway, pack, unpack
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.rank_context import RankContext
-from posttrain.engine.wide import Place, TopK, WideColumn, WideRows, fetched
+from posttrain.engine.wide import RowsHandle, TopK, WideColumn, WideRows, fetched
 
 K = 3
 
@@ -69,11 +69,11 @@ def bare(lengths: Sequence[int], unit: int | None = None) -> TokenBatch:
 
 def handed(batch: TokenBatch, parts: Sequence[Sequence[int]], alive: list[int] | None = None) -> TokenBatch:
     """With the column's rows in so many parts, each of the named documents."""
-    counts, places = batch.response_lengths.tolist(), dict[int, Place]()
+    counts, places = batch.response_lengths.tolist(), dict[int, RowsHandle]()
     for documents in parts:
         held = rows(documents, [counts[i] for i in documents])
         part = Part(held) if alive is None else Part(held, alive)
-        places |= {document: Place(part, at, counts[document]) for at, document in enumerate(documents)}
+        places |= {document: RowsHandle(part, at, counts[document]) for at, document in enumerate(documents)}
     return batch.with_wide("candidates", WideColumn(K, tuple(places[i] for i in range(len(batch)))))
 
 
@@ -124,11 +124,11 @@ def test_rows_follow_their_documents_through_shards_gathering_and_selection(case
 def test_places_travel_between_processes_and_rows_do_not(case: Any) -> None:
     lengths, unit, parts, _, chosen = case
     batch, store = bare(lengths, unit), dict[str, Parcel]()
-    counts, places = batch.response_lengths.tolist(), dict[int, Place]()
+    counts, places = batch.response_lengths.tolist(), dict[int, RowsHandle]()
     for name, documents in zip("abc", parts, strict=False):
         store[name] = pack(rows(documents, [counts[i] for i in documents]))
         part: StoredAway[WideRows] = StoredAway(name, store.__getitem__)
-        places |= {document: Place(part, at, counts[document]) for at, document in enumerate(documents)}
+        places |= {document: RowsHandle(part, at, counts[document]) for at, document in enumerate(documents)}
     batch = batch.with_wide("candidates", WideColumn(K, tuple(places[i] for i in range(len(batch)))))
     sent = pack(batch.select_items(chosen))
     needed = {chosen_part for i in batch.documents_of(chosen) for chosen_part in [places[i].part]}
@@ -150,7 +150,7 @@ def test_rows_of_this_process_are_not_copied() -> None:
     batch = bare([2, 3])
     held = rows([0, 1], [2, 3])
     stored = InlineStored(held)
-    column = WideColumn(K, tuple(Place(stored, at, count) for at, count in enumerate(held.counts)))
+    column = WideColumn(K, tuple(RowsHandle(stored, at, count) for at, count in enumerate(held.counts)))
     found = fetch(batch.with_wide("candidates", column).select([1])).wide_columns["candidates"].documents
     (only,) = found
     assert isinstance(only, TopK)
@@ -214,10 +214,10 @@ def test_what_ranks_keep_is_read_by_ranks_and_never_by_the_controller(ranks: int
     shards = keeping.nonblocking.map_stored(Holder.hold, batch, 0).result()
     assert sorted(item for shard in shards for item in shard.items) == list(range(len(batch.item_lengths)))
     assert all(shard.items for shard in shards)
-    counts, places = batch.response_lengths.tolist(), dict[int, Place]()
+    counts, places = batch.response_lengths.tolist(), dict[int, RowsHandle]()
     for shard in shards:
         for at, document in enumerate(batch.documents_of(shard.items)):
-            places[document] = Place(shard.part, at, counts[document])
+            places[document] = RowsHandle(shard.part, at, counts[document])
     column = WideColumn(K, tuple(places[i] for i in range(len(batch))))
     found = reading.map(Holder.read, batch.with_wide("candidates", column))
     assert found.column("read").tolist() == [100.0 * i for i in range(6)]

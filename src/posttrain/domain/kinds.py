@@ -143,7 +143,7 @@ _ALGORITHMS = (
     _own("reinforce_plus_plus", "sampling:ReinforcePlusPlusConfig", "reinforce_plus_plus:ReinforcePlusPlus"),
     _own("ppo", "sampling:PPOConfig", "ppo:PPO", phases=_CRITICAL),
     _own("distill", "distillation:DistillConfig", "distill:Distill", phases=_TAUGHT),
-    _own("dataflow", "sampling:DataflowConfig", "dataflow:Dataflow", phases={}, cheaper=_FLOW),
+    _own("dataflow", "dataflow:DataflowConfig", "dataflow:Dataflow", phases={}, cheaper=_FLOW),
 )  # fmt: skip
 GATE: Final = StageKind("gate", driver=Driver.CONTROL, outputs={REPORT: "file"})
 RELEASE: Final = StageKind("release", driver=Driver.CONTROL, ships=True)

@@ -1,7 +1,7 @@
 """Wide columns: several numbers for every response token, which stay where they were computed.
 
 A teacher's 64 likeliest tokens of ten million are 5 GB, which no controller should hold. So whoever computes them keeps
-them (`WideRows`); a batch has, for each document, the place where its rows are (`Place`), and whoever computes with the
+them (`WideRows`); a batch has, for each document, the place where its rows are (`RowsHandle`), and whoever computes with the
 batch fetches those of its own shard (`fetched`), one part at a time.
 
 Invariant: a document has one row for each of its response tokens, in their order. A selection of documents, a gathering
@@ -72,8 +72,8 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """Where the rows of one document are: `Place(part, document=3, count=17)`."""
+class RowsHandle:
+    """Where the rows of one document are: `RowsHandle(part, document=3, count=17)`."""
 
     part: Source
     document: int  # of the part
@@ -85,12 +85,12 @@ class WideColumn:
     """The rows of every document of a batch, or where they are."""
 
     width: int  # k
-    documents: tuple[Place | TopK, ...]  # [D]
+    documents: tuple[RowsHandle | TopK, ...]  # [D]
 
     @property
     def counts(self) -> list[int]:
         """[D] rows of each document."""
-        return [entry.count if isinstance(entry, Place) else len(entry.ids) for entry in self.documents]
+        return [entry.count if isinstance(entry, RowsHandle) else len(entry.ids) for entry in self.documents]
 
     def check(self, name: str, wanted: Sequence[int]) -> None:
         """Refuse a column of another batch.
@@ -118,7 +118,7 @@ class WideColumn:
         """
         wanted: dict[Source, list[int]] = {}
         for at, entry in enumerate(self.documents):
-            if isinstance(entry, Place):
+            if isinstance(entry, RowsHandle):
                 wanted.setdefault(entry.part, []).append(at)
         found = list(self.documents)
         for part, places in wanted.items():
@@ -128,7 +128,7 @@ class WideColumn:
 
     def _rows(self, part: Source, places: Sequence[int]) -> list[TopK]:
         documents = part.value().documents()
-        entries = [entry for at in places if isinstance(entry := self.documents[at], Place)]
+        entries = [entry for at in places if isinstance(entry := self.documents[at], RowsHandle)]
         own = part.here or len({entry.document for entry in entries}) == len(documents)  # else a view keeps all of it
         return [documents[entry.document] if own else documents[entry.document].copy() for entry in entries]
 

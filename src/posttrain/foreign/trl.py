@@ -40,7 +40,7 @@ _CHANGES = {
     "importance_sampling_level": "ratios are per token",
     **dict.fromkeys(
         ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_cap"),
-        "a response is sampled with the weights that train; lag: {steps: 0, correction: tis, cap: …} weighs as this does",
+        "the weights that train sample; lag: {steps: 0, correction: tis, cap: …} weighs as this does",
     ),
     **dict.fromkeys(("max_staleness", "weight_sync_steps"), "lag: {steps: N} samples ahead, in a pool of its own"),
     "config": "what stands in that file is not read: posttrain init --from trl THAT.yaml reads it",

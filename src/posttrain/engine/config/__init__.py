@@ -3,6 +3,7 @@
 One class per kind of stage. A field's comment gives meaning, unit and the reason for its default.
 """
 
+from posttrain.engine.config.dataflow import DataflowConfig, TurnsConfig
 from posttrain.engine.config.distillation import DistillConfig
 from posttrain.engine.config.evaluation import EvaluateConfig, SuiteConfig
 from posttrain.engine.config.initial import InitModelConfig
@@ -16,7 +17,6 @@ from posttrain.engine.config.sampling import (
     AdvantageConfig,
     CriticConfig,
     DAPOConfig,
-    DataflowConfig,
     GroupConfig,
     GRPOConfig,
     KLConfig,
@@ -66,6 +66,7 @@ __all__ = [
     "SuiteConfig",
     "TraceConfig",
     "TrainingConfig",
+    "TurnsConfig",
     "algorithm_config",
     "config_class",
     "named",

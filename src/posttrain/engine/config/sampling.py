@@ -145,6 +145,11 @@ class SamplingConfig(TrainingConfig):
         return 1
 
     @property
+    def observed_most(self) -> int:
+        """Tokens of what is observed between two responses, at the most."""
+        return 0
+
+    @property
     def read_again(self) -> int:
         """Tokens besides the prompt that a sample's further turns read, at the most."""
         return 0
@@ -357,44 +362,3 @@ class PPOConfig(OnPolicyConfig):
         """And a critic."""
         policy, *others = super().roles()
         return (policy, "critic", *others)
-
-
-class DataflowConfig(SamplingConfig):
-    """An algorithm of the user's own: a class (`recipes.dataflow.Dataflow`)."""
-
-    recipe: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(:[A-Za-z_]\w*)?$")]  # my_module:MyAlgorithm, beside run.yaml
-    settings: dict[str, Any] = Field(default_factory=dict)  # for the class; nothing else reads them
-    turns: Annotated[int, Field(ge=1, le=64)] = 1  # responses of a sample, at the most; `observe` speaks between two
-    observation_tokens: NonNegative = 0  # of what is observed between two responses, at the most
-    trace: TraceConfig = TraceConfig()
-    tokens_per_step: Annotated[int, Field(ge=1, le=10**12)] | None = (
-        None  # what a step may spend; None: each response trained on once, at the most
-    )
-
-    @model_validator(mode="after")
-    def _turns_observe(self) -> Self:
-        if (self.turns > 1) != (self.observation_tokens > 0):
-            raise ValueError(
-                f"turns and observation_tokens go together, got turns {self.turns} and observation_tokens "
-                f"{self.observation_tokens}; set both, or neither"
-            )
-        return self
-
-    @property
-    def response_tokens(self) -> int:
-        """Every turn and what is observed between them."""
-        return self.turns * self.max_new_tokens + (self.turns - 1) * self.observation_tokens
-
-    @property
-    def turns_most(self) -> int:
-        """As the stage says."""
-        return self.turns
-
-    @property
-    def read_again(self) -> int:
-        """What came before each."""
-        return sum(turn * (self.max_new_tokens + self.observation_tokens) for turn in range(1, self.turns))
-
-    def inputs(self) -> dict[str, tuple[str, str]]:
-        """slot → (asset kind, the word written in run.yaml)."""
-        return super().inputs() | {"recipe": ("recipe", self.recipe)}

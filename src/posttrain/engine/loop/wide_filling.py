@@ -11,7 +11,7 @@ from posttrain.engine.groups.worker_group import Future
 from posttrain.engine.loop.roles import Roles
 from posttrain.engine.recipes.algorithm import Column
 from posttrain.engine.roles.frozen import FrozenWorker
-from posttrain.engine.wide import Place, WideColumn, WideRows
+from posttrain.engine.wide import RowsHandle, WideColumn, WideRows
 
 
 def refuse_odd(columns: Sequence[Column], roles: Roles, algorithm: str) -> None:
@@ -43,9 +43,9 @@ def hold(roles: Roles, batch: TokenBatch, column: Column) -> Future[TokenBatch]:
 
 
 def _placed(batch: TokenBatch, column: Column, shards: Sequence[StoredShard[WideRows]]) -> TokenBatch:
-    counts, places = batch.response_lengths.tolist(), dict[int, Place]()
+    counts, places = batch.response_lengths.tolist(), dict[int, RowsHandle]()
     for shard in shards:
         for at, document in enumerate(batch.documents_of(shard.items)):
-            places[document] = Place(shard.part, at, counts[document])
+            places[document] = RowsHandle(shard.part, at, counts[document])
     held = tuple(places[document] for document in range(batch.documents))
     return batch.with_wide(column.name, WideColumn(column.wide, held))

@@ -15,12 +15,11 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.config import DataflowConfig
-from posttrain.engine.recipes.algorithm import PromptSource, RolloutAlgorithm, Update
+from posttrain.engine.recipes.algorithm import RolloutAlgorithm, Update
 from posttrain.engine.recipes.policy_gradient import Sampling
 
 Entry = Callable[[DataflowConfig], RolloutAlgorithm]
@@ -29,15 +28,11 @@ Entry = Callable[[DataflowConfig], RolloutAlgorithm]
 class Dataflow(Sampling[DataflowConfig]):
     """What a user's algorithm begins with: samples as its stage says, and everything else as the defaults have it.
 
-    What its author wants to be told is in `config.settings`.
+    With several turns `observe(row, responses)` says what the policy sees between two of them. What its author wants to be
+    told is in `config.settings`.
     """
 
     reads_token_scores = True  # in the column `token_scores`; its author decides
-
-    @property
-    def source(self) -> PromptSource:
-        """With the turns of its stage; between two of them `observe(row, responses)` says what the policy sees."""
-        return replace(super().source, turns=self.config.turns, observed=self.config.observation_tokens)
 
     def updates(self, step: int) -> Sequence[Update]:
         """What is minimised.

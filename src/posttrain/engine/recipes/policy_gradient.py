@@ -42,9 +42,10 @@ class Sampling(RolloutDefaults, Generic[S]):
 
     @property
     def source(self) -> PromptSource:
-        """Prompts and samples of a step."""
+        """Prompts and samples of a step, of as many turns as it has."""
         c = self.config
-        return PromptSource(c.prompts_per_step, c.group_size, c.max_new_tokens, c.temperature, stop=c.stop)
+        shape = c.prompts_per_step, c.group_size, c.max_new_tokens, c.temperature
+        return PromptSource(*shape, stop=c.stop, turns=c.turns_most, observed=c.observed_most)
 
 
 class PolicyGradient(Sampling[C]):

@@ -253,16 +253,15 @@ def _reward_function(
 def _environment(
     config: SamplingConfig, algorithm: RolloutAlgorithm, tokenizer: PreTrainedTokenizerBase
 ) -> Environment | None:
-    """What a user's algorithm observes between two responses."""
-    if not isinstance(config, DataflowConfig):
-        return None
+    """What an algorithm observes between two responses."""
     observe = getattr(algorithm, "observe", None)
-    if (observe is None) != (config.turns == 1):
+    if (observe is None) != (config.turns_most == 1):
+        name = f"recipe {config.recipe}" if isinstance(config, DataflowConfig) else type(algorithm).__name__
         there = "no observe(row, responses); define it" if observe is None else "an observe; set turns to 2 or more"
-        raise InputError(f"recipe {config.recipe} has turns {config.turns}, got {there}")
+        raise InputError(f"{name} has turns {config.turns_most}, got {there}")
     if observe is None:
         return None
-    return TextEnvironment(observe, tokenizer, config.observation_tokens)
+    return TextEnvironment(observe, tokenizer, config.observed_most)
 
 
 def _dataflow(job: Job) -> Entry:
