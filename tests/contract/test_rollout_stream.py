@@ -252,14 +252,26 @@ def test_weights_that_are_read_in_place_change_only_while_paused() -> None:
         engine.update("opponent", "0.3")
 
 
-@pytest.mark.parametrize("truncation", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
-def test_training_samples_from_the_whole_distribution(truncation: dict[str, float]) -> None:
+TRUNCATIONS = [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}]
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+@pytest.mark.parametrize(
+    "ask", [RolloutWorker.generate, lambda *words: list(RolloutWorker.stream(*words))], ids=["generate", "stream"]
+)
+def test_training_samples_from_the_whole_distribution(ask: Callable[..., Any], truncation: dict[str, float]) -> None:
     context = RankContext()
     context.lend(model_of("qwen3"))
-    worker = RolloutWorker(context)
+    worker, batch = RolloutWorker(context), PromptBatch(((5, 4),), (388,))
+    assert ask(worker, batch, SAMPLING, 1)
     cut = SamplingParams(max_new_tokens=4, **truncation)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="must sample from the whole distribution"):
-        worker.generate(PromptBatch(((5, 4),), (388,)), cut, 1)
+        ask(worker, batch, cut, 1)
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+def test_both_engines_cut_the_distribution_alike(truncation: dict[str, float]) -> None:
+    cut = SamplingParams(max_new_tokens=4, **truncation)  # type: ignore[arg-type]
     native, module = (
         generate(e, PROMPTS, samples=2, sampling=cut)
         for e in (NativeRollout(model_of("qwen3")), ModuleRollout(model_of("qwen3")))
