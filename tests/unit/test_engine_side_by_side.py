@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class Meeting:
                 return submit(role, ranks, method, args, kwargs)
             self.asked[role] += 1
             self.events.append(("asked", role))
-            return [Held(self, role, r, lambda r=r: submit(role, [r], method, args, kwargs)[0]) for r in ranks]
+            return [Held(self, role, r, partial(submit, role, [r], method, args, kwargs)) for r in ranks]
 
         def waited(calls: Sequence[Any], timeout: float) -> list[Answer[Any]]:
             return wait([call.met(timeout) if isinstance(call, Held) else call for call in calls], timeout)
@@ -64,7 +65,7 @@ class Held:
 
     method = "update"
 
-    def __init__(self, meeting: Meeting, role: str, rank: int, run: Callable[[], Call[Any]]) -> None:
+    def __init__(self, meeting: Meeting, role: str, rank: int, run: Callable[[], list[Call[Any]]]) -> None:
         self.role, self.rank = role, rank
         self._meeting, self._number, self._run = meeting, meeting.asked[role], run
 
@@ -82,7 +83,8 @@ class Held:
                 f"{' and '.join(late)} was asked for its own"
             )
         self._meeting.events.append(("taken", self.role))
-        return self._run()
+        [call] = self._run()
+        return call
 
 
 @pytest.mark.parametrize("lag", [0, 1])
