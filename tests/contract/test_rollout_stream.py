@@ -172,7 +172,7 @@ ATTACKS: list[tuple[Twist, type[PosttrainError], str]] = [
         "sample 0 of prompt 1 must have one log-probability a token, got an array of 2 dimensions",
     ),
     (changed(prompt=[7, 8]), JobFailedError, "sample 0 of prompt 1 must continue its 3 tokens, got another beginning"),
-    (lambda done: [*done[:1], *done], JobFailedError, r"every sample once, got 0\.0 twice"),
+    (lambda done: [*done, *done[2:3]], JobFailedError, "every sample once, got sample 0 of prompt 1 twice; mend it"),
     (lambda done: [replace(c, id=f"{c.id}9") for c in done], JobFailedError, r"got 0\.09 without being asked"),
     (never, JobFailedError, "every sample, got none in 0 s with 4 waiting, first sample 0 of prompt 0"),
     (
@@ -220,6 +220,45 @@ def read_to_the_end(stream: Any) -> None:
         stream.take(60.0)
 
 
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("twist", "said"),
+    [
+        (lambda done: [*done, *done[1:2]], "every sample once, got sample 1 of prompt 388 twice; mend it"),
+        (changed(logprobs=[0.5, -1.0, -1.0, -1.0]), "the answer to sample 0 of prompt 389 must have log-probabilities"),
+        (never, "every sample, got none in 0 s with 4 waiting, first sample 0 of prompt 388"),
+    ],
+)
+def test_in_a_second_call_the_line_names_its_prompts_and_not_those_of_the_first(
+    twist: Twist, said: str, streams: bool, saved: ModelSource
+) -> None:
+    looks = 0
+
+    def later(done: list[Completion]) -> list[Completion]:
+        nonlocal looks
+        looks += 1
+        return done if looks == 1 else twist(done)
+
+    calls = [PromptBatch(tuple(map(tuple, PROMPTS)), keys) for keys in ((0, 1), (388, 389))]
+    pool = ResourcePool(InlineBackend(pool="rollout"))
+
+    def ask(batch: PromptBatch) -> None:
+        if streams:
+            read_to_the_end(group.stream(RolloutWorker.stream, batch, SAMPLING, 2))
+        else:
+            group.map(RolloutWorker.generate, batch, SAMPLING, 2)
+
+    try:
+        group = pool.start("rollout", RolloutWorker, saved, HostileRollout(later), patience=0)
+        ask(calls[0])
+        with pytest.raises(JobFailedError) as caught:
+            ask(calls[1])
+    finally:
+        pool.close()
+    assert failure_of(caught.value).message.startswith("rollout rank 0: rollout engine scripted")
+    assert said in failure_of(caught.value).message
+
+
 def test_an_honest_engine_is_believed() -> None:
     found = generate(HostileRollout(list), PROMPTS, samples=2, sampling=SAMPLING)
     assert [answer.response.tolist() for answer in found] == [[9, 8, 7, 6]] * 4
@@ -252,14 +291,26 @@ def test_weights_that_are_read_in_place_change_only_while_paused() -> None:
         engine.update("opponent", "0.3")
 
 
-@pytest.mark.parametrize("truncation", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
-def test_training_samples_from_the_whole_distribution(truncation: dict[str, float]) -> None:
+TRUNCATIONS = [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}]
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+@pytest.mark.parametrize(
+    "ask", [RolloutWorker.generate, lambda *words: list(RolloutWorker.stream(*words))], ids=["generate", "stream"]
+)
+def test_training_samples_from_the_whole_distribution(ask: Callable[..., Any], truncation: dict[str, float]) -> None:
     context = RankContext()
     context.lend(model_of("qwen3"))
-    worker = RolloutWorker(context)
+    worker, batch = RolloutWorker(context), PromptBatch(((5, 4),), (388,))
+    assert ask(worker, batch, SAMPLING, 1)
     cut = SamplingParams(max_new_tokens=4, **truncation)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="must sample from the whole distribution"):
-        worker.generate(PromptBatch(((5, 4),), (388,)), cut, 1)
+        ask(worker, batch, cut, 1)
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+def test_both_engines_cut_the_distribution_alike(truncation: dict[str, float]) -> None:
+    cut = SamplingParams(max_new_tokens=4, **truncation)  # type: ignore[arg-type]
     native, module = (
         generate(e, PROMPTS, samples=2, sampling=cut)
         for e in (NativeRollout(model_of("qwen3")), ModuleRollout(model_of("qwen3")))
@@ -267,22 +318,37 @@ def test_training_samples_from_the_whole_distribution(truncation: dict[str, floa
     assert [a.response.tolist() for a in native] == [a.response.tolist() for a in module]
 
 
-def test_a_step_of_the_loop_ends_in_the_same_line(saved: ModelSource) -> None:
-    """Through the algorithm's own step; nothing was trained, and nothing of it waits."""
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_step_of_the_loop_ends_in_the_same_line(saved: ModelSource, step: int) -> None:
+    """Through the algorithm's own step; nothing was trained, and nothing of it waits. Prompts are named by their place
+    in the data stream.
+    """
     config = GRPOConfig(data="d", reward="r", steps=2, prompts_per_step=2, group_size=2, max_new_tokens=4)
-    engine = HostileRollout(lambda done: [*done, *done])
+    looks = 0
+
+    def twice(done: list[Completion]) -> list[Completion]:
+        nonlocal looks
+        looks += bool(done)
+        return [*done, *done[3:]] if looks > step else done
+
+    engine = HostileRollout(twice)
     pool = ResourcePool(InlineBackend())
     roles = open_roles(config, saved, 11, lambda role: pool, engine=engine)  # type: ignore[arg-type]
     prompts = [Prompt(tuple(prompt)) for prompt in PROMPTS]
     recipe = OnPolicy(config, GRPO(config), roles, prompts, None, 11)
-    before = {name: p.detach().clone() for name, p in roles.made.one(parameters)}
     facts: list[Fact] = []
+    for done in range(step):
+        recipe.step(done, Trace(facts.append, done))
+    before = {name: p.detach().clone() for name, p in roles.made.one(parameters)}
     with pytest.raises(JobFailedError) as caught:
-        recipe.step(0, Trace(facts.append, 0))
-    assert re.match(r"rollout rank 0: .*every sample once, got \S+ twice", failure_of(caught.value).message)
+        recipe.step(step, Trace(facts.append, step))
+    assert failure_of(caught.value).message == (
+        "rollout rank 0: rollout engine scripted must answer every sample once, "
+        f"got sample 1 of prompt {2 * step + 1} twice; mend it"
+    )
     assert all(torch.equal(before[name], p) for name, p in roles.made.one(parameters))
     recipe.rewind()
-    assert not recipe._ahead.buffer.pace(0, 0).held
+    assert not recipe._ahead.buffer.pace(step, step).held
 
 
 def parameters(worker: TrainWorker) -> list[tuple[str, torch.Tensor]]:

@@ -59,7 +59,7 @@ def answers(
     Raises:
         JobFailedError, IntegrityError: see `generate`.
     """
-    waiting, known = {generation.id: generation for generation in work}, set[str]()
+    waiting, known = {generation.id: generation for generation in work}, dict[str, Generation]()
     prompts = {tokens: segment.tokens for tokens, segment in prompt_segments(work).items()}
     engine.submit(work)
     try:
@@ -141,17 +141,17 @@ def _next(engine: RolloutEngine, waiting: dict[str, Generation], patience: float
             )
 
 
-def _asked(engine: str, done: Completion, waiting: dict[str, Generation], known: set[str]) -> Generation:
-    """What an answer answers.
+def _asked(engine: str, done: Completion, waiting: dict[str, Generation], known: dict[str, Generation]) -> Generation:
+    """What an answer answers, from now on among those that are known.
 
     Raises:
         JobFailedError: it was not asked for, or came before.
     """
-    if done.id in known or done.id not in waiting:
-        what = "twice" if done.id in known else "without being asked"
-        raise JobFailedError(f"rollout engine {engine} must answer every sample once, got {done.id} {what}; mend it")
-    known.add(done.id)
-    return waiting[done.id]
+    if done.id in known or done.id not in waiting:  # an id is one call's, so a sample is named by its prompt
+        what = f"{_sample(known[done.id])} twice" if done.id in known else f"{done.id} without being asked"
+        raise JobFailedError(f"rollout engine {engine} must answer every sample once, got {what}; mend it")
+    known[done.id] = waiting[done.id]
+    return known[done.id]
 
 
 def _check(engine: str, answer: Trajectory, asked: Generation, prompt: Ints, version: str) -> None:
