@@ -2,207 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
+import broken_draws
+import broken_rollouts
+import broken_weights
 import families
-import numpy as np
 import pytest
 
-from posttrain.domain.errors import InputError
-from posttrain.engine.models import LanguageModel, adopt_module
 from posttrain.engine.rollout import RolloutEngine
-from posttrain.engine.rollout.backends.native import NativeRollout
+from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.contract import RolloutEngineContract
-from posttrain.engine.rollout.port import Completion, Generation, InFlight
-from posttrain.engine.rollout.stopping import StopStrings
-from posttrain.engine.samples import Segment, Trajectory
-
-
-@cache
-def model() -> LanguageModel:
-    return adopt_module(families.build("qwen3"))
-
-
-class Honest:
-    """An engine that keeps every promise; those below break one each."""
-
-    def __init__(self) -> None:
-        self._inner = NativeRollout(model(), texts=StopStrings(families.tokenizer()))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
-def edited(done: Completion, change: Callable[[Segment], Segment], **status: Any) -> Completion:
-    """The same answer, its response changed."""
-    prompt, *rest = done.trajectory.segments
-    found = replace(done.trajectory, segments=(prompt, *map(change, rest)), **status)
-    return Completion(done.id, found)
-
-
-class Lossy(Honest):
-    """Never answers the last sample, and forgets it."""
-
-    def submit(self, work: Sequence[Generation]) -> None:
-        self._inner.submit(work[:-1])
-
-
-class Twice(Honest):
-    def completed(self, timeout: float) -> list[Completion]:
-        return [done for one in self._inner.completed(timeout) for done in (one, one)]
-
-
-class Elsewhere(Honest):
-    """Answers to the prompt without its first token."""
-
-    def completed(self, timeout: float) -> list[Completion]:
-        def shorter(trajectory: Trajectory) -> Trajectory:
-            first, *rest = trajectory.segments
-            return replace(trajectory, segments=(Segment(first.tokens[1:], "prompt"), *rest))
-
-        return [Completion(done.id, shorter(done.trajectory)) for done in self._inner.completed(timeout)]
-
-
-class Chatty(Honest):
-    """Goes on behind the limit."""
-
-    def completed(self, timeout: float) -> list[Completion]:
-        def longer(s: Segment) -> Segment:
-            assert s.logprobs is not None
-            return replace(s, tokens=np.append(s.tokens, s.tokens), logprobs=np.append(s.logprobs, s.logprobs))
-
-        return [edited(done, longer) for done in self._inner.completed(timeout)]
-
-
-class Certain(Honest):
-    """Reports probabilities for log-probabilities."""
-
-    def completed(self, timeout: float) -> list[Completion]:
-        def exp(s: Segment) -> Segment:
-            assert s.logprobs is not None
-            return replace(s, logprobs=np.exp(s.logprobs) + np.float32(0.01))
-
-        return [edited(done, exp) for done in self._inner.completed(timeout)]
-
-
-class Cutting(Honest):
-    """Says of all that they were cut."""
-
-    def completed(self, timeout: float) -> list[Completion]:
-        return [edited(done, lambda s: s, status="truncated") for done in self._inner.completed(timeout)]
-
-
-class Forgetful(Honest):
-    """Counts anew at every look."""
-
-    def counts(self) -> dict[str, int]:
-        found = dict(self._inner.counts())
-        return {name: -count for name, count in found.items()}
-
-
-class Sociable(Honest):
-    """Random numbers by the place in a submission."""
-
-    def submit(self, work: Sequence[Generation]) -> None:
-        self._inner.submit([replace(one, key=place) for place, one in enumerate(work)])
-
-
-class Deaf(Honest):
-    """Knows no limit but the params'."""
-
-    def submit(self, work: Sequence[Generation]) -> None:
-        self._inner.submit([replace(one, limit=one.sampling.max_new_tokens) for one in work])
-
-
-class Unstoppable(Honest):
-    """Takes stop strings and knows none."""
-
-    def submit(self, work: Sequence[Generation]) -> None:
-        self._inner.submit([replace(one, sampling=replace(one.sampling, stop=())) for one in work])
-
-
-class Headlong(Honest):
-    """Ends a response one token late."""
-
-    def completed(self, timeout: float) -> list[Completion]:
-        return [
-            edited(done, lambda s: s, stopped=False, status="ok") if done.trajectory.stopped else done
-            for done in self._inner.completed(timeout)
-        ]
-
-
-class Stubborn(Honest):
-    """Drops what is aborted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._gone: set[str] = set()
-
-    def abort(self, ids: Collection[str]) -> None:
-        self._gone |= set(ids)
-        self._inner.abort(ids)
-
-    def completed(self, timeout: float) -> list[Completion]:
-        return [done for done in self._inner.completed(timeout) if done.id not in self._gone]
-
-
-class Restless(Honest):
-    def pause(self) -> None:
-        """Goes on."""
-
-
-class Outdated(Honest):
-    """Says for ever that the first version sampled."""
-
-    def update(self, policy: str, version: str, *, in_flight: InFlight = "finish") -> None:
-        self._inner.update(policy, "0.1", in_flight=in_flight)
-
-
-class Obliging(Honest):
-    """Takes the part of a submission that it can answer."""
-
-    def submit(self, work: Sequence[Generation]) -> None:
-        for one in work:
-            try:
-                self._inner.submit([one])
-            except InputError:
-                if len(work) == 1:
-                    raise
-
 
 Bites = RolloutEngineContract
-BROKEN: list[tuple[type[Honest], Callable[[Any], None], str]] = [
-    (Lossy, Bites.test_every_generation_is_answered_once_and_as_promised, "1 generations were not answered"),
-    (Twice, Bites.test_every_generation_is_answered_once_and_as_promised, "was answered twice"),
-    (Elsewhere, Bites.test_every_generation_is_answered_once_and_as_promised, "continues another prompt"),
-    (Chatty, Bites.test_every_generation_is_answered_once_and_as_promised, r"has \d+ tokens"),
-    (Certain, Bites.test_every_generation_is_answered_once_and_as_promised, "log-probabilities above 0"),
-    (Cutting, Bites.test_every_generation_is_answered_once_and_as_promised, "was cut before its limit"),
-    (Forgetful, Bites.test_every_generation_is_answered_once_and_as_promised, "what it counted became less"),
-    (Sociable, Bites.test_company_and_order_change_nothing, "became another response"),
-    (Deaf, Bites.test_a_limit_is_kept, "is another response"),
-    (Unstoppable, Bites.test_a_stop_string_ends_a_response_or_is_refused, "must say whether a string ended it"),
-    (Headlong, Bites.test_a_stop_string_ends_a_response_or_is_refused, "must say whether a string ended it"),
-    (Stubborn, Bites.test_what_is_aborted_completes_with_what_it_has, "generations were not answered"),
-    (Restless, Bites.test_a_paused_engine_computes_nothing_and_goes_on, "a paused engine answered"),
-    (Outdated, Bites.test_an_update_is_on_every_answer_after_it, r"was sampled by \('0.1',\), not 0.2"),
-    (Obliging, Bites.test_what_cannot_be_answered_is_refused_as_a_whole, "was not refused"),
+ANSWERED = Bites.test_every_generation_is_answered_once_and_as_promised
+STOPPED = Bites.test_a_stop_string_ends_a_response_or_is_refused
+DRAWN = Bites.test_seed_key_sample_and_token_each_change_what_is_drawn
+ENDED = Bites.test_a_response_ends_at_the_first_end_of_sequence_token
+WHOLE = Bites.test_log_probabilities_are_of_the_whole_distribution
+WARM = Bites.test_log_probabilities_are_at_the_temperature
+SHOWN = Bites.test_what_it_shows_is_what_it_decodes_with
+FINITE = Bites.test_logits_that_are_not_finite_end_the_job
+PAUSED = Bites.test_weights_that_are_read_in_place_change_while_it_is_paused
+BEGUN = Bites.test_what_has_begun_goes_on_as_an_update_says
+BROKEN: list[tuple[type[broken_rollouts.Honest], Callable[[Any], None], str]] = [
+    (broken_rollouts.Lossy, ANSWERED, "1 generations were not answered"),
+    (broken_rollouts.Twice, ANSWERED, "was answered twice"),
+    (broken_rollouts.Elsewhere, ANSWERED, "continues another prompt"),
+    (broken_rollouts.Chatty, ANSWERED, r"has \d+ tokens"),
+    (broken_rollouts.Certain, ANSWERED, "log-probabilities above 0"),
+    (broken_rollouts.Cutting, ANSWERED, "was cut before its limit"),
+    (broken_rollouts.Forgetful, ANSWERED, "what it counted became less"),
+    (broken_rollouts.Sociable, Bites.test_company_and_order_change_nothing, "became another response"),
+    (broken_rollouts.Deaf, Bites.test_a_limit_is_kept, "is another response"),
+    (broken_rollouts.Unstoppable, STOPPED, "must say whether a string ended it"),
+    (broken_rollouts.Headlong, STOPPED, "must say whether a string ended it"),
+    (broken_rollouts.Stubborn, Bites.test_what_is_aborted_completes_with_what_it_has, "generations were not answered"),
+    (broken_rollouts.Restless, Bites.test_a_paused_engine_computes_nothing_and_goes_on, "a paused engine answered"),
+    (broken_rollouts.Outdated, Bites.test_an_update_is_on_every_answer_after_it, r"was sampled by \('0.1',\), not 0.2"),
+    (broken_rollouts.Obliging, Bites.test_what_cannot_be_answered_is_refused_as_a_whole, "was not refused"),
+    (broken_draws.Sure, DRAWN, "another seed must change what is drawn"),
+    (broken_draws.Seedless, DRAWN, "another seed must change what is drawn"),
+    (broken_draws.Keyless, DRAWN, "another key must change what is drawn"),
+    (broken_draws.Unanimous, DRAWN, "another sample must change what is drawn"),
+    (broken_draws.Stuck, DRAWN, "every token must have a random number of its own"),
+    (broken_draws.HalfDeaf, ENDED, r"must end at the first of \[2, 17\]"),
+    (broken_draws.Unending, ENDED, "no response ended by itself"),
+    (broken_draws.Brief, ENDED, "must ignore what ends it and have 30 tokens"),
+    (broken_draws.Clipping, ENDED, "must end at the first of"),
+    (broken_draws.Renormalised, WHOLE, r"at temperature 1\.0 with {'top_k': 2}, got some that differ"),
+    (broken_draws.Cold, WHOLE, r"at temperature 1\.5 with {'greedy': True}, got some that differ"),
+    (broken_draws.Lukewarm, WARM, r"must differ by \S+ at temperature 1\.5"),
+    (broken_draws.Generous, Bites.test_truncated_draws_are_among_the_likely_tokens, "only likely tokens may be drawn"),
+    (broken_weights.Undaunted, FINITE, "must end in JobFailedError, got 4 answers"),
+    (broken_weights.Copying, SHOWN, r"it shows model\.embed_tokens\.weight and must decode with it"),
+    (broken_weights.Unfusing, SHOWN, r"it shows model\.layers\.1\.mlp\.up_proj\.weight and must decode with it"),
+    (broken_weights.Frozen, SHOWN, r"it shows model\.norm\.weight and must decode with it"),
+    (broken_weights.Hasty, PAUSED, "was taken by an engine that was not paused"),
+    (broken_weights.Anybody, PAUSED, "of a policy that nobody serves was taken"),
+    (broken_weights.Lenient, BEGUN, "must be finished by the version that began it"),
+    (broken_weights.Lazy, BEGUN, "must be computed again"),
+    (broken_weights.Diligent, BEGUN, "keys and values of the old weights must be kept"),
+    (broken_weights.Claiming, BEGUN, "none of what had begun says that 0.1 began it"),
+    (broken_weights.Nostalgic, BEGUN, "has tokens of 0.1 that 0.1 does not say"),
 ]
 
 
 class _Suite(RolloutEngineContract):
     __test__ = False
     limit = 9
+    ends = broken_rollouts.ENDS
 
-    def __init__(self, engine: type[Honest]) -> None:
+    def __init__(self, engine: type[broken_rollouts.Honest]) -> None:
         self._engine = engine
 
     def open_engine(self) -> RolloutEngine:
-        made: Any = self._engine()
-        return made
+        return cast(RolloutEngine, self._engine())
 
     def says(self, tokens: Sequence[int]) -> str | None:
         return str(families.tokenizer().decode(list(tokens), skip_special_tokens=False))
@@ -210,14 +86,41 @@ class _Suite(RolloutEngineContract):
 
 @pytest.mark.parametrize(("engine", "promise", "line"), BROKEN, ids=lambda one: getattr(one, "__name__", ""))
 def test_an_engine_that_breaks_a_promise_is_found(
-    engine: type[Honest], promise: Callable[[Any], None], line: str
+    engine: type[broken_rollouts.Honest], promise: Callable[[Any], None], line: str
 ) -> None:
-    promise(_Suite(Honest))
+    promise(_Suite(broken_rollouts.Honest))
     with pytest.raises(AssertionError, match=line):
         promise(_Suite(engine))
 
 
 def test_every_promise_of_the_suite_is_broken_by_somebody() -> None:
-    promises = {name for name in vars(RolloutEngineContract) if name.startswith("test_")}
+    promises = {name for name in dir(RolloutEngineContract) if name.startswith("test_")}
     broken = {promise.__name__ for _, promise, _ in BROKEN}
     assert promises - broken == {"test_an_idle_engine_answers_at_once"}, "which only a wait of minutes could break"
+
+
+class Batched(broken_weights.Hasty):
+    """What has begun is always finished."""
+
+    def __init__(self) -> None:
+        self._inner = ModuleRollout(broken_rollouts.model())  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("promise", [SHOWN, FINITE, PAUSED, BEGUN])
+def test_an_engine_with_weights_of_its_own_may_be_updated_at_any_time(promise: Callable[[Any], None]) -> None:
+    suite = _Suite(Batched)
+    suite.in_place = False
+    promise(suite)
+
+
+def test_an_engine_with_weights_of_its_own_finishes_with_them() -> None:
+    suite = _Suite(broken_weights.Overtaken)
+    suite.in_place = False
+    with pytest.raises(AssertionError, match="must be finished by the version that began it"):
+        BEGUN(suite)
+
+
+def test_tensors_that_no_answer_depends_on_are_named() -> None:
+    suite = _Suite(broken_weights.Frozen)
+    suite.unheard = ("model.norm.weight",)
+    SHOWN(suite)

@@ -53,11 +53,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     return ModelSource(folder, "float32")
 
 
+def scripted(prompt: tuple[int, ...], sample: int) -> list[int]:
+    """It goes on behind its end, as a policy would."""
+    return [*prompt, *[9] * sample, families.EOS, *[8] * 30]
+
+
 class TestScripted(RolloutEngineContract):
     tolerance = 0.0
+    draws = False
 
     def open_engine(self) -> RolloutEngine:
-        return ScriptedRollout(lambda prompt, sample: [*prompt, *[9] * sample, families.EOS], eos_token_id=families.EOS)
+        return ScriptedRollout(scripted, eos_token_id=families.EOS)
 
 
 class TestModule(RolloutEngineContract):
@@ -86,11 +92,11 @@ class _Reading(RolloutEngineContract):
 
 class TestScriptedThatReads(_Reading):
     tolerance = 0.0
+    draws = False
 
     def open_engine(self) -> RolloutEngine:
         texts = StopStrings(families.tokenizer())
-        script = lambda prompt, sample: [*prompt, *[9] * sample, families.EOS]  # noqa: E731
-        return ScriptedRollout(script, eos_token_id=families.EOS, texts=texts)
+        return ScriptedRollout(scripted, eos_token_id=families.EOS, texts=texts)
 
 
 class TestModuleThatReads(_Reading):

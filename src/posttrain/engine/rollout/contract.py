@@ -10,62 +10,24 @@ In a test file of yours::
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 
-from posttrain.domain.errors import InputError
-from posttrain.engine.rollout.port import Completion, Generation, RolloutEngine, SamplingParams
+from posttrain.engine.rollout.contract_bench import WAIT, refuses, require, same
+from posttrain.engine.rollout.contract_draws import DrawContract
+from posttrain.engine.rollout.contract_weights import WeightContract
+from posttrain.engine.rollout.port import Completion, Generation, SamplingParams
 from posttrain.engine.samples import Trajectory
 
-_WAIT = 300.0  # seconds for the next answer, before an engine counts as one that never answers
 
+class RolloutEngineContract(DrawContract, WeightContract):
+    """Subclass it, give `open_engine`; pytest collects the tests. What else can be given is at the top of `Bench`.
 
-class RolloutEngineContract:
-    """Subclass it, give `open_engine`; pytest collects the tests.
-
-    The engine's policy may be anything that speaks about the tokens in `prompts` and does not end at once.
+    The engine's policy may be anything that speaks about the tokens in `prompts` and does not end at once. The suite
+    changes weights where the engine shows them, and gives them back.
     """
-
-    prompts: Sequence[tuple[int, ...]] = ((5, 4, 3), (7, 8), (9,), (4, 4, 6, 5, 8, 9, 7))
-    limit = 7
-    tolerance = 1e-4  # by how much a log-probability may differ in other company; 0: not by a bit
-
-    def open_engine(self) -> RolloutEngine:
-        """A new engine, idle and not paused.
-
-        Raises:
-            NotImplementedError: always; a subclass gives it.
-        """
-        raise NotImplementedError
-
-    def says(self, tokens: Sequence[int]) -> str | None:
-        """What the engine's tokenizer decodes, special tokens included; None: it knows no text, and refuses stop
-        strings. Two characters somewhere in a response should be text.
-        """
-        return None
-
-    def work(self, samples: int = 3, mark: str = "", stop: tuple[str, ...] = ()) -> list[Generation]:
-        """Every prompt `samples` times."""
-        params = SamplingParams(self.limit, seed=7, stop=stop)
-        return [
-            Generation(f"{mark}{key}.{sample}", prompt, 100 + key, params, self.limit, sample)
-            for key, prompt in enumerate(self.prompts)
-            for sample in range(samples)
-        ]
-
-    def drain(self, engine: RolloutEngine, count: int) -> dict[str, Trajectory]:
-        """The next `count` answers; none may come twice."""
-        found: dict[str, Trajectory] = {}
-        while len(found) < count:
-            done = engine.completed(_WAIT)
-            _require(bool(done), f"{count - len(found)} generations were not answered")
-            for completion in done:
-                _require(completion.id not in found, f"{completion.id} was answered twice")
-                found[completion.id] = completion.trajectory
-        _require(engine.completed(0) == [], "more was answered than was asked for")
-        return found
 
     def test_every_generation_is_answered_once_and_as_promised(self) -> None:
         """Prompt, length, log-probabilities, status; what is counted grows."""
@@ -75,17 +37,17 @@ class RolloutEngineContract:
         engine.submit(work)
         found = self.drain(engine, len(work))
         grown = engine.counts()
-        _require(before.keys() == grown.keys(), f"it counted {sorted(before)} and then {sorted(grown)}")
-        _require(all(grown[name] >= count for name, count in before.items()), "what it counted became less")
+        require(before.keys() == grown.keys(), f"it counted {sorted(before)} and then {sorted(grown)}")
+        require(all(grown[name] >= count for name, count in before.items()), "what it counted became less")
         for asked in work:
             answer = found[asked.id]
-            _require(tuple(answer.prompt.tolist()) == asked.tokens, f"{asked.id} continues another prompt")
-            _require(1 <= answer.generated <= asked.limit, f"{asked.id} has {answer.generated} tokens")
-            _require(bool(np.isfinite(answer.logprobs).all()), f"{asked.id} has log-probabilities that are no numbers")
-            _require(bool((answer.logprobs <= 1e-3).all()), f"{asked.id} has log-probabilities above 0")
-            _require(answer.status in ("ok", "truncated"), f"{asked.id} ended as {answer.status}")
+            require(tuple(answer.prompt.tolist()) == asked.tokens, f"{asked.id} continues another prompt")
+            require(1 <= answer.generated <= asked.limit, f"{asked.id} has {answer.generated} tokens")
+            require(bool(np.isfinite(answer.logprobs).all()), f"{asked.id} has log-probabilities that are no numbers")
+            require(bool((answer.logprobs <= 1e-3).all()), f"{asked.id} has log-probabilities above 0")
+            require(answer.status in ("ok", "truncated"), f"{asked.id} ended as {answer.status}")
             if answer.status == "truncated":
-                _require(answer.generated == asked.limit, f"{asked.id} was cut before its limit")
+                require(answer.generated == asked.limit, f"{asked.id} was cut before its limit")
 
     def test_company_and_order_change_nothing(self) -> None:
         """The same generations, backwards and in two parts."""
@@ -98,7 +60,7 @@ class RolloutEngineContract:
         engine.submit(work[len(work) // 2 :][::-1])
         apart |= self.drain(engine, len(work) - len(work) // 2)
         for name, answer in together.items():
-            _same(name, answer, apart[name], self.tolerance)
+            same(name, answer, apart[name], self.tolerance)
 
     def test_a_limit_is_kept(self) -> None:
         """A shorter limit gives the beginning of the same response."""
@@ -110,7 +72,7 @@ class RolloutEngineContract:
         engine.submit(short)
         for name, answer in self.drain(engine, len(work)).items():
             kept = min(2, whole[name].generated)
-            _require(answer.response.tolist() == whole[name].response.tolist()[:kept], f"{name} is another response")
+            require(answer.response.tolist() == whole[name].response.tolist()[:kept], f"{name} is another response")
 
     def test_a_stop_string_ends_a_response_or_is_refused(self) -> None:
         """With the token that completes it, in company that has none; what was sampled is what it would have been."""
@@ -118,7 +80,7 @@ class RolloutEngineContract:
         work = self.work()
         if self.says([]) is None:
             asked = self.work(samples=1, mark="stop ", stop=("a",))
-            _require(_refuses(partial(engine.submit, [*work, *asked])), "stop strings were not refused")
+            require(refuses(partial(engine.submit, [*work, *asked])), "stop strings were not refused")
             return
         engine.submit(work)
         whole = self.drain(engine, len(work))
@@ -127,9 +89,9 @@ class RolloutEngineContract:
         engine.submit([generation for both in zip(work, asked, strict=True) for generation in both])
         found = self.drain(engine, len(work) + len(asked))
         for name, answer in whole.items():
-            _same(name, answer, found[name], self.tolerance)
+            same(name, answer, found[name], self.tolerance)
             self._ends_at_string(name, answer, found[f"stop {name}"], stop)
-        _require(any(found[one.id].stopped for one in asked), f"no response ended at {stop!r}")
+        require(any(found[one.id].stopped for one in asked), f"no response ended at {stop!r}")
 
     def _occurring(self, answers: Sequence[Trajectory]) -> tuple[str, ...]:
         """Two strings out of what was said, one of them short."""
@@ -137,19 +99,19 @@ class RolloutEngineContract:
         longest = sorted((text.strip("\ufffd") for text in texts), key=len)[-1]
         parts = [longest[len(longest) // 3 :][:2], longest[len(longest) // 2 :][:4]]
         found = tuple(part for part in parts if part and "\ufffd" not in part)
-        _require(bool(found), f"no text in {longest!r}; give a policy that says some")
+        require(bool(found), f"no text in {longest!r}; give a policy that says some")
         return found
 
     def _ends_at_string(self, name: str, whole: Trajectory, found: Trajectory, stop: tuple[str, ...]) -> None:
         tokens: list[int] = whole.response.tolist()
         texts = [self.says(tokens[:end]) or "" for end in range(1, len(tokens) + 1 - whole.closed)]
         end = next((at for at, text in enumerate(texts, start=1) if any(one in text for one in stop)), None)
-        _require(found.stopped == (end is not None), f"{name} must say whether a string ended it")
-        _require(found.response.tolist() == tokens[:end], f"{name} did not end at the first of {stop!r}")
+        require(found.stopped == (end is not None), f"{name} must say whether a string ended it")
+        require(found.response.tolist() == tokens[:end], f"{name} did not end at the first of {stop!r}")
         apart = float(np.abs(found.logprobs - whole.logprobs[:end]).max(initial=0.0))
-        _require(apart <= self.tolerance, f"the log-probabilities of {name} differ by {apart:g}")
+        require(apart <= self.tolerance, f"the log-probabilities of {name} differ by {apart:g}")
         wanted = whole.status if end is None else "ok"
-        _require(found.status == wanted, f"{name} must have ended as {wanted}, got {found.status}")
+        require(found.status == wanted, f"{name} must have ended as {wanted}, got {found.status}")
 
     def test_what_is_aborted_completes_with_what_it_has(self) -> None:
         """An aborted response is the beginning of what it would have been; the others go on."""
@@ -164,9 +126,9 @@ class RolloutEngineContract:
         for name, answer in found.items():
             if name in aborted and answer.status == "aborted":
                 beginning = whole[name].response.tolist()[: answer.generated]
-                _require(answer.response.tolist() == beginning, f"{name} is not the beginning of its response")
+                require(answer.response.tolist() == beginning, f"{name} is not the beginning of its response")
             else:
-                _same(name, answer, whole[name], self.tolerance)
+                same(name, answer, whole[name], self.tolerance)
         engine.submit(work)  # ids are free again
         self.drain(engine, len(work))
 
@@ -176,7 +138,7 @@ class RolloutEngineContract:
         work = self.work()
         engine.pause()
         engine.submit(work)
-        _require(engine.completed(0) == [], "a paused engine answered")
+        require(engine.completed(0) == [], "a paused engine answered")
         engine.resume()
         self.drain(engine, len(work))
 
@@ -190,7 +152,7 @@ class RolloutEngineContract:
             work = self.work()
             engine.submit(work)
             for name, answer in self.drain(engine, len(work)).items():
-                _require(answer.versions == (version,), f"{name} was sampled by {answer.versions}, not {version}")
+                require(answer.versions == (version,), f"{name} was sampled by {answer.versions}, not {version}")
 
     def test_what_cannot_be_answered_is_refused_as_a_whole(self) -> None:
         """An id twice, a context that is too small, a policy that nobody serves: nothing of it is taken."""
@@ -204,36 +166,16 @@ class RolloutEngineContract:
             Generation("other", first.tokens, 0, first.sampling, 1, policy="opponent"),
         ]
         for wrong in bad:
-            _require(_refuses(partial(engine.submit, [*good, wrong])), f"{wrong.id} was not refused")
+            require(refuses(partial(engine.submit, [*good, wrong])), f"{wrong.id} was not refused")
         engine.submit(good)
-        _require(_refuses(partial(engine.submit, [first])), "an id in work was taken again")
+        require(refuses(partial(engine.submit, [first])), "an id in work was taken again")
         self.drain(engine, len(good))
 
     def test_an_idle_engine_answers_at_once(self) -> None:
         """However long one is willing to wait."""
         engine = self.open_engine()
         found: list[list[Completion]] = []
-        asking = threading.Thread(target=lambda: found.append(list(engine.completed(_WAIT))), daemon=True)
+        asking = threading.Thread(target=lambda: found.append(list(engine.completed(WAIT))), daemon=True)
         asking.start()
-        asking.join(_WAIT / 2)
-        _require(found == [[]], "an idle engine waited for work")
-
-
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise AssertionError(otherwise)
-
-
-def _refuses(call: Callable[[], None]) -> bool:
-    try:
-        call()
-    except InputError:
-        return True
-    return False
-
-
-def _same(name: str, one: Trajectory, other: Trajectory, tolerance: float) -> None:
-    _require(one.response.tolist() == other.response.tolist(), f"{name} became another response")
-    apart = float(np.abs(one.logprobs - other.logprobs).max(initial=0.0))
-    _require(apart <= tolerance, f"the log-probabilities of {name} differ by {apart:g}, allowed {tolerance:g}")
-    _require(one.status == other.status, f"{name} ended as {one.status} and as {other.status}")
+        asking.join(WAIT / 2)
+        require(found == [[]], "an idle engine waited for work")

@@ -127,7 +127,7 @@ class RolloutEngine(Protocol):
       engine that knows no text refuses such generations;
     - answers every generation once, each sampled segment with the version that sampled it.
 
-    `contract.RolloutEngineContract` is this list as tests, for an engine of your own.
+    `contract.RolloutEngineContract` is this list and what is said below, as tests for an engine of your own.
     """
 
     @property
