@@ -28,8 +28,8 @@ Entry = Callable[[DataflowConfig], RolloutAlgorithm]
 class Dataflow(Sampling[DataflowConfig]):
     """What a user's algorithm begins with: samples as its stage says, and everything else as the defaults have it.
 
-    With several turns `observe(row, responses)` says what the policy sees between two of them. What its author wants to be
-    told is in `config.settings`.
+    With several turns `observe(row, responses)` says what the policy sees between two of them. What its author wants to
+    be told is in `config.settings`.
     """
 
     reads_token_scores = True  # in the column `token_scores`; its author decides
