@@ -29,6 +29,7 @@ from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.batches import PromptBatch
 from posttrain.engine.rollout.contract import RolloutEngineContract
+from posttrain.engine.rollout.generating import EngineError, SilentError
 from posttrain.engine.rollout.kv_pages import PageStore
 from posttrain.engine.rollout.stopping import StopStrings
 from posttrain.engine.rollout.worker import RolloutWorker
@@ -165,25 +166,25 @@ ATTACKS: list[tuple[Twist, type[PosttrainError], str]] = [
     (changed(version="0.7"), IntegrityError, r"sample 0 of prompt 1 must be sampled by policy \(any\), got 0\.7"),
     (
         changed(tokens=[9] * 5, logprobs=[-1.0] * 5),
-        JobFailedError,
+        EngineError,
         r"sample 0 of prompt 1 must have 1\.\.4 tokens, got 5",
     ),
-    (changed(tokens=[], logprobs=[]), JobFailedError, r"sample 0 of prompt 1 must have 1\.\.4 tokens, got 0"),
+    (changed(tokens=[], logprobs=[]), EngineError, r"sample 0 of prompt 1 must have 1\.\.4 tokens, got 0"),
     (changed(logprobs=[-1.0, float("nan"), -1.0, -1.0]), JobFailedError, "sample 0 of prompt 1 .* finite .* got nan"),
     (changed(logprobs=[-1.0, float("-inf"), -1.0, -1.0]), JobFailedError, "sample 0 of prompt 1 .* finite .* got -inf"),
-    (changed(logprobs=[0.5, -1.0, -1.0, -1.0]), JobFailedError, "sample 0 of prompt 1 .* <= 0, got 0.5"),
+    (changed(logprobs=[0.5, -1.0, -1.0, -1.0]), EngineError, "sample 0 of prompt 1 .* <= 0, got 0.5"),
     (
         changed(logprobs=[[-1.0]] * 4),
-        JobFailedError,
+        EngineError,
         "sample 0 of prompt 1 must have one log-probability a token, got an array of 2 dimensions",
     ),
-    (changed(prompt=[7, 8]), JobFailedError, "sample 0 of prompt 1 must continue its 3 tokens, got another beginning"),
-    (lambda done: [*done, *done[2:3]], JobFailedError, "every sample once, got sample 0 of prompt 1 twice; mend it"),
-    (lambda done: [replace(c, id=f"{c.id}9") for c in done], JobFailedError, r"got 0\.09 without being asked"),
-    (never, JobFailedError, "every sample, got none in 0 s with 4 waiting, first sample 0 of prompt 0"),
+    (changed(prompt=[7, 8]), EngineError, "sample 0 of prompt 1 must continue its 3 tokens, got another beginning"),
+    (lambda done: [*done, *done[2:3]], EngineError, "every sample once, got sample 0 of prompt 1 twice; mend it"),
+    (lambda done: [replace(c, id=f"{c.id}9") for c in done], EngineError, r"got \d+\.0\.09 without being asked"),
+    (never, SilentError, "every sample, got none in 0 s with 4 waiting, first sample 0 of prompt 0"),
     (
         lambda done: [replace(c, trajectory=c.trajectory.ended("aborted")) for c in done],
-        JobFailedError,
+        EngineError,
         "sample 0 of prompt 0 must have ended by itself or at its limit, got aborted",
     ),
 ]
@@ -196,6 +197,7 @@ def test_a_hostile_engine_is_ended_in_one_line_with_the_sample(
     engine = HostileRollout(twist)
     with pytest.raises(kind, match=message) as caught:
         generate(engine, PROMPTS, samples=2, sampling=SAMPLING, patience=0)
+    assert type(caught.value) is kind
     assert "\n" not in str(caught.value)
     assert engine.aborted, "what was left in work goes on"
 
@@ -216,7 +218,10 @@ def test_where_it_streams_to_the_loop_the_line_says_role_rank_and_sample(
             read_to_the_end(stream)
     finally:
         pool.close()
-    told = failure_of(caught.value).message
+    failure = failure_of(caught.value)
+    classes = {SilentError: "infrastructure", JobFailedError: "diverged"}  # the others are for who brings the engine
+    assert failure.kind == classes.get(kind, "bad_input")
+    told = failure.message
     assert re.match(f"rollout rank 0: .*{message}".replace(r"\(any\)", r"0\.0"), told)
     assert "\n" not in told
 
@@ -263,6 +268,36 @@ def test_in_a_second_call_the_line_names_its_prompts_and_not_those_of_the_first(
         pool.close()
     assert failure_of(caught.value).message.startswith("rollout rank 0: rollout engine scripted")
     assert said in failure_of(caught.value).message
+
+
+def test_what_comes_late_is_no_answer_to_the_next_call() -> None:
+    """The same place of another call has another name."""
+    late: list[Completion] = []
+
+    def delayed(done: list[Completion]) -> list[Completion]:
+        late.extend(done)
+        return [*late[:1], *done]
+
+    engine = HostileRollout(delayed)
+    with pytest.raises(EngineError, match="got sample 0 of prompt 0 twice"):
+        generate(engine, PROMPTS, samples=2, sampling=SAMPLING)
+    with pytest.raises(EngineError, match="without being asked; mend it"):
+        generate(engine, PROMPTS, samples=2, sampling=SAMPLING)
+
+
+def test_samples_that_go_on_are_named_by_their_prompt_and_draw_by_it() -> None:
+    """A further turn asks for samples one by one, by the same names and from the same random numbers as together."""
+    engine = NativeRollout(model_of("qwen3"))
+    together = generate(engine, [[5, 4]], samples=3, sampling=SAMPLING, prompt_keys=[388])
+    one_by_one = generate(engine, [[5, 4]] * 2, samples=1, sampling=SAMPLING, prompt_keys=[388, 388], first=[2, 0])
+    assert [a.response.tolist() for a in one_by_one] == [together[at].response.tolist() for at in (2, 0)]
+    hostile = HostileRollout(lambda done: [*done, *done[1:2]])
+    with pytest.raises(EngineError, match="got sample 1 of prompt 388 twice"):
+        generate(hostile, [[5, 4]] * 2, samples=1, sampling=SAMPLING, prompt_keys=[388, 388], first=[0, 1])
+    batch = PromptBatch(((5, 4), (5, 4)), (388, 388), (2, 0))
+    assert batch.select_items([1]) == PromptBatch(((5, 4),), (388,), (0,))
+    with pytest.raises(InputError, match=r"one per prompt \(2\), got 2 and 1"):
+        PromptBatch(((5, 4), (5, 4)), (388, 388), (2,))
 
 
 def test_an_honest_engine_is_believed() -> None:

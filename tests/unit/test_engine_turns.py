@@ -38,6 +38,9 @@ from posttrain.engine.rewards.port import RewardError, Score
 from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.rewards.weighted import WeightedReward
 from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.rollout.backends.native import NativeRollout
+from posttrain.engine.rollout.generating import EngineError
+from posttrain.engine.rollout.port import Completion, Generation
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Group, Prompt, Segment, Trajectory
 from posttrain.engine.samples import Sample as Sampled
@@ -481,3 +484,25 @@ def test_turns_draw_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Non
     talk().step(0, quiet(0))
     first, second = seeds
     assert first != second
+
+
+def test_a_fault_of_a_further_turn_names_its_sample_and_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Sequence[Generation]] = []
+    submit, completed = NativeRollout.submit, NativeRollout.completed
+
+    def noted(engine: NativeRollout, work: Sequence[Generation]) -> None:
+        asked.append(work)
+        submit(engine, work)
+
+    def twice(engine: NativeRollout, timeout: float) -> list[Completion]:
+        found = completed(engine, timeout)
+        return [*found, *found[-1:]] if len(asked) > 1 else found
+
+    monkeypatch.setattr(NativeRollout, "submit", noted)
+    monkeypatch.setattr(NativeRollout, "completed", twice)
+    with pytest.raises(EngineError, match=r"got sample [012] of prompt [0-3] twice; mend it"):
+        talk().step(0, quiet(0))
+    first, second = ({(one.key, one.sample) for one in work} for work in asked)
+    assert second < first, "some go on, each by its own name"
+    assert {key for key, _ in first} == {0, 1, 2, 3}
+    assert {sample for _, sample in second} > {0}

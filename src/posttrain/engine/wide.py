@@ -1,7 +1,7 @@
 """Wide columns: several numbers for every response token, which stay where they were computed.
 
 A teacher's 64 likeliest tokens of ten million are 5 GB, which no controller should hold. So whoever computes them keeps
-them (`WideRows`); a batch has, for each document, the place where its rows are (`RowsHandle`), and whoever computes with
+them (`WideRows`); a batch has, for each document, the place where its rows are (`RowsHandle`); whoever computes with
 the batch fetches those of its own shard (`fetched`), one part at a time.
 
 Invariant: a document has one row for each of its response tokens, in their order. A selection of documents, a gathering

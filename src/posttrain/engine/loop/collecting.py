@@ -212,7 +212,6 @@ class Collector:
     def _went_on(self, groups: Sequence[Group], prompts: Sequence[Prompt], turn: int, trace: Trace) -> list[Group]:
         """Samples that the environment lets go on have one response more; the others stay as they are."""
         assert self.environment is not None
-        samples = self.algorithm.source.samples
         open_ = [(at, s) for at, group in enumerate(groups) for s in group.samples if s.status == "ok"]
         with trace.span("environment") as span:
             seen = self.environment([prompts[at] for at, _ in open_], [sample.last for _, sample in open_])
@@ -227,7 +226,8 @@ class Collector:
             return list(groups)
         asked = PromptBatch(
             tuple((*s.last.prompt.tolist(), *s.last.response.tolist(), *o) for _, s, o in going),
-            tuple(groups[at].key * samples + s.index for at, s, _ in going),
+            tuple(groups[at].key for at, _, _ in going),
+            tuple(s.index for _, s, _ in going),
         )
         with trace.span("rollout") as span:
             drawn = self._drawn(derive_seed(self.seed, "rollout", turn))

@@ -17,15 +17,17 @@ from posttrain.engine.samples import Group, Trajectory
 class PromptBatch:
     """Prompts to sample from: `PromptBatch(tokens=((1, 5, 9),), keys=(388,))`.
 
-    Random numbers are a function of the key, so a prompt gets the same responses on any rank and in any company.
+    Random numbers are a function of key and sample, so a prompt gets the same responses on any rank and in any company.
     """
 
     tokens: tuple[tuple[int, ...], ...]
     keys: tuple[int, ...]  # position in the data stream; never repeats within a run
+    first: tuple[int, ...] = ()  # the number of each prompt's first sample, where a sample goes on by itself; else 0
 
     def __post_init__(self) -> None:
-        if len(self.keys) != len(self.tokens):
-            raise InputError(f"prompt keys must be one per prompt ({len(self.tokens)}), got {len(self.keys)}")
+        if len(self.keys) != len(self.tokens) or len(self.first) not in (0, len(self.tokens)):
+            given = f"{len(self.keys)} and {len(self.first)}"
+            raise InputError(f"keys and first samples must be one per prompt ({len(self.tokens)}), got {given}")
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -37,7 +39,8 @@ class PromptBatch:
 
     def select_items(self, items: Sequence[int], /) -> PromptBatch:
         """The named prompts, in the named order; may be none."""
-        return PromptBatch(tuple(self.tokens[i] for i in items), tuple(self.keys[i] for i in items))
+        first = tuple(self.first[i] for i in items) if self.first else ()
+        return PromptBatch(tuple(self.tokens[i] for i in items), tuple(self.keys[i] for i in items), first)
 
 
 @final

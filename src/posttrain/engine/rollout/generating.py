@@ -8,15 +8,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import ClassVar
 
 import numpy as np
 
-from posttrain.domain.errors import InputError, IntegrityError, JobFailedError
+from posttrain.domain.errors import FailureClass, InputError, IntegrityError, JobFailedError
 from posttrain.engine.rollout.port import Completion, Generation, RolloutEngine, SamplingParams, prompt_segments
 from posttrain.engine.samples import Ints, Trajectory
 
+_CALLS = count()  # an answer that comes late is of another call
 PATIENCE = 3600.0  # seconds without any answer after which an engine is given up
 _ROUNDING = 1e-3  # a log-probability may lie above 0 by that much
+
+
+class EngineError(JobFailedError):
+    """A rollout engine does not keep what its port promises."""
+
+    failure_class: ClassVar[FailureClass] = FailureClass.BAD_INPUT  # who brings the engine mends it
+
+
+class SilentError(EngineError):
+    """A rollout engine does not answer."""
+
+    failure_class: ClassVar[FailureClass] = FailureClass.INFRASTRUCTURE
 
 
 def generate(
@@ -27,6 +42,7 @@ def generate(
     sampling: SamplingParams,
     prompt_keys: Sequence[int] | None = None,
     limits: Sequence[int] | None = None,
+    first: Sequence[int] | None = None,
     version: str = "",
     patience: float = PATIENCE,
 ) -> list[Trajectory]:
@@ -37,16 +53,18 @@ def generate(
         prompt_keys: [prompts] the names of the prompts in the random numbers; 0, 1, 2 … by default. Give stable keys,
             and a prompt gets the same responses in any batch.
         limits: [prompts * samples] tokens at most for each response, at most `max_new_tokens`.
+        first: [prompts] the number of each prompt's first sample; 0 by default.
         version: of the policy that must have sampled.
 
     Raises:
         InputError: no prompt, an empty prompt, a prompt that does not fit the context together with its response,
             counts that do not match.
-        JobFailedError: logits that are not finite; an answer that was not asked for, came twice, is too long, empty
-            or no numbers; no answer at all.
+        EngineError: an answer that was not asked for, came twice, is too long or empty; no answer at all.
+        JobFailedError: logits or log-probabilities that are not finite.
         IntegrityError: another version answered; somebody re-pointed weights that a zero-copy engine reads.
     """
-    work = plan_generations(prompts, samples, sampling, prompt_keys, limits, context_length=engine.context_length)
+    length = engine.context_length
+    work = plan_generations(prompts, samples, sampling, prompt_keys, limits, first, context_length=length)
     found = {asked.id: answer for some in answers(engine, work, version, patience) for asked, answer in some}
     return [found[generation.id] for generation in work]
 
@@ -57,7 +75,7 @@ def answers(
     """What an engine answers, as it does. What was not taken when this is closed is taken back.
 
     Raises:
-        JobFailedError, IntegrityError: see `generate`.
+        EngineError, JobFailedError, IntegrityError: see `generate`.
     """
     waiting, known = {generation.id: generation for generation in work}, dict[str, Generation]()
     prompts = {tokens: segment.tokens for tokens, segment in prompt_segments(work).items()}
@@ -84,7 +102,8 @@ def plan_generations(
     samples: int,
     sampling: SamplingParams,
     prompt_keys: Sequence[int] | None,
-    limits: Sequence[int] | None,
+    limits: Sequence[int] | None = None,
+    first: Sequence[int] | None = None,
     *,
     context_length: int,
 ) -> list[Generation]:
@@ -115,8 +134,16 @@ def plan_generations(
                 f"prompt {index} and its response must fit the context of {context_length} tokens, "
                 f"got {len(prompt)} + {longest}; shorten the prompt or max_new_tokens"
             )
+    call, begin = next(_CALLS), tuple(first or (0,) * len(prompts))
     return [
-        Generation(f"{place}.{sample}", tokens, keys[place], sampling, bounds[place * samples + sample], sample)
+        Generation(
+            f"{call}.{place}.{sample}",
+            tokens,
+            keys[place],
+            sampling,
+            bounds[place * samples + sample],
+            begin[place] + sample,
+        )
         for place, tokens in enumerate(tuple(prompt) for prompt in prompts)
         for sample in range(samples)
     ]
@@ -126,7 +153,7 @@ def _next(engine: RolloutEngine, waiting: dict[str, Generation], patience: float
     """The next answers.
 
     Raises:
-        JobFailedError: none in `patience` seconds.
+        SilentError: none in `patience` seconds.
     """
     end = time.monotonic() + patience
     while True:
@@ -135,7 +162,7 @@ def _next(engine: RolloutEngine, waiting: dict[str, Generation], patience: float
             return found
         if time.monotonic() >= end:
             first = next(iter(waiting.values()))
-            raise JobFailedError(
+            raise SilentError(
                 f"rollout engine {engine.name} must answer every sample, got none in {patience:g} s with "
                 f"{len(waiting)} waiting, first {_sample(first)}; see its log"
             )
@@ -145,11 +172,11 @@ def _asked(engine: str, done: Completion, waiting: dict[str, Generation], known:
     """What an answer answers, from now on among those that are known.
 
     Raises:
-        JobFailedError: it was not asked for, or came before.
+        EngineError: it was not asked for, or came before.
     """
     if done.id in known or done.id not in waiting:  # an id is one call's, so a sample is named by its prompt
         what = f"{_sample(known[done.id])} twice" if done.id in known else f"{done.id} without being asked"
-        raise JobFailedError(f"rollout engine {engine} must answer every sample once, got {what}; mend it")
+        raise EngineError(f"rollout engine {engine} must answer every sample once, got {what}; mend it")
     known[done.id] = waiting[done.id]
     return known[done.id]
 
@@ -158,11 +185,11 @@ def _check(engine: str, answer: Trajectory, asked: Generation, prompt: Ints, ver
     """Hold an answer against what was asked for.
 
     Raises:
-        JobFailedError, IntegrityError: see `generate`.
+        EngineError, IntegrityError: see `generate`.
     """
     reason = _fault(answer, asked, prompt)
     if reason is not None:
-        raise _faulty(engine, asked, reason)
+        raise EngineError(_faulty(engine, asked, reason))
     for segment in answer.segments:
         if segment.source == "sampled" and segment.version != version:
             raise IntegrityError(
@@ -188,7 +215,7 @@ def _check_numbers(engine: str, found: Sequence[tuple[Generation, Trajectory]]) 
     """Log-probabilities are finite and not above 0; looked at together, for most answers are short.
 
     Raises:
-        JobFailedError: see `generate`.
+        EngineError, JobFailedError: see `generate`.
     """
     told = [np.asarray(answer.logprobs) for _, answer in found]
     everything = np.concatenate(told)
@@ -197,13 +224,13 @@ def _check_numbers(engine: str, found: Sequence[tuple[Generation, Trajectory]]) 
     for (asked, _), logprobs in zip(found, told, strict=True):
         odd = logprobs[~np.isfinite(logprobs)]
         if len(odd):
-            raise _faulty(engine, asked, f"must have finite log-probabilities, got {odd[0]}")
+            raise JobFailedError(_faulty(engine, asked, f"must have finite log-probabilities, got {odd[0]}"))
         if (logprobs > _ROUNDING).any():
-            raise _faulty(engine, asked, f"must have log-probabilities <= 0, got {logprobs.max():g}")
+            raise EngineError(_faulty(engine, asked, f"must have log-probabilities <= 0, got {logprobs.max():g}"))
 
 
-def _faulty(engine: str, asked: Generation, reason: str) -> JobFailedError:
-    return JobFailedError(f"rollout engine {engine}: the answer to {_sample(asked)} {reason}; mend the engine")
+def _faulty(engine: str, asked: Generation, reason: str) -> str:
+    return f"rollout engine {engine}: the answer to {_sample(asked)} {reason}; mend the engine"
 
 
 def _sample(asked: Generation) -> str:

@@ -142,7 +142,7 @@ class RolloutWorker:
         """`samples` responses to every prompt.
 
         Raises:
-            InputError, JobFailedError, IntegrityError: see `generating.generate`.
+            InputError, EngineError, JobFailedError, IntegrityError: see `generating.generate`.
         """
         _refuse_truncated(sampling)
         provenance = Provenance(role="rollout", rank=self._rank)
@@ -155,6 +155,7 @@ class RolloutWorker:
             samples=samples,
             sampling=sampling,
             prompt_keys=prompts.keys,
+            first=prompts.first,
             version=str(self._version),
             patience=self._patience,
         )
@@ -164,14 +165,16 @@ class RolloutWorker:
         """As `generate`, each group when its last sample has ended.
 
         Raises:
-            InputError, JobFailedError, IntegrityError: see `generating.generate`.
+            InputError, EngineError, JobFailedError, IntegrityError: see `generating.generate`.
         """
         _refuse_truncated(sampling)
         if not len(prompts):
             return
         engine, before = self._engine, self._engine.counts()
         length = engine.context_length
-        work = plan_generations(prompts.tokens, samples, sampling, prompts.keys, None, context_length=length)
+        if prompts.first:
+            raise InputError("samples that go on are asked for one by one, got a stream of them; generate them")
+        work = plan_generations(prompts.tokens, samples, sampling, prompts.keys, context_length=length)
         rows: dict[int, dict[int, Trajectory]] = {key: {} for key in prompts.keys}
         for found in answers(engine, work, str(self._version), self._patience):
             for asked, answer in found:
