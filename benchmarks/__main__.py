@@ -16,6 +16,7 @@ SUITES = (  # a benchmark, with options of its own
     "rollout",
     "rollout --size 24m",
     "versions",
+    "demo",
     "streaming",
     "training",
     "training --size 24m",

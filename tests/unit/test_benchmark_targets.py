@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +53,7 @@ MADE_UP: dict[str, Callable[[Any, float], dict[str, Callable[..., Any]]]] = {
         ]
     },
     "versions": lambda module, ratio: {"measure": lambda *_: [module.Result(16, 1, 1.0, 1.0, *[ratio] * 5)]},
+    "demo": lambda module, ratio: {"measure": lambda *_: [(module.Play(ratio, 9.0), module.Play(1.0, 1.0))]},
     "training": lambda module, ratio: {
         "measure": lambda *_: [
             module.Result(task, 1.0, 1.0, ratio, ratio, ratio, 1.0, 1.0, 0.0, 0.0, "") for task in ("sft", "grpo")
@@ -86,6 +89,7 @@ JUDGED: list[Any] = [
     ("rollout", 2.5, 2.4),
     ("rollout --size 24m", 1.6, 1.5),
     ("versions .", 0.95, 0.94),
+    ("demo .", 1.05, 1.06),
     pytest.param("training", 2.6, 2.5, marks=pytest.mark.slow),
     ("per_token", 0.1, 0.11),
     ("controller", 0.02, 0.03),
@@ -132,3 +136,44 @@ def test_16_rows_of_24_m_parameters_are_told_and_not_judged() -> None:
         "1m": [256, 16],
         "24m": [256],
     }
+
+
+def test_a_demo_is_summed_up_by_the_ratio_of_each_round() -> None:
+    from benchmarks.demo import Play, Result, summary
+
+    rounds = [
+        (Play(60.0, 200.0), Play(50.0, 100.0)),
+        (Play(30.0, 80.0), Play(60.0, 160.0)),
+        (Play(9.0, 9.0), Play(9.0, 9.0)),
+    ]
+    assert summary(rounds) == [
+        Result("processor", 30.0, 50.0, 1.0, 0.5, 1.2),
+        Result("wall", 80.0, 100.0, 1.0, 0.5, 2.0),
+    ]
+
+
+def test_a_demo_of_other_sources_than_its_checkouts_is_refused(tmp_path: Path) -> None:
+    from benchmarks.demo import Side
+
+    Side(ROOT, Path(sys.executable)).check()
+    with pytest.raises(SystemExit, match="must take posttrain from"):
+        Side(tmp_path, Path(sys.executable)).check()
+
+
+def test_orphans_are_counted_and_waited_for(tmp_path: Path) -> None:
+    """As supervisors are, which outlive the command that started them; what is asked for is what they used at least."""
+    orphan = (
+        "import os, sys, time\n"
+        "if os.fork():\n"
+        "    os._exit(3)\n"
+        "os.setsid()\n"
+        "while time.process_time() < 0.5:\n"
+        "    pass\n"
+        "open('ended', 'w').close()\n"
+    )
+    command = [sys.executable, "-m", "benchmarks.process_tree", str(tmp_path), sys.executable, "-c", orphan]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True)
+    told = json.loads(done.stdout)
+    assert (told["code"], (tmp_path / "ended").exists()) == (3, True)
+    assert told["processor"] >= 0.5
+    assert told["wall"] > 0

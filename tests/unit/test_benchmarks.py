@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted((ROOT / "benchmarks").glob("*.py"))
-HELPERS = {"__init__", "__main__", "elsewhere", "empty_worker", "judging", "ray_pools", "sorting_task"}
+HELPERS = {"__init__", "__main__", "elsewhere", "empty_worker", "judging", "process_tree", "ray_pools", "sorting_task"}
 HELPERS |= {"trl_trainers"}
 
 
@@ -59,6 +59,7 @@ def test_every_benchmark_is_run_by_a_test() -> None:
 @pytest.mark.slow
 @pytest.mark.first
 def test_a_tiny_round_of_everything_as_make_bench_runs_it(tmp_path: Path) -> None:
+    """That of `demo` makes workspaces and plays nothing: a demo takes minutes, and `make dist` plays one."""
     pytest.importorskip("trl", reason="`make slow` installs the extra bench")
     shown = run("benchmarks", "--tiny", "--json", str(tmp_path))
     from benchmarks.__main__ import SUITES, file_name
