@@ -119,7 +119,7 @@ mutants: $(VENV)/.dev ## mistakes made on purpose, of which the tests must notic
 gpu: $(VENV)/.dev ## what needs a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
-bench: $(VENV)/.bench ## ratios against HF generate and TRL, measured side by side
+bench: $(VENV)/.bench ## ratios against HF generate and TRL, measured side by side; exits 1 when a target is missed
 	$(BIN)/python -m benchmarks
 
 levels: $(VENV)/.dev ## how often each gate passes a model just on its threshold: the table of docs/gates.md

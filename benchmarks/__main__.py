@@ -12,11 +12,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-SUITES = (
+SUITES = (  # a benchmark, with options of its own
     "rollout",
+    "rollout --size 24m",
     "versions",
+    "demo",
     "streaming",
     "training",
+    "training --size 24m",
     "dispatch",
     "controller",
     "logprobs",
@@ -32,6 +35,11 @@ SUITES = (
 )
 
 
+def file_name(suite: str) -> str:
+    """What its figures are written to."""
+    return f"{suite.replace(' --', '-').replace(' ', '-')}.json"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="DIR", help="also write DIR/rollout.json and so on")
@@ -40,12 +48,13 @@ def main() -> None:
     folder = options.json
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
-    failed = 0
+    failed = False
     for suite in SUITES:
         print(f"# {suite}", flush=True)
-        words = ["--json", str(folder / f"{suite}.json")] if folder else []
+        name, *words = suite.split()
+        words += ["--json", str(folder / file_name(suite))] if folder else []
         words += ["--tiny"] if options.tiny else []
-        failed |= subprocess.run([sys.executable, "-m", f"benchmarks.{suite}", *words], check=False).returncode
+        failed |= subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *words], check=False).returncode != 0
     raise SystemExit(failed)
 
 

@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.elsewhere import Elsewhere
+from benchmarks.judging import at_least, judge
 from benchmarks.sorting_task import exact, render, task, teach
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import GRPOConfig, InitModelConfig
@@ -47,6 +48,7 @@ from posttrain.engine.tracing import Trace
 from posttrain.engine.weights.view import PolicyVersion
 
 SIZE = InitModelConfig(hidden_size=128, intermediate_size=384, layers=4, heads=4, kv_heads=2, context_length=512)
+TARGET = 0.9  # of the ideal ratio, at least
 SHARES = (0.5, 1.0, 2.0)  # decode time, of the rest of a step
 
 
@@ -110,7 +112,7 @@ def measure(folder: Path, tokenizer: PreTrainedTokenizerFast, share: float, step
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table; exit 1 when the target is missed."""
     parser = argparse.ArgumentParser(description="Exact lag 1 against the synchronous step")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--steps", type=int, default=8)
@@ -134,6 +136,10 @@ def main() -> None:
         )
     if options.json:
         options.json.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
+    claims = [
+        at_least(f"lag 1 at {r.decode_seconds:.2f} s", r.ratio / r.ideal, TARGET, " of the ideal") for r in results
+    ]
+    judge(claims, full=not options.tiny)
 
 
 if __name__ == "__main__":

@@ -40,18 +40,21 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, StoppingCriteria, StoppingCriteriaList
 
+from benchmarks.judging import at_least, judge
 from posttrain.engine.models import LanguageModel, adopt_module
 from posttrain.engine.rollout import RolloutEngine, SamplingParams, generate, open_rollout
 from posttrain.engine.rollout.backends.module import ModuleRollout
 
-GROUPS = (1, 8)
+ROWS, GROUPS = (256, 16), (1, 8)
 LONGEST = 64
 PROMPT = 20
 SIZES = {  # hidden, intermediate, layers, heads, kv_heads, head_dim
     "1m": (128, 384, 4, 4, 2, 32),  # 0.85 M parameters in the layers and 0.07 M in the tied embedding
     "24m": (512, 1408, 8, 8, 4, 64),  # 23.6 M and 0.3 M
 }
-TARGETS = {"1m": {256: 2.5, 16: 2.2}, "24m": {256: 1.6, 16: 0.0}}  # of rows; 0: told, not judged
+# Times Hugging Face's rate, at least, by rows. What is not named is told: at 16 rows of 24 M parameters both sides read
+# the same weights for few tokens, and what is left is overhead.
+TARGETS = {"1m": {256: 2.5, 16: 2.2}, "24m": {256: 1.6}}
 
 
 @dataclass(frozen=True)
@@ -236,7 +239,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     targets = TARGETS[options.size]
-    batches = [build_workload(rows, group) for rows in targets for group in GROUPS]
+    batches = [build_workload(rows, group) for rows in ROWS for group in GROUPS]
     if options.tiny:
         batches = [build_workload(4, 2)]
     results = [
@@ -252,11 +255,9 @@ def main() -> None:
         )
     if options.json:
         options.json.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
-    judged = [] if options.tiny else results
-    missed = [r for r in judged if r.engine == "posttrain native" and r.ratio < targets[r.rows]]
-    for r in missed:
-        print(f"missed: {r.engine} at {r.rows} rows, group {r.group}, is {r.ratio:.2f}x, target {targets[r.rows]}x")
-    raise SystemExit(bool(missed))
+    judged = [r for r in results if r.engine == "posttrain native" and r.rows in targets]
+    claims = [at_least(f"{r.engine} at {r.rows} rows, group {r.group},", r.ratio, targets[r.rows]) for r in judged]
+    judge(claims, full=not options.tiny)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
     python -m benchmarks.versions OTHER [--python PYTHON] [--rounds N] [--json FILE] [--tiny]
 
 OTHER is the folder of another checkout of this repository, PYTHON its environment's interpreter (by default
-OTHER/.venv/bin/python). Each side is a process of its own, which draws the batches of `benchmarks.rollout` from its own
-checkout; the two are asked in turns, and each begins every other turn. A ratio of useful tokens per CPU-second is taken
-inside each turn; reported are the median, the quartiles and the range. Where a process's memory lies moves its figures
-by some percent, so both begin anew after every few turns. Machines differ more from hour to hour than versions do:
-compare nothing else.
+OTHER/.venv/bin/python, or this one where there is none). Each side is a process of its own, which draws the batches of
+`benchmarks.rollout` from its own checkout; the two are asked in turns, and each begins every other turn. A ratio of
+useful tokens per CPU-second is taken inside each turn; reported are the median, the quartiles and the range. Where a
+process's memory lies moves its figures by some percent, so both begin anew after every few turns. Machines differ more
+from hour to hour than versions do: compare nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import final
 
+from benchmarks.judging import at_least, judge
+
 HERE = Path(__file__).resolve().parents[1]
+TARGET = 0.95  # of the other's rate, at least, in the median: no slower, but for what ADR 0057 accepts at 16 rows
 BATCHES = ((256, 1), (256, 8), (16, 1), (16, 8))  # rows, samples of each prompt
 _TURNS = 8  # of one process
 _PER_TURN = 256  # rows at the least: a turn is no shorter than a batch of so many
@@ -101,6 +104,12 @@ class Side:
         return line
 
 
+def interpreter(folder: Path) -> Path:
+    """What runs a checkout: its own environment's Python where it has one, and this one for this checkout."""
+    own = folder / ".venv" / "bin" / "python"
+    return own if folder != HERE and own.exists() else Path(sys.executable)
+
+
 def measure(folders: Sequence[tuple[Path, Path]], batches: Sequence[tuple[int, int]], rounds: int) -> list[Result]:
     """Turns of both sides, each a checkout and an interpreter, on each batch."""
     turns: dict[tuple[int, int], list[tuple[float, float]]] = {batch: [] for batch in batches}
@@ -124,10 +133,10 @@ def _result(rows: int, group: int, turns: Sequence[tuple[float, float]]) -> Resu
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table; exit 1 when this checkout is slower."""
     parser = argparse.ArgumentParser(description="Rollout of two checkouts in turns")
     parser.add_argument("other", type=Path, nargs="?", help="folder of the other checkout; with --tiny this one")
-    parser.add_argument("--python", type=Path, help="its interpreter; default: its .venv's")
+    parser.add_argument("--python", type=Path, help="its interpreter; default: its .venv's, or this one")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--tiny", action="store_true", help="one round of four rows: that it runs, no figures")
@@ -140,7 +149,7 @@ def main() -> None:
             options.json.write_text("[]\n")
         return
     folder = (options.other or HERE).resolve()
-    python = options.python or (Path(sys.executable) if options.other is None else folder / ".venv/bin/python")
+    python = options.python or interpreter(folder)
     batches, rounds = (((4, 2),), 1) if options.tiny else (BATCHES, options.rounds)
     results = measure([(HERE, Path(sys.executable)), (folder, python)], batches, rounds)
     print(f"{'rows':>4} {'group':>5} {'here':>9} {'other':>9}  ratio (quartiles, range)")
@@ -149,6 +158,8 @@ def main() -> None:
         print(f"{r.rows:>4} {r.group:>5} {r.here:>9.0f} {r.other:>9.0f}  {spread}")
     if options.json:
         options.json.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
+    claims = [at_least(f"this checkout at {r.rows} rows, group {r.group},", r.ratio, TARGET) for r in results]
+    judge(claims, full=not options.tiny)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ CI = "".join(path.read_text(encoding="utf-8") for path in (ROOT / ".ci").iterdir
 SUITES = {
     "rollout",
     "versions",
+    "demo",
     "training",
     "dispatch",
     "controller",
