@@ -62,9 +62,9 @@ class Workplace:
             cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True,
         ).stdout  # fmt: skip
         for name in filter(None, listed.split("\0")):
-            if (ROOT / name).is_file():
+            if (ROOT / name).is_file() or (ROOT / name).is_symlink():
                 (self._tree / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, self._tree / name)
+                shutil.copy2(ROOT / name, self._tree / name, follow_symlinks=False)
         venv.create(self._folder / "venv", symlinks=True)
         at = self._folder / "venv" / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
         paths = [str(self._tree / "src"), *dict.fromkeys(sysconfig.get_paths()[key] for key in ("purelib", "platlib"))]
