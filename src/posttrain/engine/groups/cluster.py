@@ -35,6 +35,7 @@ _ATTEMPTS = (
     "RAY_NUM_REDIS_GET_RETRIES"  # to connect, of some 40 seconds each; Ray's own 20 would be a quarter of an hour
 )
 _TOKEN = secrets.token_hex(32)  # one per process: Ray reads it once
+_PREPARED = threading.Event()  # ray was imported with the settings of a local cluster: it reads some of them only then
 _LONGEST = 40  # characters of a temporary folder; Ray's sockets below it must stay within a path of 107
 _GIB = 1024**3
 _LEAVING = 40.0  # seconds for the reaper to finish
@@ -140,10 +141,10 @@ def _joined(address: str, seconds: float) -> Iterator[Cluster]:
 
 @contextmanager
 def _own(cpus: int | None, store_bytes: int | None) -> Iterator[Cluster]:
-    if sys.modules.get("ray") is not None and os.environ.get(_OUTWARD) != "0":
+    if sys.modules.get("ray") is not None and not _PREPARED.is_set():
         raise InputError(
-            "a local Ray cluster must keep to the loopback interface, but ray was imported before that could be "
-            f"arranged; open the cluster first, or set {_OUTWARD}=0 in the environment"
+            "a local Ray cluster must keep to the loopback interface and to its token, but ray was imported before that "
+            "could be arranged; open the cluster first"
         )
     folder = _folder()
     reaper = subprocess.Popen(
@@ -153,9 +154,9 @@ def _own(cpus: int | None, store_bytes: int | None) -> Iterator[Cluster]:
         start_new_session=True,  # it has to outlive what ends this process and its group
     )
     try:
-        os.environ[_OUTWARD] = "0"  # for good: it tells a later call how ray was imported
         with _environment(_local_settings(folder)):
             ray = _ray()
+            _PREPARED.set()
             _init(
                 ray,
                 "a local Ray cluster must come up",
@@ -192,6 +193,7 @@ def _tell(reaper: subprocess.Popen[bytes]) -> None:
 def _local_settings(folder: str) -> dict[str, str]:
     return {
         VARIABLE: folder,
+        _OUTWARD: "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": _TOKEN,
