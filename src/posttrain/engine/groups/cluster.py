@@ -143,8 +143,8 @@ def _joined(address: str, seconds: float) -> Iterator[Cluster]:
 def _own(cpus: int | None, store_bytes: int | None) -> Iterator[Cluster]:
     if sys.modules.get("ray") is not None and not _PREPARED.is_set():
         raise InputError(
-            "a local Ray cluster must keep to the loopback interface and to its token, but ray was imported before that "
-            "could be arranged; open the cluster first"
+            "a local Ray cluster must keep to the loopback interface and to its token, but ray was imported before "
+            "that could be arranged; open the cluster first"
         )
     folder = _folder()
     reaper = subprocess.Popen(
@@ -154,6 +154,7 @@ def _own(cpus: int | None, store_bytes: int | None) -> Iterator[Cluster]:
         start_new_session=True,  # it has to outlive what ends this process and its group
     )
     try:
+        os.environ[_OUTWARD] = "0"  # for good: processes of this one that join the cluster read it too
         with _environment(_local_settings(folder)):
             ray = _ray()
             _PREPARED.set()
@@ -193,7 +194,6 @@ def _tell(reaper: subprocess.Popen[bytes]) -> None:
 def _local_settings(folder: str) -> dict[str, str]:
     return {
         VARIABLE: folder,
-        _OUTWARD: "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": _TOKEN,
