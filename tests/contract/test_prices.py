@@ -56,7 +56,7 @@ def test_the_least_of_one_step_is_its_price_with_documents_of_one_token(name: st
 def recipe(kind: str, params: dict[str, Any], length: int) -> Recipe:
     """A recipe over rows of so many tokens, with roles that do nothing."""
     config: Any = stage_config(kind, params)
-    nothing: Any = object()
+    nothing: Any = Anything()
     roles = Roles({config.roles()[0]: nothing, "critic": nothing}, {"reference": nothing})
     made: Any = Mine if kind == "dataflow" else named(OWN[kind].algorithm.algorithm)  # type: ignore[union-attr]
     tokens = tuple(range(1, length + 1))
@@ -66,6 +66,13 @@ def recipe(kind: str, params: dict[str, Any], length: int) -> Recipe:
         row = PreferencePair(0, tokens, tokens, tokens) if pairs else Document(tokens, tokens)
         return FromRows(config, made(config), roles, [row] * 9, 1)
     return OnPolicy(config, made(config), roles, prompts, scorer, 1)
+
+
+class Anything:
+    """A group whose model predicts whatever it is asked for; nothing else is asked."""
+
+    def one(self, method: Any) -> frozenset[str]:
+        return frozenset({"logprobs", "entropy", "values", "scores"})
 
 
 class Mine(Dataflow):

@@ -262,7 +262,7 @@ def test_in_a_second_call_the_line_names_its_prompts_and_not_those_of_the_first(
     try:
         group = pool.start("rollout", RolloutWorker, saved, HostileRollout(later), patience=0)
         ask(calls[0])
-        with pytest.raises(JobFailedError) as caught:
+        with pytest.raises((EngineError, SilentError)) as caught:
             ask(calls[1])
     finally:
         pool.close()
@@ -281,8 +281,12 @@ def test_what_comes_late_is_no_answer_to_the_next_call() -> None:
     engine = HostileRollout(delayed)
     with pytest.raises(EngineError, match="got sample 0 of prompt 0 twice"):
         generate(engine, PROMPTS, samples=2, sampling=SAMPLING)
-    with pytest.raises(EngineError, match="without being asked; mend it"):
-        generate(engine, PROMPTS, samples=2, sampling=SAMPLING)
+    late[0] = replace(late[0], trajectory=Trajectory.answer(PROMPTS[1], [1], [-9.0], truncated=True))
+    assert len(generate(engine, PROMPTS, samples=2, sampling=SAMPLING)) == 4, "it is passed over"
+    alone = [late[0]]
+    silent = HostileRollout(lambda done: alone)
+    with pytest.raises(SilentError, match="got none in 0 s with 4 waiting"):
+        generate(silent, PROMPTS, samples=2, sampling=SAMPLING, patience=0)
 
 
 def test_samples_that_go_on_are_named_by_their_prompt_and_draw_by_it() -> None:
@@ -296,6 +300,9 @@ def test_samples_that_go_on_are_named_by_their_prompt_and_draw_by_it() -> None:
         generate(hostile, [[5, 4]] * 2, samples=1, sampling=SAMPLING, prompt_keys=[388, 388], first=[0, 1])
     batch = PromptBatch(((5, 4), (5, 4)), (388, 388), (2, 0))
     assert batch.select_items([1]) == PromptBatch(((5, 4),), (388,), (0,))
+    for odd in ([0], [0, 0, 0]):
+        with pytest.raises(InputError, match=r"first samples must be one per prompt \(2\)"):
+            generate(engine, [[5, 4]] * 2, samples=1, sampling=SAMPLING, prompt_keys=[388, 388], first=odd)
     with pytest.raises(InputError, match=r"one per prompt \(2\), got 2 and 1"):
         PromptBatch(((5, 4), (5, 4)), (388, 388), (2,))
 

@@ -11,7 +11,7 @@ from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, qu
 
 from posttrain.engine.algorithms.advantages import overlong_penalty
 from posttrain.engine.assembly import open_roles
-from posttrain.engine.config import DAPOConfig
+from posttrain.engine.config import DAPOConfig, TurnsConfig
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.initial import initial_model
 from posttrain.engine.models.language_model import adopt_module
@@ -43,8 +43,23 @@ def test_the_overlong_punishment_grows_over_the_buffer() -> None:
     assert algorithm.rewards(batch).tolist() == [1.0, 0.75, -0.5]
 
 
+class TalkConfig(TurnsConfig, DAPOConfig):
+    """As a package has it."""
+
+
+def test_of_several_turns_all_that_may_be_said_is_the_limit() -> None:
+    options = {"data": "d", "reward": "r", "steps": 2, "group_size": 2, "max_new_tokens": 8}
+    turns: dict[str, Any] = {"turns": 3, "observation_tokens": 2}
+    algorithm = DAPO(TalkConfig(**options, **turns, overlong={"buffer": 4, "penalty": 0.5}))
+    batch = sampled([8, 22, 24], [1.0, 1.0, 0.0], [0, 0, 0]).batch
+    assert algorithm.rewards(batch).tolist() == [1.0, 0.75, -0.5]
+    assert algorithm.source.turns == 3
+    with pytest.raises(ValueError, match=r"overlong\.buffer must be <= the tokens of a sample \(24\), got 25"):
+        TalkConfig(**options, **turns, overlong={"buffer": 25})
+
+
 def test_a_buffer_longer_than_a_response_may_be_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"overlong\.buffer must be <= max_new_tokens \(8\), got 9"):
+    with pytest.raises(ValueError, match=r"overlong\.buffer must be <= the tokens of a sample \(8\), got 9"):
         config(overlong={"buffer": 9})
 
 

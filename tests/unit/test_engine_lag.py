@@ -20,7 +20,7 @@ from test_engine_training import PROMPTS, TINY, TOKENIZER, Desk, FixedScorer, ev
 from torch import Tensor
 
 from posttrain.domain.errors import BudgetExceededError, InputError, IntegrityError
-from posttrain.domain.facts import Metric, Sample, Span
+from posttrain.domain.facts import Metric, Note, Sample, Span
 from posttrain.domain.kinds import OWN, WRITTEN
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective
@@ -107,10 +107,6 @@ STAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "dapo": ("dapo", {}),
     "grpo with a penalty": ("grpo", {"placement": THREE, "kl": {"coefficient": 0.1}}),
     "grpo, gradients as they come": ("grpo", {"stream_gradients": True, "mini_batches": 1}),
-    "grpo, corrected as they come": (
-        "grpo",
-        {"stream_gradients": True, "mini_batches": 1, "lag": {"steps": 0, "correction": "tis"}},
-    ),
     "ppo, corrected": (
         "ppo",
         {"placement": FOUR, "critic": {"warmup": 1}, "lag": {"steps": 0, "correction": "decoupled"}},
@@ -344,8 +340,10 @@ def test_what_an_engine_reports_wrongly_is_corrected_with_lag_0(
 ) -> None:
     """Every token is twice as likely as the engine says: each weighs more, none is clipped."""
 
+    desks = dict[str, Desk]()
+
     def first(name: str, **changes: Any) -> dict[str, float]:
-        desk = Desk(tmp_path / name, recipe(model, mini_batches=1, placement=TOGETHER, **changes))
+        desks[name] = desk = Desk(tmp_path / name, recipe(model, mini_batches=1, placement=TOGETHER, **changes))
         desk.run()
         return next(told(desk)[at] for at in range(5) if "loss" in told(desk)[at])
 
@@ -371,6 +369,9 @@ def test_what_an_engine_reports_wrongly_is_corrected_with_lag_0(
     assert whole["loss"] == pytest.approx(2 * right["loss"], rel=1e-4)
     assert whole["lag/kl"] == pytest.approx(1 - math.log(2), rel=1e-4)
     assert whole["lag/ess"] == pytest.approx(1, abs=1e-6)
+    for name, says in (("right", False), ("uncorrected", True), ("capped", True), ("whole", True)):
+        notes = [fact.message for fact in desks[name].facts if isinstance(fact, Note)]
+        assert any("must be those of the rollout that sampled" in note for note in notes) is says, name
 
 
 def test_a_trace_divides_by_what_the_loss_divides_by(model: ModelSource, tmp_path: Path) -> None:

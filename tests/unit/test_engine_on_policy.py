@@ -15,6 +15,7 @@ from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, qu
 from posttrain.domain.errors import BudgetExceededError, InputError
 from posttrain.domain.facts import Fact, Note, Sample
 from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.algorithms.kl import score_rewards
 from posttrain.engine.algorithms.objectives import LossParts, SupervisedObjective
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Document, TokenBatch
@@ -123,6 +124,35 @@ def test_a_sample_that_was_learnt_from_without_log_probabilities_is_not_said_to_
     samples = [fact for fact in facts if isinstance(fact, Sample)]
     assert [sample.fate for sample in samples] == ["update 0, mini-batch 0"] * 6
     assert not any(len(sample.logprobs) or len(sample.ratios) for sample in samples)
+
+
+def test_what_credit_computes_more_precisely_is_kept_in_float32() -> None:
+    """A user's own algorithm hands the rewards of a step, float64, to pure functions."""
+
+    class Exact(Picky):
+        dropped = frozenset[int]()
+
+        def credit(self, batch: TokenBatch) -> TokenBatch:
+            scores = score_rewards(batch.column("reward"), batch.response_mask, batch.lengths)
+            assert scores.dtype == torch.float64
+            return batch.with_columns(advantages=scores)
+
+        def updates(self, step: int) -> Sequence[Update]:
+            return (Update("policy", Looking),)
+
+    stage(Exact)[0].step(0, quiet(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Looking:
+    """A policy gradient that looks at what reaches the ranks."""
+
+    totals: Totals
+    needs: ClassVar[frozenset[Need]] = frozenset({"logprobs"})
+
+    def __call__(self, micro: TokenBatch, predicted: Predictions, /) -> LossParts:
+        assert {column.dtype for column in micro.token_columns.values()} == {torch.float32}
+        return LossParts(-(predicted.of("logprobs") * micro.column("advantages")).sum() / self.totals.tokens, {})
 
 
 def test_dropped_groups_are_replaced_in_the_order_of_the_stream() -> None:

@@ -340,6 +340,7 @@ class TestSleep:
             config = PPOConfig(data="d", reward="r", steps=3, prompts_per_step=3, max_new_tokens=4, **options)
             roles = open_roles(config, ModelSource(tmp_path), 11, inline(), critic=scalar())
             recipe = OnPolicy(config, PPO(config), roles, PROMPTS, EvenTokens(), 11)
+            assert (roles.frozen["reference"].one(FrozenWorker.resident_bytes) == 0) is nap, "the rollout comes first"
             found.append([recipe.step(step, quiet(step)).metrics for step in range(3)])
             assert (roles.frozen["reference"].one(FrozenWorker.resident_bytes) == 0) is nap
         assert found[0] == found[1]

@@ -370,6 +370,7 @@ class TestGradients:
             (ReinforcePlusPlusConfig, {}, "given to each group by itself, got reinforce_plus_plus"),
             (GRPOConfig, {"mini_batches": 2}, "one optimiser step for each step, got mini_batches 2; set it to 1"),
             (GRPOConfig, {"lag": {"steps": 1}}, "a rollout that samples what the step trains, got lag 1"),
+            (GRPOConfig, {"lag": {"steps": 0}}, "samples without a correction, got lag 0; drop one of them"),
             (
                 GRPOConfig,
                 {"placement": {**APART, "reference": {"with": "rollout"}}, "kl": {"coefficient": 0.1}},

@@ -218,9 +218,13 @@ def test_a_policy_that_selects_another_batch_or_a_part_of_one_is_refused() -> No
         InputError, match="InOrder must select prompts of batch 0, by versions of 0 and later, got prom"
     ):
         buffer.take([0, 2], 0)
-    with pytest.raises(InputError, match="InOrder must select the whole of batch 0, got 1 without prompt 1"):
-        buffer.take([0], 0)
+    for keys in ([0], [], [0, 0], [0, 1, 1]):
+        told = rf"InOrder must select the whole of batch 0, its 2 groups once each, got {len(keys)} of which"
+        with pytest.raises(InputError, match=told):
+            buffer.take(keys, 0)
     assert buffer.take([1, 0], 0) == ["b", "a"], "who was refused took nothing"
+    with pytest.raises(InputError, match="got 0 of which 0 differ, with 0 of 2 places filled"):
+        buffer.take([], 2)
     late: Buffer[str] = Buffer(InOrder(1), 2, 9)
     late.start([0, 1], 4, 2)
     for key in range(2):

@@ -27,6 +27,8 @@ def placed(stage: StagePlan) -> Iterator[Text | Table]:
     if stage.load is None or stage.cached_from:
         return
     placement, found = stage.load.placement, stage.residency
+    if stage.load.correction:
+        yield Text(f"correction: {stage.load.correction}: the policy reads every response once more", style="dim")
     if placement.is_inline and stage.load.ray_address is None:
         for peak in found.peaks if found else ():
             device = " of its GPU" if peak.device == "cuda" else ""

@@ -46,6 +46,7 @@ class Load:
     call_timeout: float | None = None  # seconds; None: chosen
     scored: bool = False  # by a reward function
     lag: int = 0  # steps that it samples ahead of training
+    correction: str = ""  # of what another policy, or engine, sampled; its policy reads every response once more
     streams: bool = False  # gradients are summed while other groups of the step are sampled
     wide: int = 0  # bytes, for each response token, of columns that stay where they are computed
 

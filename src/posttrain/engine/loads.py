@@ -24,6 +24,7 @@ def load_of(kind: str, config: object) -> Load | None:
         return None
     runtime, roles = config.runtime, config.roles()
     sampled = config if isinstance(config, SamplingConfig) else None
+    lag = config.lag if isinstance(config, OnPolicyConfig) else None
     scored = sampled is not None and sampled.reward is not None
     return Load(
         kind=kind,
@@ -45,7 +46,8 @@ def load_of(kind: str, config: object) -> Load | None:
         start_timeout=_written(runtime.start_timeout),
         call_timeout=_written(runtime.call_timeout),
         scored=scored,
-        lag=config.lag.steps if isinstance(config, OnPolicyConfig) and config.lag else 0,
+        lag=lag.steps if lag else 0,
+        correction=lag.correction if lag and lag.correction != "bypass" else "",
         streams=isinstance(config, OnPolicyConfig) and config.stream_gradients,
         wide=config.wide if isinstance(config, DistillConfig) else 0,
     )

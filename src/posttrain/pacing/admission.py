@@ -206,7 +206,7 @@ class Buffer(Generic[T]):
             InputError: one is not ready, was taken before, is of another batch, or older than the policy's lag; or some
                 of the batch were left out, which nobody would train.
         """
-        name, lag = type(self.policy).__name__, self.policy.lag
+        name, lag, chosen = type(self.policy).__name__, self.policy.lag, set(keys)
         for key in keys:
             if key not in self._values:
                 raise InputError(f"prompt {key} must be ready before it is trained, got one that is not; wait for it")
@@ -216,8 +216,13 @@ class Buffer(Generic[T]):
                     f"{name} must select prompts of batch {step}, by versions of {max(0, step - lag)} and later, got "
                     f"prompt {key} of batch {of.batch} by version {of.version}"
                 )
-        if left := [entry.key for entry in self._entries.values() if entry.batch <= step and entry.key not in keys]:
-            raise InputError(f"{name} must select the whole of batch {step}, got {len(keys)} without prompt {left[0]}")
+        pace = self.pace(step, 0)
+        if not pace.whole(step) or len(keys) != len(chosen) or len(keys) + pace.given_up.count(step) != self.prompts:
+            wanted = self.prompts - pace.given_up.count(step)
+            raise InputError(
+                f"{name} must select the whole of batch {step}, its {wanted} groups once each, got {len(keys)} of "
+                f"which {len(chosen)} differ, with {pace.filled(step)} of {self.prompts} places filled"
+            )
         for key in keys:
             del self._entries[key]
         return [self._values.pop(key) for key in keys]

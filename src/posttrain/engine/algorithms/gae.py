@@ -39,8 +39,8 @@ def generalized_advantages(
     Source: Schulman et al., arXiv 1506.02438, eq. 16.
     """
     index = response_mask.nonzero()[:, 0]
-    found = torch.zeros((2, len(response_mask)), dtype=precision(rewards, values), device=response_mask.device)
-    advantages, returns = found
+    advantages = torch.zeros(len(response_mask), dtype=precision(rewards, values), device=response_mask.device)
+    returns = torch.zeros_like(advantages)
     if not len(index):
         return advantages, returns
     row, column, shape = _right_aligned(response_mask, index, lengths)
@@ -55,8 +55,8 @@ def generalized_advantages(
     for t in reversed(range(shape[1])):
         running = delta[:, t] + gamma * lam * running
         estimate[:, t] = running
-    advantages[index] = estimate[row, column].to(found)
-    returns[index] = (estimate + v)[row, column].to(found)
+    advantages[index] = estimate[row, column].to(advantages)
+    returns[index] = (estimate + v)[row, column].to(returns)
     return advantages, returns
 
 

@@ -140,6 +140,11 @@ class SamplingConfig(TrainingConfig):
         return self.max_new_tokens
 
     @property
+    def sampled_tokens(self) -> int:
+        """Of all responses of a sample, at the most: what is observed between them does not count."""
+        return self.turns_most * self.max_new_tokens
+
+    @property
     def turns_most(self) -> int:
         """Responses of a sample, at the most."""
         return 1
@@ -217,8 +222,9 @@ class OnPolicyConfig(SamplingConfig):
         reason = self.not_streamable
         if not reason and self.mini_batches > 1:
             reason = f"one optimiser step for each step, got mini_batches {self.mini_batches}; set it to 1"
-        if not reason and self.lag and self.lag.steps:
-            reason = f"a rollout that samples what the step trains, got lag {self.lag.steps}; drop one of them"
+        if not reason and self.lag:
+            wanted = "a rollout that samples what the step trains" if self.lag.steps else "samples without a correction"
+            reason = f"{wanted}, got lag {self.lag.steps}; drop one of them"
         if not reason and at["policy"] == at["rollout"]:
             reason = (
                 f"a rollout in a pool of its own, got it in the pool {at['rollout']} with the policy; write placement: "
@@ -303,9 +309,9 @@ class DAPOConfig(OnPolicyConfig):
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> Self:
-        if self.overlong and self.overlong.buffer > self.max_new_tokens:
+        if self.overlong and self.overlong.buffer > self.sampled_tokens:
             raise ValueError(
-                f"overlong.buffer must be <= max_new_tokens ({self.max_new_tokens}), got {self.overlong.buffer}"
+                f"overlong.buffer must be <= the tokens of a sample ({self.sampled_tokens}), got {self.overlong.buffer}"
             )
         return self
 

@@ -175,6 +175,13 @@ def _put(stretches: list[_Stretch], group: ScoredGroup, size: int) -> _Stretch:
     return stretches[-1]
 
 
+def credited(algorithm: Algorithm, batch: TokenBatch) -> TokenBatch:
+    """The batch with credit given; columns of tokens that were computed more precisely are kept in float32."""
+    found = algorithm.credit(batch)
+    wide = {name: column.float() for name, column in found.token_columns.items() if column.dtype == torch.float64}
+    return found.with_columns(**wide) if wide else found
+
+
 def attached(batch: TokenBatch, parts: Sequence[TokenBatch], columns: Sequence[Column], name: str) -> TokenBatch:
     """The columns of the parts, in the documents of the whole.
 

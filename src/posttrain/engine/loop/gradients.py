@@ -18,7 +18,7 @@ from posttrain.domain.errors import InputError
 from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.groups.worker_group import Future
-from posttrain.engine.loop.columns import Columns, Form, attached
+from posttrain.engine.loop.columns import Columns, Form, attached, credited
 from posttrain.engine.loop.roles import Roles
 from posttrain.engine.recipes.algorithm import Algorithm, ScoredGroup, Update
 from posttrain.engine.roles.training import TrainWorker
@@ -117,7 +117,7 @@ class Gradients:
         summed = self._coming.pop(step, [])
         for part in parts[len(summed) :]:
             summed.append(self._sum(part, step, summed))
-        self._refuse_shared_credit(self._algorithm.credit(whole), [one.batch for one in summed])
+        self._refuse_shared_credit(credited(self._algorithm, whole), [one.batch for one in summed])
         for number, one in enumerate(summed):
             done = one.answer.result() if one.answer else None
             if tracer and done:
@@ -127,7 +127,7 @@ class Gradients:
 
     def _sum(self, part: TokenBatch, step: int, summed: Sequence[_Summed]) -> _Summed:
         number, before = len(summed), sum(len(one.batch) for one in summed)
-        update, batch = self._update(step), self._algorithm.credit(part)
+        update, batch = self._update(step), credited(self._algorithm, part)
         chosen = list(update.computes(batch))
         computed = batch if len(chosen) == len(batch.item_lengths) else batch.select_items(chosen)
         answer = None

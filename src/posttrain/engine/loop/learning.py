@@ -16,7 +16,7 @@ from posttrain.engine.algorithms.kl import kl_estimate
 from posttrain.engine.algorithms.losses import log_ratio
 from posttrain.engine.batch import Provenance, TokenBatch
 from posttrain.engine.groups.worker_group import Future
-from posttrain.engine.loop.columns import Columns, Form, ask
+from posttrain.engine.loop.columns import Columns, Form, ask, credited
 from posttrain.engine.loop.gradients import Gradients
 from posttrain.engine.loop.missing import refuse_missing
 from posttrain.engine.loop.roles import Roles
@@ -109,7 +109,7 @@ class Learning:
         batch = replace(batch, provenance=Provenance(step=step))
         if self.gradients and form:
             done = self.gradients.finish(batch, step, groups, form, trace, tracer)
-            self._compare(done.metrics, trace)
+            self._compare(done.metrics.get("mismatch_kl", 0.0), trace)
             told = {**_distance(done.batch), **done.metrics}
             return Learned(told, done.tokens, 1 if done.tokens else 0, done.metrics)
         columns = self._algorithm.requires(step)
@@ -119,11 +119,12 @@ class Learning:
                 span |= {"columns": [column.name for column in columns]}
             self._roles.rest()
         with trace.span("advantage"):
-            batch = self._algorithm.credit(batch)
+            batch = credited(self._algorithm, batch)
         with trace.span("update"):
             learned = self._updated(batch, step, trace, tracer)
-        self._compare(learned.first, trace)
-        return replace(learned, metrics={**_distance(batch), **_staleness(batch), **learned.metrics})
+        stale = _staleness(batch)
+        self._compare(stale.get("lag/kl", learned.first.get("mismatch_kl", 0.0)), trace)
+        return replace(learned, metrics={**_distance(batch), **stale, **learned.metrics})
 
     def forget(self, step: int | None = None) -> None:
         """What was computed of groups that are not trained on: of a step, or of all."""
@@ -135,7 +136,7 @@ class Learning:
         """`probe/loss` of the stage's own model on a batch, and what its objective reports besides; nothing learns."""
         role = next(iter(self._roles.learners))
         batch = replace(batch, provenance=Provenance(role=role))
-        batch = self._algorithm.credit(ask(self._roles, batch, self._algorithm.requires(0)).filled())
+        batch = credited(self._algorithm, ask(self._roles, batch, self._algorithm.requires(0)).filled())
         [update] = (update for update in self._algorithm.updates(0) if update.role == role)
         objective = update.objective(Totals.of(batch))
         named = [Column(f"predicted_{need}", role, need) for need in sorted(objective.needs)]
@@ -172,9 +173,12 @@ class Learning:
             pass
         return answer.result()
 
-    def _compare(self, first: Mapping[str, float], trace: Trace) -> None:
-        """Tell, once, that who learns computes other log-probabilities than who sampled with the same weights."""
-        found = first.get("mismatch_kl", 0.0)
+    def _compare(self, found: float, trace: Trace) -> None:
+        """Tell, once, that who learns computes other log-probabilities than who sampled with the same weights.
+
+        Args:
+            found: KL of the one to the other, before a weight had changed.
+        """
         if not self._compares or found <= _ROUNDING:
             return
         learner = next(iter(self._roles.learners.values()))

@@ -41,7 +41,7 @@ class DAPO(GroupBaseline[DAPOConfig]):
         if c.overlong is None:
             return found
         lengths = torch.tensor([answer.generated for group in groups for answer in group.answers])
-        grown = overlong_penalty(lengths, c.max_new_tokens, c.overlong.buffer)
+        grown = overlong_penalty(lengths, c.sampled_tokens, c.overlong.buffer)
         return {**found, "reward/overlong": -c.overlong.penalty * float(grown.mean())}
 
     def rewards(self, batch: TokenBatch) -> Tensor:
@@ -49,5 +49,5 @@ class DAPO(GroupBaseline[DAPOConfig]):
         rewards, c = super().rewards(batch), self.config
         if c.overlong is None:
             return rewards
-        grown = overlong_penalty(batch.response_lengths, c.max_new_tokens, c.overlong.buffer)
+        grown = overlong_penalty(batch.response_lengths, c.sampled_tokens, c.overlong.buffer)
         return rewards - c.overlong.penalty * grown

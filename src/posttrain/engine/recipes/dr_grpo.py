@@ -24,5 +24,5 @@ class DrGRPO(GroupBaseline[GroupConfig]):
     def objective(self, totals: Totals) -> PolicyObjective:
         """The mean over responses of token sums, divided by the token limit."""
         return replace(
-            super().objective(totals), aggregation="seq-mean-token-sum-norm", norm=self.config.max_new_tokens
+            super().objective(totals), aggregation="seq-mean-token-sum-norm", norm=self.config.sampled_tokens
         )

@@ -44,4 +44,4 @@ class GRPO(GroupBaseline[GRPOConfig]):
         """As the stage sums it."""
         c = self.config
         kl = KLTerm(c.kl.coefficient, c.kl.estimator) if c.kl else None
-        return replace(super().objective(totals), aggregation=c.aggregation, norm=c.max_new_tokens, kl=kl)
+        return replace(super().objective(totals), aggregation=c.aggregation, norm=c.sampled_tokens, kl=kl)

@@ -90,6 +90,7 @@ class FrozenWorker:
         self._source, self._device, self._rank = model, context.device, context.rank
         self._role, self._temperature, self._micro_batch_tokens = name, temperature, micro_batch_tokens
         self._model = FrozenModel(self._open, self._device, reopens=isinstance(model, ModelSource | ScalarSource))
+        self._predicts = predictable(self._model.awake())  # known while it sleeps
 
     @torch.no_grad()
     def fill(self, batch: TokenBatch, column: str, need: Need) -> TokenBatch:
@@ -128,8 +129,8 @@ class FrozenWorker:
 
     def predicts(self) -> frozenset[Need]:
         """What its model may be asked for; a language model for its likeliest tokens too (`hold`)."""
-        can, likeliest = predictable(self._model.awake()), frozenset[Need]({"topk"})
-        return can | likeliest if "logprobs" in can else can
+        likeliest = frozenset[Need]({"topk"})
+        return self._predicts | likeliest if "logprobs" in self._predicts else self._predicts
 
     def context_length(self) -> int:
         """Tokens of prompt and response together that the model was made for."""

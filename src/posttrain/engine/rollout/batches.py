@@ -21,7 +21,7 @@ class PromptBatch:
     """
 
     tokens: tuple[tuple[int, ...], ...]
-    keys: tuple[int, ...]  # position in the data stream; never repeats within a run
+    keys: tuple[int, ...]  # position in the data stream; repeats only where samples go on by themselves
     first: tuple[int, ...] = ()  # the number of each prompt's first sample, where a sample goes on by itself; else 0
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from posttrain.domain.errors import FailureClass, InputError, IntegrityError, JobFailedError
+from posttrain.domain.errors import FailureClass, InfrastructureError, InputError, IntegrityError, JobFailedError
 from posttrain.engine.rollout.port import Completion, Generation, RolloutEngine, SamplingParams, prompt_segments
 from posttrain.engine.samples import Ints, Trajectory
 
@@ -28,10 +28,8 @@ class EngineError(JobFailedError):
     failure_class: ClassVar[FailureClass] = FailureClass.BAD_INPUT  # who brings the engine mends it
 
 
-class SilentError(EngineError):
+class SilentError(InfrastructureError):
     """A rollout engine does not answer."""
-
-    failure_class: ClassVar[FailureClass] = FailureClass.INFRASTRUCTURE
 
 
 def generate(
@@ -59,7 +57,8 @@ def generate(
     Raises:
         InputError: no prompt, an empty prompt, a prompt that does not fit the context together with its response,
             counts that do not match.
-        EngineError: an answer that was not asked for, came twice, is too long or empty; no answer at all.
+        EngineError: an answer that was not asked for, came twice, is too long or empty.
+        SilentError: no answer at all.
         JobFailedError: logits or log-probabilities that are not finite.
         IntegrityError: another version answered; somebody re-pointed weights that a zero-copy engine reads.
     """
@@ -75,7 +74,7 @@ def answers(
     """What an engine answers, as it does. What was not taken when this is closed is taken back.
 
     Raises:
-        EngineError, JobFailedError, IntegrityError: see `generate`.
+        EngineError, SilentError, JobFailedError, IntegrityError: see `generate`.
     """
     waiting, known = {generation.id: generation for generation in work}, dict[str, Generation]()
     prompts = {tokens: segment.tokens for tokens, segment in prompt_segments(work).items()}
@@ -125,6 +124,9 @@ def plan_generations(
         raise InputError(
             f"limits must be {rows} numbers in 1..{sampling.max_new_tokens}, got {len(bounds)} numbers: {bounds[:4]}…"
         )
+    begin = tuple(first or (0,) * len(prompts))
+    if len(begin) != len(prompts):
+        raise InputError(f"first samples must be one per prompt ({len(prompts)}), got {len(begin)}")
     for index, prompt in enumerate(prompts):
         longest = max(bounds[index * samples : (index + 1) * samples])
         if len(prompt) == 0:
@@ -134,7 +136,7 @@ def plan_generations(
                 f"prompt {index} and its response must fit the context of {context_length} tokens, "
                 f"got {len(prompt)} + {longest}; shorten the prompt or max_new_tokens"
             )
-    call, begin = next(_CALLS), tuple(first or (0,) * len(prompts))
+    call = next(_CALLS)
     return [
         Generation(
             f"{call}.{place}.{sample}",
@@ -150,15 +152,15 @@ def plan_generations(
 
 
 def _next(engine: RolloutEngine, waiting: dict[str, Generation], patience: float) -> list[Completion]:
-    """The next answers.
+    """The next answers; those to earlier calls, which were taken back or answered, are passed over.
 
     Raises:
         SilentError: none in `patience` seconds.
     """
-    end = time.monotonic() + patience
+    end, asked = time.monotonic() + patience, next(iter(waiting))
     while True:
-        found = engine.completed(max(0.0, end - time.monotonic()))
-        if found:
+        came = engine.completed(max(0.0, end - time.monotonic()))
+        if found := [done for done in came if not _of_an_earlier_call(done.id, asked)]:
             return found
         if time.monotonic() >= end:
             first = next(iter(waiting.values()))
@@ -166,6 +168,12 @@ def _next(engine: RolloutEngine, waiting: dict[str, Generation], patience: float
                 f"rollout engine {engine.name} must answer every sample, got none in {patience:g} s with "
                 f"{len(waiting)} waiting, first {_sample(first)}; see its log"
             )
+
+
+def _of_an_earlier_call(found: str, asked: str) -> bool:
+    """Whether an id is older: the number of a call is in its ids (`plan_generations`)."""
+    numbers = [name.partition(".")[0] for name in (found, asked)]
+    return all(number.isdecimal() for number in numbers) and int(numbers[0]) < int(numbers[1])
 
 
 def _asked(engine: str, done: Completion, waiting: dict[str, Generation], known: dict[str, Generation]) -> Generation:

@@ -142,7 +142,7 @@ class RolloutWorker:
         """`samples` responses to every prompt.
 
         Raises:
-            InputError, EngineError, JobFailedError, IntegrityError: see `generating.generate`.
+            InputError, EngineError, SilentError, JobFailedError, IntegrityError: see `generating.generate`.
         """
         _refuse_truncated(sampling)
         provenance = Provenance(role="rollout", rank=self._rank)
@@ -165,7 +165,7 @@ class RolloutWorker:
         """As `generate`, each group when its last sample has ended.
 
         Raises:
-            InputError, EngineError, JobFailedError, IntegrityError: see `generating.generate`.
+            InputError, EngineError, SilentError, JobFailedError, IntegrityError: see `generating.generate`.
         """
         _refuse_truncated(sampling)
         if not len(prompts):

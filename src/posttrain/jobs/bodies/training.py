@@ -30,6 +30,7 @@ from posttrain.engine.config import (
     RowsConfig,
     SamplingConfig,
     TrainingConfig,
+    TurnsConfig,
     named,
     stage_config,
 )
@@ -254,6 +255,8 @@ def _environment(
     config: SamplingConfig, algorithm: RolloutAlgorithm, tokenizer: PreTrainedTokenizerBase
 ) -> Environment | None:
     """What an algorithm observes between two responses."""
+    if not isinstance(config, TurnsConfig):
+        return None
     observe = getattr(algorithm, "observe", None)
     if (observe is None) != (config.turns_most == 1):
         name = f"recipe {config.recipe}" if isinstance(config, DataflowConfig) else type(algorithm).__name__
