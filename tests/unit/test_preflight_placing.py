@@ -125,7 +125,13 @@ def test_lag_is_told(world: World, machine: list[Machine]) -> None:
     name = file(world, "placement: {policy: {cpus: 1}, rollout: {cpus: 1}}, lag: {steps: 2}")
     shown = " ".join(world.ok("plan", name).split())
     assert "lag 2: batch t is sampled by the policy after t - 2 steps" in shown
+    assert "correction: tis: the policy reads every response once more" in shown
     assert "the package ray" not in shown
+    here = " ".join(world.ok("plan", file(world, "lag: {steps: 0, correction: decoupled}")).split())
+    assert "correction: decoupled: the policy reads every response once more" in here
+    assert "lag 0" not in here
+    odd = world("plan", file(world, "lag: {steps: 0, correction: bypass}"))
+    assert (odd.exit_code, "lag.steps 0 is there to correct" in odd.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("command", ["plan", "run", "lock"])
