@@ -14,7 +14,7 @@ import pytest
 from checkpoints import latest_checkpoint
 from test_train_job import ROWS, TINY, Shop, model_digest, run
 
-from posttrain.domain.errors import FailureClass, JobFailedError
+from posttrain.domain.errors import FailureClass
 from posttrain.domain.facts import Metric, Note, Progress
 from posttrain.domain.jobs import InputBlob, JobResult
 from posttrain.engine.groups.pool import Deadlines
@@ -25,6 +25,7 @@ from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.rollout import worker
 from posttrain.engine.rollout.batches import PromptBatch
+from posttrain.engine.rollout.generating import SilentError
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.jobs import entry
 from posttrain.jobs.bodies import init_model, pools, rewards, training
@@ -146,7 +147,7 @@ class TestDeadlines:
         mute: Any = Mute()
         role = worker.RolloutWorker(context, None, mute, patience=0.01)
         drawn = SamplingParams(max_new_tokens=4)
-        with pytest.raises(JobFailedError, match=r"mute must answer every sample, got none in 0\.01 s with 2 waiting"):
+        with pytest.raises(SilentError, match=r"mute must answer every sample, got none in 0\.01 s with 2 waiting"):
             list(role.stream(PromptBatch(((1, 2),), (0,)), drawn, 2))
 
 
