@@ -16,7 +16,6 @@ round makes a workspace and plays nothing in it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -28,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.judging import at_most, judge
-from benchmarks.versions import HERE, interpreter
+from benchmarks.versions import HERE, asked, interpreter
 
 TARGET = 1.05  # times the other's processor seconds, at most, in the median
 DEMO, TINY = ("demo", "--workspace"), ("init",)  # and a new folder
@@ -118,21 +117,10 @@ def summary(rounds: Sequence[tuple[Play, Play]]) -> list[Result]:
 
 def main() -> None:
     """Print the table; exit 1 when this checkout takes longer."""
-    parser = argparse.ArgumentParser(description="make demo of two checkouts in turns")
-    parser.add_argument("other", type=Path, nargs="?", help="folder of the other checkout; with --tiny this one")
-    parser.add_argument("--python", type=Path, help="its interpreter; default: its .venv's, or this one")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
-    parser.add_argument(
-        "--tiny", action="store_true", help="one round that makes a workspace: that it runs, no figures"
+    options = asked(
+        "make demo of two checkouts in turns", 3, "one round that makes a workspace: that it runs, no figures"
     )
-    options = parser.parse_args()
-    if options.rounds < 1:
-        parser.error(f"--rounds must be 1 or more, got {options.rounds}")
-    if options.other is None and not options.tiny:  # as `python -m benchmarks` asks
-        print("nothing is compared: no other checkout was named; git worktree add makes one")
-        if options.json:
-            options.json.write_text("[]\n")
+    if options is None:
         return
     folder = (options.other or HERE).resolve()
     sides = (Side(HERE, interpreter(HERE)), Side(folder, options.python or interpreter(folder)))

@@ -132,14 +132,19 @@ def _result(rows: int, group: int, turns: Sequence[tuple[float, float]]) -> Resu
     return Result(rows, group, own, others, middle, low, high, ratios[0], ratios[-1])
 
 
-def main() -> None:
-    """Print the table; exit 1 when this checkout is slower."""
-    parser = argparse.ArgumentParser(description="Rollout of two checkouts in turns")
+def asked(description: str, rounds: int, tiny: str) -> argparse.Namespace | None:
+    """Read the words of a benchmark of two checkouts; None: no other one was named, so nothing is compared.
+
+    Args:
+        rounds: the default.
+        tiny: what `--tiny` does.
+    """
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("other", type=Path, nargs="?", help="folder of the other checkout; with --tiny this one")
     parser.add_argument("--python", type=Path, help="its interpreter; default: its .venv's, or this one")
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--json", type=Path, help="also write the numbers here")
-    parser.add_argument("--tiny", action="store_true", help="one round of four rows: that it runs, no figures")
+    parser.add_argument("--tiny", action="store_true", help=tiny)
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error(f"--rounds must be 1 or more, got {options.rounds}")
@@ -147,6 +152,14 @@ def main() -> None:
         print("nothing is compared: no other checkout was named; git worktree add makes one")
         if options.json:
             options.json.write_text("[]\n")
+        return None
+    return options
+
+
+def main() -> None:
+    """Print the table; exit 1 when this checkout is slower."""
+    options = asked("Rollout of two checkouts in turns", 60, "one round of four rows: that it runs, no figures")
+    if options is None:
         return
     folder = (options.other or HERE).resolve()
     python = options.python or interpreter(folder)

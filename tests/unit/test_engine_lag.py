@@ -335,6 +335,20 @@ def test_with_lag_0_there_is_next_to_nothing_to_correct(model: ModelSource, tmp_
             torch.testing.assert_close(weights(desk)[key], value, atol=2e-3, rtol=0)
 
 
+def test_in_half_precision_there_is_something_to_correct(model: ModelSource, tmp_path: Path) -> None:
+    """Training rounds its logits to bfloat16, the rollout does not: the same weights, other log-probabilities."""
+    half = ModelSource(model.folder, "bfloat16")
+    lag = {"steps": 0, "cap": 1.5}
+    desk = Desk(tmp_path, recipe(half, lag=lag, placement=TOGETHER, runtime={"dtype": "bfloat16"}))
+    desk.run()
+    found = [each for each in told(desk) if "lag/ess" in each]
+    assert len(found) == 5
+    for metrics in found:
+        assert 0 < metrics["lag/kl"] < 5e-3
+        assert 0.95 < metrics["lag/ess"] < 1
+        assert math.isfinite(metrics["loss"])
+
+
 def test_what_an_engine_reports_wrongly_is_corrected_with_lag_0(
     model: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
