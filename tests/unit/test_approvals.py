@@ -24,7 +24,7 @@ from posttrain.cli.live import run_table
 from posttrain.cli.screens import approval_lines
 from posttrain.control import approving, channels, judging
 from posttrain.control.actions import promote, retry, stop
-from posttrain.domain.approvals import APPROVED, REJECTED, Action, Approval, Standing, request_of, weigh
+from posttrain.domain.approvals import APPROVED, REJECTED, Action, Approval, Standing, Terms, request_of, weigh
 from posttrain.domain.errors import AccessError, ApprovalError, InputError
 from posttrain.domain.policies import parse_policy
 from posttrain.domain.reasons import Reason
@@ -191,7 +191,7 @@ def test_whoever_owns_a_run_does_not_approve_it_and_strangers_do_not(world: Worl
     assert "got user:ada; user:ann may" in refused(world, "approve", run, code=13)
     user("mallory")
     for verb in ("approve", "reject"):
-        assert "only approvers of its policy may say that, got user:mallory" in refused(world, verb, run, code=13)
+        assert "only its approvers may approve or reject, got user:mallory" in refused(world, verb, run, code=13)
     assert world.json("get", run)["approvals"][0]["void"] == []
     world.ok("channel", "set-policy", "prod", policy_file(world, approvers=["user:mallory"]))
     user("eve")
@@ -274,12 +274,12 @@ def test_what_is_live_is_neither_approved_nor_rejected_any_more(world: World, us
 def test_why_an_approval_counts_nothing_is_said(world: World, user: As) -> None:
     request = request_of(Action.RELEASE, "prod", "user:eve", 0.0, "sort-1", live=0)
     said = [Approval(request.digest, name, APPROVED, 0.0) for name in ("user:eve", "user:bob", "user:ann")]
-    found = weigh(request, ["user:eve", "user:ann"], 1, {"user:eve"}, said)
+    found = weigh(request, Terms(("user:eve", "user:ann"), 1), {"user:eve"}, said)
     assert [one.actor for one in found.given] == ["user:ann"]
-    assert [why for _, why in found.void] == ["it is its owner's", "the policy does not name user:bob"]
+    assert [why for _, why in found.void] == ["it is its owner's", "user:bob is no approver of the channel"]
     lines = [line.plain for line in approval_lines([found])]
     assert lines[1].endswith("; counts nothing: it is its owner's")
-    assert lines[2].endswith("; counts nothing: the policy does not name user:bob")
+    assert lines[2].endswith("; counts nothing: user:bob is no approver of the channel")
 
 
 def test_approvals_count_nothing_when_the_policy_is_another(world: World, user: As) -> None:
@@ -515,8 +515,9 @@ def test_a_quarantine_is_lifted_by_approval(world: World, user: As, protected: b
     if protected:
         world.ok("channel", "protect", "prod")
     world.ok("rollback", "prod")
-    said = refused(world, "rollback", "prod", "--to", run, code=9)
-    assert "rollback to a quarantined model" in said
+    lifting = ("rollback", "prod", "--to", run, "--lift-quarantine", "a slip")
+    assert "--lift-quarantine REASON brings it back" in refused(world, *lifting[:4], code=9)
+    assert "rollback to a quarantined model" in refused(world, *lifting, code=9)
     assert world("run", "run.yaml", "--again").exit_code == 3
     judged = world.newest()
     user("ann")

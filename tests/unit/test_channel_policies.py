@@ -484,11 +484,11 @@ def test_a_frozen_channel_goes_back_but_not_on(world: World) -> None:
     assert world.json("get", run)["reason"] == "ChannelFrozen"
     assert next_of(world, run) == ["channel", "unfreeze", "prod"]
     world.ok("channel", "freeze", "prod", "--rollbacks")
-    said = refused(world, "rollback", "prod", "--to", second, code=9)
-    assert "channel prod: is frozen; posttrain channel unfreeze prod" in said
+    lifting = ("rollback", "prod", "--to", second, "--lift-quarantine", "it was the traffic")
+    assert "channel prod: is frozen; posttrain channel unfreeze prod" in refused(world, *lifting, code=9)
     world.ok(*next_of(world, run), "--reason", "it is over")
     assert next_of(world, run) == ["promote", run], "the channel is open by now"
-    assert "release 4" in world.ok("rollback", "prod", "--to", second)
+    assert "release 4" in world.ok(*lifting)
 
 
 def test_what_was_rejected_by_a_frozen_channel_is_brought_live_by_what_why_says(world: World) -> None:
@@ -518,26 +518,31 @@ def test_a_release_that_another_overtook_says_where_to_look(world: World, monkey
     assert world.json("ls")["runs"][1]["reason"] == "ChannelMoved"
 
 
-def test_a_protected_channel_keeps_its_policy_and_its_quarantine(world: World) -> None:
+def test_a_channel_that_an_older_version_protected_is_changed_by_nobody_until_it_is_unprotected(world: World) -> None:
     world.ok("channel", "set-policy", "prod", policy_file(world))
     world.ok("run", "run.yaml")
     second = better(world, 0.97)
-    world.ok("channel", "protect", "prod", "--reason", "it serves people")
-    assert "protected: its policy" in world.ok("get", "prod")
+    workspace = open_workspace()
+    with workspace.ledger.transaction(workspace.actor) as transaction:
+        transaction.set_channel(transaction.snapshot.channel_record("prod"), "channel.protected", protected=True)
+    workspace.close()
+    assert "protected: releases and changes" in world.ok("get", "prod")
     world.ok("rollback", "prod")
     for words in (
         ("set-policy", "prod", policy_file(world, gates=[ACCURACY])),
         ("remove-policy", "prod"),
     ):
         said = refused(world, "channel", *words, code=9)
-        assert "is protected, so a change of its policy needs an approval, and no policy of it names approvers" in said
+        assert "is protected, so a change of its policy needs an approval, and nobody else could give it" in said
         assert "posttrain channel unprotect prod comes first" in said
     assert "has this policy already" in world.ok("channel", "set-policy", "prod", policy_file(world))
     assert world("run", "run.yaml", "--again").exit_code == 3
     run = world.newest()
     assert world.json("get", run)["reason"] == "Quarantined"
-    for words in (("promote", run, "--lift-quarantine", "hush"), ("rollback", "prod", "--to", second)):
-        assert "so lifting the quarantine of sha256:" in refused(world, *words, code=9)
+    lift = ("--lift-quarantine", "hush")
+    for words in (("promote", run, *lift), ("rollback", "prod", "--to", second, *lift)):
+        assert world(*words).exit_code == 9
+    assert len(world.json("get", "prod")["history"]) == 3
     world.ok("channel", "unprotect", "prod", "--reason", "by its admin")
     assert "release 4" in world.ok("promote", run, "--lift-quarantine", "the traffic was at fault")
 
@@ -566,7 +571,7 @@ def test_a_policy_that_is_set_while_somebody_rolls_back_is_not_passed(
         world.ok("channel", "set-policy", "prod", document)
 
     monkeypatch.setattr(actions, "refuse_lift", overtaken)
-    said = refused(world, "rollback", "prod", "--to", second, code=9)
+    said = refused(world, "rollback", "prod", "--to", second, "--lift-quarantine", "hush", code=9)
     assert "channel prod was changed meanwhile; look at it and decide again" in said
     assert len(world.json("get", "prod")["history"]) == 3
 
@@ -591,7 +596,7 @@ def test_whoever_may_only_read_sees_the_policy_and_sets_none(world: World, monke
     world.ok("channel", "set-policy", "prod", policy_file(world))
     monkeypatch.setattr("posttrain.store.database.writable", lambda file: False)
     assert world.json("channel", "policy", "prod")["policy"]["gates"][0]["name"] == "accuracy"
-    for words in (("remove-policy", "prod"), ("freeze", "prod"), ("protect", "prod")):
+    for words in (("remove-policy", "prod"), ("freeze", "prod")):
         assert "it is read-only" in refused(world, "channel", *words, code=10)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.decision.releases import judged_at, promotion, release_states, rollback_target
+from posttrain.decision.releases import judged_at, live_before, promotion, release_states, rollback_target
 from posttrain.domain.errors import ConflictError, GateInconclusiveError, GateRejectedError, InputError, NotFoundError
 from posttrain.domain.gates import GateReport, Outcome, Verdict
 from posttrain.domain.records import ReleaseEntry
@@ -101,59 +102,68 @@ def test_a_report_without_gates_or_about_another_model_ships_nothing() -> None:
         promotion(at("old"), 1, "new", report(candidate="elsewhere"))
 
 
+def target(rows: list[ReleaseEntry], to: str | None = None) -> str:
+    """Where a rollback goes when each rollback of the history quarantined what it took off."""
+    taken_off = {was.model_digest for was, entry in itertools.pairwise(rows) if entry.action == "rollback"}
+    return rollback_target(rows, rows[-1], taken_off - {rows[-1].model_digest}, to)
+
+
 @pytest.mark.parametrize(
-    ("steps", "target"),
+    ("steps", "goes_to"),
     [
         (["A", "C"], "A"),
         (["A", "B", "C"], "B"),
         (["A", "B", "C", "<B"], "A"),  # not C, which was just left
         (["A", "B", "C", "<A", "D"], "A"),
-        (["A", "B", "<A", "B"], "A"),
         (["A", "A", "B", "B"], "A"),
-        (["A", "B", "<A", "<B"], "A"),  # rolled forward by name
         (["A", "B", "A"], "B"),
     ],
 )
-def test_rollback_goes_to_the_model_below(steps: list[str], target: str) -> None:
-    assert rollback_target(history(*steps)) == target
+def test_a_bare_rollback_goes_to_the_newest_release_that_is_not_quarantined(steps: list[str], goes_to: str) -> None:
+    assert target(history(*steps)) == goes_to
 
 
-@pytest.mark.parametrize("steps", [["A"], ["A", "A"], ["A", "B", "<A"]])
-def test_rollback_refuses_when_nothing_is_below(steps: list[str]) -> None:
-    with pytest.raises(NotFoundError, match="channel prod has no earlier model than A"):
-        rollback_target(history(*steps))
-
-
-def test_rollback_of_an_empty_channel() -> None:
-    with pytest.raises(NotFoundError, match="empty history"):
-        rollback_target([])
+@pytest.mark.parametrize("steps", [["A"], ["A", "A"], ["A", "B", "<A"], ["A", "B", "A", "<B"]])
+def test_a_bare_rollback_fails_when_every_other_release_is_quarantined(steps: list[str]) -> None:
+    with pytest.raises(NotFoundError, match=r"no other release that is not quarantined; .* --lift-quarantine REASON"):
+        target(history(*steps))
 
 
 def test_rollback_to_a_named_model() -> None:
     rows = history("A", "B", "C", "<B")
-    assert rollback_target(rows, to="A") == "A"
-    assert rollback_target(rows, to="C") == "C"
+    assert target(rows, to="A") == "A"
+    assert target(rows, to="C") == "C", "whether its quarantine may be lifted is for the caller to check"
     with pytest.raises(NotFoundError, match="Z was never live in channel prod"):
-        rollback_target(rows, to="Z")
+        target(rows, to="Z")
     with pytest.raises(InputError, match="B is live in channel prod already"):
-        rollback_target(rows, to="B")
+        target(rows, to="B")
 
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from("ABCDE"), min_size=1, max_size=12))
-def test_repeated_rollbacks_end_and_never_repeat_what_they_left(promoted: list[str]) -> None:
-    rows = history(*promoted)
+def test_repeated_rollbacks_end_and_revive_nothing_that_they_left(promoted: list[str]) -> None:
+    rows, left = history(*promoted), set[str]()
     for _ in range(len(promoted) + 1):
         try:
-            target = rollback_target(rows)
+            found = target(rows)
         except NotFoundError:
             break
-        assert target != rows[-1].model_digest
-        entry = replace(rows[-1], sequence=len(rows) + 1, model_digest=target, action="rollback")
-        rows.append(entry)
+        assert found not in left
+        left.add(rows[-1].model_digest)
+        rows.append(replace(rows[-1], sequence=len(rows) + 1, model_digest=found, action="rollback"))
     else:
         pytest.fail("rolling back did not end")
-    assert rows[-1].model_digest == promoted[0]
+    assert {rows[-1].model_digest, *left} == set(promoted)
+
+
+def test_audit_13_entries_that_are_no_moves_change_nothing_of_what_was_live() -> None:
+    rows = history("A", "B")
+    canary = replace(rows[-1], sequence=3, model_digest="C", action="canary")
+    assert rollback_target([*rows, canary], rows[-1], ()) == "A"
+    assert live_before([*rows, canary], 4) == 2
+    assert release_states([*rows, canary]) == release_states(rows)
+    with pytest.raises(NotFoundError, match="C was never live"):
+        rollback_target([*rows, canary], rows[-1], (), "C")
 
 
 def test_every_released_model_has_a_state_by_the_release_machine() -> None:

@@ -228,12 +228,15 @@ class Channels(Protocol):
             lift_quarantine: why a model that was rolled back from it may come back.
         """
 
-    def rollback(self, channel: str, to: str | None, since: int | None, reason: str = "") -> ReleaseEntry:
-        """Point it back at the model before, or at `to` (release number, run id, digest prefix).
+    def rollback(
+        self, channel: str, to: str | None, since: int | None, reason: str = "", lift_quarantine: str = ""
+    ) -> ReleaseEntry:
+        """Point it back at the newest release that is not quarantined, or at `to` (number, run id, digest prefix).
 
         Args:
             since: the release that must be live now.
             reason: why.
+            lift_quarantine: why the quarantined model that `to` names may come back.
         """
 
     def approve(self, what: str, channel: str | None, reason: str) -> Standing:
@@ -280,7 +283,7 @@ class Channels(Protocol):
         """Let releases pass what their runs say."""
 
     def protect(self, name: str, *, protected: bool, why: str) -> ChannelRecord:
-        """Let its policy and quarantine be changed by approval only, or take that back."""
+        """Make releases and changes of its policy and quarantine wait for an approval, or take that back."""
 
     def freeze(self, name: str, *, rollbacks: bool, why: str) -> ChannelRecord:
         """Let nothing be released to it; with `rollbacks` let it not be rolled back either."""

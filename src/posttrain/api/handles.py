@@ -137,7 +137,8 @@ class Run:
             lift_quarantine: why a model that was rolled back from the channel may come back.
 
         Raises:
-            ApprovalError: the channel's policy names approvers, who have not approved it; it is asked for then.
+            ApprovalError: the channel is protected or its policy names approvers, and an approval is missing; this
+                call requests it.
         """
         return self.control.promote(self.id, channel, lift_quarantine)
 
@@ -223,10 +224,12 @@ class Channel:
         return self.control.remove_policy(self.name)
 
     def protect(self, *, protected: bool = True, why: str = "") -> ChannelRecord:
-        """Let its policy and quarantine be changed by approval only; `protected=False` takes that back.
+        """Make releases and changes of its policy and quarantine wait for the approval of somebody who neither
+        submitted nor owns what is released; `protected=False` takes that back.
 
         Raises:
-            ApprovalError: the policy's approvers have not approved that it is unprotected yet; it is asked for then.
+            InputError: nobody but the present principal could approve anything.
+            ApprovalError: nobody approved yet that it is unprotected; this call requests it.
         """
         return self.control.protect(self.name, protected=protected, why=why)
 
@@ -242,17 +245,21 @@ class Channel:
         """Let it move again."""
         return self.control.unfreeze(self.name, why=why)
 
-    def rollback(self, to: str | None = None, *, since: int | None = None, reason: str = "") -> ReleaseEntry:
-        """Point it back at the model before, or at `to` (release number, run id, digest prefix).
+    def rollback(
+        self, to: str | None = None, *, since: int | None = None, reason: str = "", lift_quarantine: str = ""
+    ) -> ReleaseEntry:
+        """Point it back at the newest release that is not quarantined, or at `to` (number, run id, digest prefix).
 
         Args:
             since: the release that must be live now; makes a bare rollback safe to repeat.
             reason: why, as the event log keeps it.
+            lift_quarantine: why the quarantined model that `to` names may come back.
 
         Raises:
+            QuarantinedError: the model is quarantined, and `lift_quarantine` is empty.
             ApprovalError: the model is quarantined, and may come back once that is approved.
         """
-        return self.control.rollback(self.name, to, since, reason)
+        return self.control.rollback(self.name, to, since, reason, lift_quarantine)
 
     def lineage(self) -> Node:
         """From its weights back to prompts, reward source, base model and manifest."""

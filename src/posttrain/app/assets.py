@@ -8,6 +8,7 @@ from posttrain.api.values import Marked
 from posttrain.app.workspace import Workspace
 from posttrain.control.downstream import of_bytes
 from posttrain.control.recalls import RECALLED, recalled, set_status
+from posttrain.decision.releases import moves
 from posttrain.domain.lifecycle import RunState, is_final
 from posttrain.domain.records import Asset, ReleaseEntry, RunRecord
 
@@ -33,7 +34,9 @@ def mark(workspace: Workspace, asset: Asset, status: str, reason: str = "") -> M
         runs,
         tuple(one for one in runs if not is_final("run", found[one].state)),
         tuple(
-            (one, _before(history, barred)) for one, history in histories.items() if history[-1].model_digest in barred
+            (one, _before(history, barred))
+            for one, history in histories.items()
+            if (live := ledger.channel(one)) and live.model_digest in barred
         ),
     )
 
@@ -49,4 +52,4 @@ def _that_may_use(workspace: Workspace, asset: Asset) -> Iterator[RunRecord]:
 
 def _before(history: list[ReleaseEntry], barred: Collection[str]) -> int | None:
     """The newest release that a channel may go back to."""
-    return next((entry.sequence for entry in reversed(history) if entry.model_digest not in barred), None)
+    return next((entry.sequence for entry in reversed(moves(history)) if entry.model_digest not in barred), None)

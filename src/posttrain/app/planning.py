@@ -10,7 +10,9 @@ from pathlib import Path
 
 from posttrain.app.runs import resolve_spec
 from posttrain.app.workspace import Workspace
+from posttrain.control.approvals import terms
 from posttrain.control.conforming import released_evaluators
+from posttrain.control.planning import Planned
 from posttrain.control.stalls import stall_after
 from posttrain.decision.policies import origin
 from posttrain.domain.evaluators import measured_suites, suite_evaluator
@@ -67,11 +69,20 @@ def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None, sett
     trackers = tuple(describe(planned.trackers or of_workspace(workspace)))
     gates = tuple((rule.name, origin(rule, planned.policy)) for rule in planned.manifest.gates if planned.policy)
     evaluators = tuple(_evaluators(planned.manifest))
-    policy = planned.policy.policy if planned.policy else None
-    asked = (policy.needed, policy.approvers) if policy else (0, ())
+    asked = _approvals(planned, workspace)
     return PlanView(
         planned.manifest, stages, ahead.power, tuple(warnings), ahead.changes, trackers, run, gates, evaluators, *asked
     )
+
+
+def _approvals(planned: Planned, workspace: Workspace) -> tuple[int, tuple[str, ...]]:
+    """How many approvals the release will wait for, and who may give them."""
+    release = planned.manifest.release
+    if release is None:
+        return 0, ()
+    with workspace.ledger.snapshot() as now:
+        found = terms(now, now.channel_record(release.channel), planned.policy, workspace.actor)
+    return (found.needed, found.approvers) if found else (0, ())
 
 
 def _evaluators(manifest: Manifest) -> Iterator[tuple[str, str]]:

@@ -91,18 +91,18 @@ def remove_policy(channel: ChannelArgument) -> None:
 
 @app.command("protect")
 def protect(channel: ChannelArgument, reason: ReasonOption = "") -> None:
-    """Let policy and quarantine of a channel be changed by approval only, of the approvers that its policy names."""
+    """Make releases to a channel, and changes of its policy and quarantine, wait for another person's approval."""
     from posttrain.app.embedded.control import open_control
 
     control = open_control()
     control.protect(channel, protected=True, why=reason)
     control.close()
-    say(f"channel {channel} is protected: its policy and its quarantine are changed by approval only")
+    say(f"channel {channel} is protected: releases and changes of its policy wait for another person's approval")
 
 
 @app.command("unprotect")
 def unprotect(channel: ChannelArgument, reason: ReasonOption = "") -> None:
-    """Let policy and quarantine of a channel be changed again. Where its policy names approvers, they approve that."""
+    """End the protection of a channel; another person approves that first."""
     from posttrain.app.embedded.control import open_control
 
     control = open_control()

@@ -57,20 +57,25 @@ def promote(
 def rollback(
     channel: Annotated[str, typer.Argument(autocompletion=lazily("channels"))],
     to: Annotated[
-        str | None, typer.Option(help="A release number, run id or model digest; the model before by default.")
+        str | None,
+        typer.Option(help="A release number, run id or model digest; the newest not quarantined by default."),
     ] = None,
     since: Annotated[
         int | None, typer.Option("--from", help="The release that must be live: a repeated rollback goes back once.")
     ] = None,
     reason: Annotated[str, typer.Option(help="Why; the event log keeps it.")] = "",
+    lift_quarantine: Annotated[
+        str,
+        typer.Option(metavar="REASON", help="Why the quarantined model of --to may come back.", show_default=False),
+    ] = "",
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Point a channel back at the model it served before. Waits for no gate."""
+    """Point a channel back at the newest release that is not quarantined, or at --to. Waits for no gate."""
     from posttrain.app.embedded.control import open_control
 
     control = open_control()
     before = control.channel(channel).live
-    entry = control.rollback(channel, to, since, reason)
+    entry = control.rollback(channel, to, since, reason, lift_quarantine)
     if output is Output.JSON:
         control.close()
         emit_json(asdict(entry))
@@ -81,8 +86,8 @@ def rollback(
     was = f"; it was {digest(before.model_digest)} of run {before.run_id}" if before else ""
     say(f"{channel} points at {digest(entry.model_digest)} of run {entry.run_id} (release {entry.sequence}){was}")
     if before and gone:
-        back = f"posttrain rollback {channel} --to {before.sequence}"
-        say(f"{digest(before.model_digest)} is quarantined there: no release brings it back unasked; {back} does")
+        back = f"posttrain rollback {channel} --to {before.sequence} --lift-quarantine REASON"
+        say(f"{digest(before.model_digest)} is quarantined there; only {back} brings it back")
     if frozen:
         say(f"it stays frozen: nothing is released to it until posttrain channel unfreeze {channel}")
     control.close()

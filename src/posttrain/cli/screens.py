@@ -204,7 +204,8 @@ def channel_lines(
     if record.policy:
         yield Text(as_typed(f"policy: {digest(record.policy)} (posttrain channel policy {record.name})"), style="dim")
     if record.protected:
-        yield Text("protected: its policy and its quarantine are changed by approval only", style=style("warn"))
+        words = "protected: releases and changes of its policy wait for another person's approval"
+        yield Text(words, style=style("warn"))
     if record.frozen:
         still = "and not rolled back" if record.frozen == "all" else "rollbacks go on"
         words = as_typed(f"frozen: nothing is released to it, {still} (posttrain channel unfreeze {record.name})")

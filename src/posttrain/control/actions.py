@@ -12,7 +12,7 @@ from posttrain.control.jobs import AttemptFolders
 from posttrain.control.judging import check_weights, read_report, refuse_unmet
 from posttrain.control.recalls import refuse_recalled, refuse_release
 from posttrain.control.stores import Stores
-from posttrain.decision.releases import judged_at, promotion, rollback_target
+from posttrain.decision.releases import judged_at, moves, promotion, rollback_target
 from posttrain.domain.contracts import REPORT
 from posttrain.domain.errors import ConflictError, InputError, NotFoundError, StaleWriteError
 from posttrain.domain.kinds import kind_of
@@ -21,6 +21,7 @@ from posttrain.domain.reasons import Reason
 from posttrain.domain.records import ReleaseEntry, RunRecord, Signal
 from posttrain.domain.spelling import nearest
 from posttrain.domain.waits import signals_of
+from posttrain.store.releasing import quarantined
 
 _DIGITS = 8  # the fewest hex digits that name a model; fewer decimal ones are a release number
 _GOES_ON = (RunState.STOPPED, RunState.FAILED)  # once somebody retries it
@@ -122,7 +123,8 @@ def promote(stores: Stores, run_id: str, channel: str, lift_quarantine: str = ""
         GateRejectedError, GateInconclusiveError: the report does not say PASS.
         ConflictError: the channel moved since the gate looked, even if it came back.
         PolicyError: the channel's policy is another than the one it was judged under.
-        ApprovalError: the policy names approvers, who have not approved it; it is asked for then.
+        ApprovalError: the channel is protected or its policy names approvers, and an approval is missing; this call
+            requests it.
         ChannelClosedError: the channel is frozen, or the quarantine may not be lifted.
         RecalledError: the model, or something that it was made from, was recalled.
         IntegrityError: the model's bytes are missing or corrupt.
@@ -181,44 +183,57 @@ def judged_report(stores: Stores, run: RunRecord, verb: str) -> str:
 
 
 def rollback(
-    stores: Stores, channel: str, to: str | None = None, *, since: int | None = None, reason: str = ""
+    stores: Stores,
+    channel: str,
+    to: str | None = None,
+    *,
+    since: int | None = None,
+    reason: str = "",
+    lift_quarantine: str = "",
 ) -> ReleaseEntry:
-    """Point a channel back at the model it served before. Waits for no gate.
+    """Point a channel back at a model it served before. Waits for no gate.
 
     Args:
-        to: a model digest prefix, a run id, or a release number of the channel's history; None: the previous model.
-            When it is live already nothing moves, so that asking twice is one rollback.
+        to: a model digest prefix, a run id, or a release number of the channel's history; None: the newest release
+            that is not quarantined. When it is live already nothing moves, so that asking twice is one rollback.
         since: the release that must be live now, so that a repeated bare rollback cannot go back twice.
         reason: why, in words that may be erased.
+        lift_quarantine: why the quarantined model that `to` names may come back.
 
     Raises:
+        InputError: `lift_quarantine` without `to`.
         NotFoundError: unknown channel, or nothing to return to.
         ConflictError: another release is live than `since`, or the channel moved meanwhile.
-        ChannelClosedError: the channel is frozen for rollbacks too, or what it would return to is quarantined and may
-            not come back.
+        QuarantinedError: what `to` names is quarantined, and `lift_quarantine` gives no reason.
+        ChannelClosedError: the channel is frozen for rollbacks too, or its policy never lifts a quarantine.
         ApprovalError: it is quarantined, and may come back once that is approved.
         RecalledError: what it would return to was recalled, or made from something that was.
         IntegrityError: bytes of the model to return to are missing or corrupt.
     """
-    history = stores.ledger.history(channel)
-    if not history:
+    if lift_quarantine and to is None:
+        raise InputError(f"rollback {channel}: --lift-quarantine must come with --to; name the release to bring back")
+    history, live = stores.ledger.history(channel), stores.ledger.channel(channel)
+    if live is None:
         if stores.ledger.channel_record(channel).generation:
             raise NotFoundError(f"channel {channel}: nothing was released to it yet, so there is nothing to go back to")
         raise unknown_channel(channel, [record.name for record in stores.ledger.channel_records()])
-    live = history[-1]
     if since is not None and live.sequence != since:
         raise ConflictError(f"channel {channel}: release {since} must be live, got {live.sequence}; look: posttrain ls")
     named = _release_named(history, to)
-    digest = live.model_digest if named == live.model_digest else rollback_target(history, named)
-    check_weights(stores.blobs, digest, f"channel {channel} stays at release {live.sequence}")
     if named == live.model_digest:
+        check_weights(stores.blobs, named, f"channel {channel} stays at release {live.sequence}")
         return live
     seen = stores.ledger.channel_record(channel)  # before its policy is read: a change of it is a conflict
     pinned = policy_of(stores, channel)
+    barred = {one.model_digest: one for one in stores.ledger.quarantine(channel)}
+    digest = rollback_target(history, live, barred, named)
     refuse_lift(stores.ledger, channel, digest, pinned)
+    if digest in barred and not lift_quarantine:
+        raise quarantined(barred[digest], f"posttrain rollback {channel} --to {to} --lift-quarantine REASON")
+    check_weights(stores.blobs, digest, f"channel {channel} stays at release {live.sequence}")
     request = approvals.lift_request(stores, seen, pinned, digest, live.sequence)
     approvals.require(stores, request, pinned)
-    target = next(entry for entry in reversed(history) if entry.model_digest == digest)
+    target = next(entry for entry in reversed(moves(history)) if entry.model_digest == digest)
     with stores.ledger.transaction(stores.actor) as transaction:
         transaction.lock_recalls()
         refuse_release(transaction.snapshot, channel, digest)
@@ -231,6 +246,7 @@ def rollback(
             expected=live.sequence,
             report_digest=target.report_digest,
             generation=seen.generation,
+            lift=lift_quarantine,
             approved=approved,
             why=reason,
         )

@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 from posttrain.control.stores import Stores
-from posttrain.domain.approvals import Action, ApprovalRequest, Standing, request_of, weigh
-from posttrain.domain.errors import ApprovalError, StaleWriteError
-from posttrain.domain.policies import ChannelPolicy, PinnedPolicy
-from posttrain.domain.principals import NOBODY, canonical, meant
+from posttrain.decision.releases import live_before
+from posttrain.domain.approvals import Action, ApprovalRequest, Standing, Terms, request_of, weigh
+from posttrain.domain.errors import ApprovalError, ConflictError, StaleWriteError
+from posttrain.domain.policies import PinnedPolicy
+from posttrain.domain.principals import DRIVER, NOBODY, canonical, meant
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import ChannelRecord, RunRecord, StageRecord
 from posttrain.domain.roles import Role
@@ -34,55 +35,79 @@ def release_request(
     live: int,
     lift: bool = False,
 ) -> ApprovalRequest | None:
-    """The request for a release; None where the channel's policy names no approvers.
+    """The request for a release; None where neither the channel's protection nor its policy asks for approvals.
 
     Args:
         report: digest of the gate report.
         live: sequence of the release that was live when the gate looked.
         lift: the model is quarantined, and is to come back.
     """
-    if pinned is None or not pinned.policy.approvers:
-        return None
     with stores.ledger.snapshot() as now:
+        if terms(now, now.channel_record(channel), pinned) is None:
+            return None
         owner = now.submitter(run.id)
     action = Action.LIFT if lift else Action.RELEASE
-    bound = {"project": stores.ledger.project, "model": model, "report": report, "policy": pinned.digest, "live": live}
+    bound = {"project": stores.ledger.project, "model": model, "report": report, "live": live}
+    bound |= {"policy": pinned.digest if pinned else None}
     return request_of(action, channel, owner, stores.clock.now(), run.id, **bound)
 
 
 def change_request(
     stores: Stores, record: ChannelRecord, pinned: PinnedPolicy | None, action: Action, **bound: Any
 ) -> ApprovalRequest | None:
-    """The request for a change of a protected channel; None where nobody could approve it."""
-    if pinned is None or not pinned.policy.approvers:
-        return None
-    bound |= {"project": stores.ledger.project, "policy": pinned.digest, "revision": record.revision}
+    """The request for a change of a protected channel; None where nobody is asked.
+
+    A workspace without roles that has a single principal asks nobody: nobody could ever approve.
+    """
+    with stores.ledger.snapshot() as now:
+        asked = terms(now, record, pinned, stores.actor)
+        if asked is None or not (asked.others(stores.actor) or asked.self_approval or now.roles()):
+            return None
+    policy = pinned.digest if pinned else None
+    bound |= {"project": stores.ledger.project, "policy": policy, "revision": record.revision}
     return request_of(action, record.name, stores.actor, stores.clock.now(), **bound)
 
 
-def standing(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy) -> Standing:
-    """Where a request stands.
+def terms(now: Snapshot, record: ChannelRecord, pinned: PinnedPolicy | None, actor: str = "") -> Terms | None:
+    """Who must approve a release to a channel, or a change of a protected one; None: nobody is asked.
+
+    The approvers are those that the policy names. A protected channel whose policy names none asks the approvers and
+    admins of the project; a workspace without roles, where everybody may act, whoever acted in it.
+
+    Args:
+        pinned: the channel's policy.
+        actor: who acts now, and may have done nothing here before.
+    """
+    policy, roles = pinned.policy if pinned else None, now.roles()
+    able = {name for name, role in roles.items() if role.covers(Role.APPROVER)}
+    if policy is not None and policy.approvers:
+        own = bool(policy.self_approval) and not record.protected
+        roleless = tuple(name for name in policy.approvers if roles and name not in able)
+        return Terms(policy.approvers, policy.needed, own, roleless)
+    if not record.protected:
+        return None
+    acted = able if roles else (now.people() | {actor}) - {DRIVER, ""}
+    return Terms(tuple(sorted(acted)), 1)
+
+
+def standing(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy | None, actor: str = "") -> Standing | None:
+    """Where a request stands; None: the channel asks for no approval any more.
 
     Args:
         pinned: the policy that it names.
+        actor: who acts now.
     """
-    policy = pinned.policy
+    asked = terms(now, now.channel_record(request.channel), pinned, actor)
+    if asked is None:
+        return None
     known = next(iter(now.approval_requests(prefix=request.digest)), request)  # whose it is, was said first
-    said = now.approvals(request.digest)
-    own, done = owners(now, known, pinned), _done(now, known)
-    return weigh(known, policy.approvers, policy.needed, own, said, outdated(now, known), done, _roleless(now, policy))
+    own, done = owners(now, known, asked), _done(now, known)
+    return weigh(known, asked, own, now.approvals(request.digest), outdated(now, known), done)
 
 
-def _roleless(now: Snapshot, policy: ChannelPolicy) -> tuple[str, ...]:
-    """Approvers of a policy whom the project, where it has roles, gave none that lets them approve."""
-    roles = now.roles()
-    able = {name for name, role in roles.items() if role.covers(Role.APPROVER)}
-    return tuple(name for name in policy.approvers if roles and name not in able)
-
-
-def owners(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy) -> set[str]:
+def owners(now: Snapshot, request: ApprovalRequest, asked: Terms) -> set[str]:
     """Canonical names of those whose request it is: who submitted the run, and whom its run file names as its owner."""
-    if pinned.policy.self_approval:
+    if asked.self_approval:
         return set()
     named = meant(now.run(request.run_id).owner or NOBODY) if request.run_id else set()
     return {canonical(request.actor)} | named
@@ -100,13 +125,15 @@ def outdated(now: Snapshot, request: ApprovalRequest) -> str:
 def _done(now: Snapshot, request: ApprovalRequest) -> bool:
     """Whether a channel serves what was asked for."""
     live, model = now.channel(request.channel), request.asked.get("model")
-    return live is not None and model == live.model_digest and live.sequence == request.asked["live"] + 1
+    if live is None or model != live.model_digest:
+        return False
+    return live_before(now.history(request.channel), live.sequence) == int(request.asked["live"])
 
 
 # --- what is to be done -----------------------------------------------------------------------------------------------
 
 
-def await_release(stores: Stores, stage: StageRecord, request: ApprovalRequest, pinned: PinnedPolicy) -> bool:
+def await_release(stores: Stores, stage: StageRecord, request: ApprovalRequest, pinned: PinnedPolicy | None) -> bool:
     """Whether a release stage may go on; else it says what it waits for.
 
     Raises:
@@ -131,7 +158,7 @@ def await_release(stores: Stores, stage: StageRecord, request: ApprovalRequest, 
     return False
 
 
-def _may_come(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy) -> Standing:
+def _may_come(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy | None) -> Standing:
     """Where a release stands that approvals would let happen.
 
     Raises:
@@ -140,6 +167,8 @@ def _may_come(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy) -> 
     """
     refuse_closed(now, request.channel, str(request.asked["model"]))
     found = standing(now, request, pinned)
+    if found is None:
+        raise StaleWriteError(f"channel {request.channel}: asks for no approval any more; look at it and decide again")
     if found.outdated:
         raise StaleWriteError(f"channel {request.channel}: {found.outdated}; look at it and decide again")
     if found.refusal is not None:
@@ -153,12 +182,12 @@ def require(stores: Stores, request: ApprovalRequest | None, pinned: PinnedPolic
     Raises:
         ApprovalError: approvals are missing, or somebody rejected it.
     """
-    if request is None or pinned is None:
+    if request is None:
         return
     with stores.ledger.transaction(stores.actor) as transaction:
         transaction.lock_channel(request.channel)
-        found = standing(transaction.snapshot, request, pinned)
-        if not (found.refusal or found.missing):
+        found = standing(transaction.snapshot, request, pinned, stores.actor)
+        if found is None or not (found.refusal or found.missing):
             return
         transaction.ask_approval(request)
     raise _refused(found)
@@ -170,10 +199,12 @@ def count(transaction: Transaction, request: ApprovalRequest | None, pinned: Pin
     Raises:
         ApprovalError: it is not approved any more.
     """
-    if request is None or pinned is None:
+    if request is None:
         return ""
     transaction.lock_channel(request.channel)
     found = standing(transaction.snapshot, request, pinned)
+    if found is None:
+        raise ConflictError(f"channel {request.channel} was changed meanwhile; look at it and decide again")
     if found.refusal or found.missing:
         raise _refused(found)
     return request.digest

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from posttrain.control.actions import judged_report
-from posttrain.control.approvals import outdated, owners, release_request, standing
+from posttrain.control.approvals import outdated, owners, release_request, standing, terms
 from posttrain.control.channels import policy_of, unknown_channel
 from posttrain.control.judging import read_report, refuse_unmet
 from posttrain.control.stores import Stores
 from posttrain.decision.releases import judged_at, promotion
-from posttrain.domain.approvals import APPROVED, WITHDRAWN, ApprovalRequest, Standing, one_of
+from posttrain.domain.approvals import APPROVED, WITHDRAWN, ApprovalRequest, Standing, Terms, one_of
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import AccessError, ConflictError, InputError, NotFoundError
 from posttrain.domain.policies import PinnedPolicy
@@ -81,7 +81,9 @@ def find_release(stores: Stores, run_id: str, channel: str | None) -> ApprovalRe
     bound: dict[str, Any] = {"model": report.candidate, "report": digest, "live": judged}
     request = release_request(stores, run, name, pinned, **bound)
     if request is None:
-        raise InputError(f"channel {name}: no approvals are asked for, since no policy of it names approvers")
+        raise InputError(
+            f"channel {name}: no approvals are asked for: it is not protected, and no policy of it names approvers"
+        )
     with stores.ledger.snapshot() as now:
         if any(one.model_digest == report.candidate for one in now.quarantine(name)):
             raise InputError(
@@ -107,25 +109,31 @@ def say(stores: Stores, request: ApprovalRequest, verdict: str, reason: str = ""
         ConflictError: what it is about has changed since it was asked for.
         InputError: it is done.
     """
-    pinned = policy_of(stores, request.channel)
+    pinned, channel = policy_of(stores, request.channel), request.channel
     with stores.ledger.transaction(stores.actor) as transaction:
-        transaction.lock_channel(request.channel)
+        transaction.lock_channel(channel)
         now = transaction.snapshot
-        why = outdated(now, request)
-        if why or pinned is None or now.channel_record(request.channel).policy != pinned.digest:
-            why = why or "the policy is another now"
-            raise ConflictError(f"channel {request.channel}: {request.words}: {why}; ask for it again")
+        why, record = outdated(now, request), now.channel_record(channel)
+        if not why and record.policy != (pinned.digest if pinned else None):
+            why = "the policy is another now"
+        asked = terms(now, record, pinned, stores.actor)
+        found = standing(now, request, pinned, stores.actor)
+        if why or asked is None or found is None:
+            raise ConflictError(
+                f"channel {channel}: {request.words}: {why or 'no approval is needed any more'}; ask for it again"
+            )
         before = next((one for one in now.approvals(request.digest) if one.actor == stores.actor), None)
-        found = standing(now, request, pinned)
-        own = owners(now, found.request, pinned)
+        own = owners(now, found.request, asked)
         if verdict == APPROVED and before and before.verdict != APPROVED and canonical(stores.actor) in own:
             verdict = WITHDRAWN
         _refuse_done(found)
-        _refuse_stranger(stores.actor, found, pinned, own, verdict)
+        _refuse_stranger(stores.actor, found, asked, own, verdict)
         transaction.ask_approval(request)
         if before is None or before.verdict != verdict or (reason and before.reason != reason):
             transaction.say_approval(request, verdict, reason)
-        return replace(standing(now, request, pinned), said=verdict)
+        after = standing(now, request, pinned, stores.actor)
+        assert after is not None
+        return replace(after, said=verdict)
 
 
 def _refuse_done(found: Standing) -> None:
@@ -137,11 +145,11 @@ def _refuse_done(found: Standing) -> None:
         )
 
 
-def _refuse_stranger(actor: str, found: Standing, pinned: PinnedPolicy, own: set[str], verdict: str) -> None:
-    channel, named = found.request.channel, pinned.policy.approvers
+def _refuse_stranger(actor: str, found: Standing, asked: Terms, own: set[str], verdict: str) -> None:
+    channel, named = found.request.channel, asked.approvers
     if actor not in named:
         raise AccessError(
-            f"channel {channel}: only approvers of its policy may say that, got {actor}; they are {', '.join(named)}"
+            f"channel {channel}: only its approvers may approve or reject, got {actor}; they are {', '.join(named)}"
         )
     if verdict == APPROVED and found.ownerless:
         raise AccessError(

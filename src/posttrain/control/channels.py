@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 from posttrain.control import approvals
 from posttrain.control.stores import Stores
@@ -69,19 +70,35 @@ def set_policy(stores: Stores, channel: str, policy: ChannelPolicy | None) -> Ch
 
 
 def protect(stores: Stores, channel: str, *, protected: bool, why: str = "") -> ChannelRecord:
-    """Let policy and quarantine of a channel be changed by approval only, or take that back, by approval too.
+    """Make releases to a channel and changes of its policy and quarantine wait for an approval, or take that back.
 
     Raises:
-        ApprovalError: the channel's policy names approvers, and they have not approved that it is unprotected yet.
+        InputError: nobody but the actor could approve anything.
+        ApprovalError: nobody has approved yet that it is unprotected.
         NotFoundError: a channel that nobody has used yet: a slip would leave open what was meant.
         ConflictError: somebody moved or changed it meanwhile.
     """
     record = _used(stores.ledger, channel)
     if record.protected == protected:
         return record
+    if protected:
+        _refuse_alone(stores, record)
     kind = "channel.protected" if protected else "channel.unprotected"
     asked = _asked(stores, record, Action.UNPROTECT)
     return _set(stores, record, kind, why, asked, protected=protected)
+
+
+def _refuse_alone(stores: Stores, record: ChannelRecord) -> None:
+    """Refuse to protect a channel for which only one principal could approve."""
+    pinned = policy_of(stores, record.name)
+    with stores.ledger.snapshot() as now:
+        asked = approvals.terms(now, replace(record, protected=True), pinned, stores.actor)
+    if asked is None or not asked.others(stores.actor):
+        raise InputError(
+            f"channel {record.name}: must have a second principal who can approve before it is protected, got "
+            f"{stores.actor} alone; give somebody the role approver (posttrain member set), name approvers in its "
+            "policy, or serve the workspace (posttrain serve)"
+        )
 
 
 def freeze(stores: Stores, channel: str, frozen: str, why: str = "") -> ChannelRecord:
@@ -141,15 +158,17 @@ def _used(ledger: Ledger, channel: str) -> ChannelRecord:
 
 def _asked(
     stores: Stores, record: ChannelRecord, action: Action, **bound: object
-) -> tuple[ApprovalRequest, PinnedPolicy] | None:
+) -> tuple[ApprovalRequest, PinnedPolicy | None] | None:
     """The request for a change of a protected channel, once it is approved; None where nobody is asked.
 
     Raises:
         ApprovalError: it is not approved; it was written down that it was asked for.
     """
-    pinned = policy_of(stores, record.name) if record.protected else None
+    if not record.protected:
+        return None
+    pinned = policy_of(stores, record.name)
     request = approvals.change_request(stores, record, pinned, action, **bound)
-    if request is None or pinned is None:
+    if request is None:
         return None
     approvals.require(stores, request, pinned)
     return request, pinned
@@ -160,7 +179,7 @@ def _set(
     record: ChannelRecord,
     kind: str,
     why: str = "",
-    asked: tuple[ApprovalRequest, PinnedPolicy] | None = None,
+    asked: tuple[ApprovalRequest, PinnedPolicy | None] | None = None,
     size: int | None = None,
     **columns: object,
 ) -> ChannelRecord:

@@ -148,7 +148,8 @@ def release_stage(
 ) -> None:
     """Move the channel to the judged model, if it still points where it pointed when the gate looked.
 
-    Where its policy names approvers the stage waits for them, and nothing is hashed before they have approved.
+    A protected channel, and one whose policy names approvers, makes the stage wait for an approval; nothing is hashed
+    before it is given.
     """
     assert manifest.release is not None
     inputs = {slot: InputBlob(**blob) for slot, blob in stage.inputs.items()}
@@ -160,7 +161,7 @@ def release_stage(
         pinned = refuse_unmet(stores, run, manifest, report, channel) if move else None
         bound: dict[str, Any] = {"model": candidate, "report": inputs["report"].digest, "live": judged}
         request = approvals.release_request(stores, run, channel, pinned, **bound)
-        if request and pinned and not approvals.await_release(stores, stage, request, pinned):
+        if request and not approvals.await_release(stores, stage, request, pinned):
             return
         check_weights(stores.blobs, candidate, f"channel {channel} stays where it is")
         crashpoint("promote.before_commit")
@@ -172,6 +173,7 @@ def release_stage(
                 refuse_release(transaction.snapshot, channel, candidate)
                 approved = approvals.count(transaction, request, pinned)
                 under: dict[str, Any] = {"policy": report.policy, "approved": approved}
+                under["requested_by"] = transaction.snapshot.submitter(run.id)
                 live = transaction.append_release(
                     channel, candidate, run.id, "promote", judged, inputs["report"].digest, **under
                 )

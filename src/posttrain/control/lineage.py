@@ -14,8 +14,8 @@ from posttrain.control.origins import Origins
 from posttrain.control.selecting import selected
 from posttrain.control.stores import Stores
 from posttrain.data.importing import begins_at
-from posttrain.decision.releases import release_states
-from posttrain.domain.approvals import APPROVED
+from posttrain.decision.releases import live_before, release_states
+from posttrain.domain.approvals import APPROVED, Terms
 from posttrain.domain.contracts import BEST, METRICS, MODEL
 from posttrain.domain.edges import IMPORT, ORIGIN, stage_of
 from posttrain.domain.errors import IntegrityError, NotFoundError
@@ -23,7 +23,7 @@ from posttrain.domain.kinds import kind_of
 from posttrain.domain.manifest import model_output
 from posttrain.domain.placement import NAMED_MODELS
 from posttrain.domain.ports import BlobStore
-from posttrain.domain.principals import NOBODY, canonical
+from posttrain.domain.principals import canonical
 from posttrain.domain.records import Asset, Edge, ReleaseEntry, StageRecord
 from posttrain.store.external import URI, VERSION
 from posttrain.store.trees import read_json
@@ -114,17 +114,20 @@ def _release_node(origins: Origins, entry: ReleaseEntry) -> Node:
 
 
 def _approvers(origins: Origins, entry: ReleaseEntry) -> Iterator[str]:
-    """Who approved a release, where its channel's policy asked for that: those whom it names, and not its owner."""
-    now = origins.now
+    """Who approved a release, where it needed that: the owners of its run do not count."""
+    now, before = origins.now, live_before(origins.now.history(entry.channel), entry.sequence)
     for asked in now.approval_requests(entry.channel, entry.run_id) if entry.run_id else ():
-        if asked.asked.get("live") != entry.sequence - 1 or asked.asked.get("model") != entry.model_digest:
+        if asked.asked.get("live") != before or asked.asked.get("model") != entry.model_digest:
             continue
-        pinned = policy_of(origins.stores, entry.channel, str(asked.asked["policy"]))
-        own, named = (owners(now, asked, pinned), pinned.policy.approvers) if pinned else (set(), ())
-        for said in now.approvals(asked.digest):
-            counts = said.actor in named or said.actor.startswith(NOBODY)  # whose name was erased since
-            if said.verdict == APPROVED and counts and canonical(said.actor) not in own:
-                yield said.actor
+        policy = asked.asked["policy"]
+        pinned = policy_of(origins.stores, entry.channel, policy) if policy else None
+        terms = Terms((), 0, bool(pinned and pinned.policy.self_approval))
+        own = owners(now, asked, terms)  # that strangers approve is refused when they say it
+        yield from (
+            said.actor
+            for said in now.approvals(asked.digest)
+            if said.verdict == APPROVED and canonical(said.actor) not in own
+        )
 
 
 def _report_node(blobs: BlobStore, digest: str) -> Node:

@@ -64,9 +64,12 @@ def _released(stores: Stores, ref: AssetRef) -> MadeModel:
         known = stores.ledger.channels()
         hint = nearest(ref.name, known) or "; the first release of a run makes one"
         raise NotFoundError(f"{ref}: there is no channel {ref.name!r}{hint}")
-    entry = next((e for e in history if e.sequence == ref.version), None) if ref.version else history[-1]
+    numbered = next((e for e in history if e.sequence == ref.version), None)
+    entry = numbered if ref.version else stores.ledger.channel(ref.name)
     if entry is None:
-        raise NotFoundError(f"{ref}: channel {ref.name} has no release {ref.version}; the latest is {len(history)}")
+        raise NotFoundError(
+            f"{ref}: channel {ref.name} has no release {ref.version}; the latest is {history[-1].sequence}"
+        )
     with stores.ledger.snapshot() as now:
         made = Origins(stores, now).that_made(entry.run_id, entry.model_digest)
     name = f"channel:{ref.name}@{entry.sequence}"

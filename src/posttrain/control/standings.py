@@ -21,8 +21,10 @@ def standings(stores: Stores, *, channel: str | None = None, run_id: str | None 
 def _each(stores: Stores, now: Snapshot, requests: list[ApprovalRequest]) -> Iterator[Standing]:
     for request in requests:
         try:
-            pinned = policy_of(stores, request.channel, str(request.asked["policy"]))
+            asked = request.asked["policy"]
+            pinned = policy_of(stores, request.channel, asked) if asked else None
         except IntegrityError:  # a document of before that is gone: whoever asks for the channel's own is told
             continue
-        if pinned is not None:
-            yield standing(now, request, pinned)
+        found = standing(now, request, pinned)
+        if found is not None:
+            yield found

@@ -1,17 +1,30 @@
 """When a release channel may move, and where a rollback goes. Pure rules: `control` does the compare-and-set.
 
-The append-only history is read as a stack. Promoting puts a model on top; rolling back takes models off until the
-target is on top. So a second rollback goes further back and never returns to the model that the first one left.
+The append-only history numbers releases; the channel's deployment says which of them is live. A rollback quarantines
+the model that it takes off, and a bare one goes to the newest release that is not quarantined: a second one goes
+further back and never returns to the model that the first one left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from posttrain.domain.errors import ConflictError, GateInconclusiveError, GateRejectedError, InputError, NotFoundError
 from posttrain.domain.gates import GateReport, Outcome
 from posttrain.domain.lifecycle import ReleaseState, check_transition
 from posttrain.domain.records import ReleaseEntry
+
+MOVES = ("promote", "rollback")  # entries that made a model live; others, such as a canary's, leave it where it is
+
+
+def moves(history: Sequence[ReleaseEntry]) -> list[ReleaseEntry]:
+    """The entries of a history that made a model live, in its order."""
+    return [entry for entry in history if entry.action in MOVES]
+
+
+def live_before(history: Sequence[ReleaseEntry], sequence: int) -> int:
+    """The release that was live before this one, by its sequence; 0: none was."""
+    return max((entry.sequence for entry in moves(history) if entry.sequence < sequence), default=0)
 
 
 def judged_at(report: GateReport, channel: str, history: Sequence[ReleaseEntry]) -> int:
@@ -30,7 +43,7 @@ def judged_at(report: GateReport, channel: str, history: Sequence[ReleaseEntry])
         return report.release
     if report.baseline is None:
         return 0
-    found = [entry.sequence for entry in history if entry.model_digest == report.baseline]
+    found = [entry.sequence for entry in moves(history) if entry.model_digest == report.baseline]
     if len(found) == 1:
         return found[0]
     times = f"{len(found)} times" if found else "never"
@@ -79,30 +92,34 @@ def promotion(live: ReleaseEntry | None, judged: int, candidate: str, report: Ga
     return True
 
 
-def rollback_target(history: Sequence[ReleaseEntry], to: str | None = None) -> str:
-    """The model a rollback makes live again.
+def rollback_target(
+    history: Sequence[ReleaseEntry], live: ReleaseEntry, quarantined: Collection[str], to: str | None = None
+) -> str:
+    """The model that a rollback makes live again.
 
     Args:
         history: the channel's entries, oldest first.
-        to: digest of a model that was live before; None means the one below the live model.
+        live: the entry that is live.
+        quarantined: digests of models that may not come back unasked.
+        to: digest of a model that was live before; None: that of the newest release that is not quarantined.
 
     Raises:
-        NotFoundError: the channel is empty, there is nothing below, or `to` was never live.
+        NotFoundError: no release is left that is not quarantined, or `to` was never live.
         InputError: `to` is live already.
     """
-    if not history:
-        raise NotFoundError("rollback: the channel must have a live model, got an empty history; promote one first")
-    channel, live = history[-1].channel, history[-1].model_digest
+    channel, served = live.channel, moves(history)
     if to is None:
-        stack = _stack(history)
-        if len(stack) < 2:
+        barred = {live.model_digest, *quarantined}
+        found = next((entry.model_digest for entry in reversed(served) if entry.model_digest not in barred), None)
+        if found is None:
             raise NotFoundError(
-                f"rollback: channel {channel} has no earlier model than {live}; name one that was live before with --to"
+                f"rollback: channel {channel} has no other release that is not quarantined; posttrain rollback "
+                f"{channel} --to RELEASE --lift-quarantine REASON brings one back"
             )
-        return stack[-2]
-    if to == live:
+        return found
+    if to == live.model_digest:
         raise InputError(f"rollback: {to} is live in channel {channel} already; nothing to do")
-    if all(entry.model_digest != to for entry in history):
+    if all(entry.model_digest != to for entry in served):
         raise NotFoundError(f"rollback: {to} was never live in channel {channel}; see its history with `posttrain get`")
     return to
 
@@ -118,7 +135,7 @@ def release_states(history: Sequence[ReleaseEntry]) -> dict[str, ReleaseState]:
     """
     states: dict[str, ReleaseState] = {}
     live: str | None = None
-    for entry in history:
+    for entry in moves(history):
         if live is not None:
             left = ReleaseState.SUPERSEDED if entry.action == "promote" else ReleaseState.ROLLED_BACK
             check_transition("release", states[live], left)
@@ -127,19 +144,6 @@ def release_states(history: Sequence[ReleaseEntry]) -> dict[str, ReleaseState]:
         live = entry.model_digest
         states[live] = ReleaseState.LIVE
     return states
-
-
-def _stack(history: Sequence[ReleaseEntry]) -> list[str]:
-    """Models from the first promoted to the live one, without those that were rolled back."""
-    stack: list[str] = []
-    for entry in history:
-        digest = entry.model_digest
-        if entry.action == "rollback" and digest in stack:
-            while stack[-1] != digest:
-                stack.pop()
-        elif not stack or stack[-1] != digest:
-            stack.append(digest)
-    return stack
 
 
 def _check_outcome(report: GateReport) -> None:

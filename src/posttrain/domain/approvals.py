@@ -37,6 +37,21 @@ class Action(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Terms:
+    """Who must approve an action on a channel: the approvers of its policy, or those of the project."""
+
+    approvers: tuple[str, ...]
+    needed: int  # how many of them
+    self_approval: bool = False  # whether whoever submitted or owns the run counts too; never on a protected channel
+    roleless: tuple[str, ...] = ()  # approvers whom the project gave no role that lets them approve
+
+    def others(self, actor: str) -> list[str]:
+        """Approvers who are somebody else than `actor`."""
+        able = set(self.approvers) - set(self.roleless)
+        return sorted(name for name in able if canonical(name) != canonical(actor))
+
+
+@dataclass(frozen=True, slots=True)
 class ApprovalRequest:
     """One action that needs approvals."""
 
@@ -180,25 +195,23 @@ def request_of(
 
 def weigh(
     request: ApprovalRequest,
-    approvers: Sequence[str],
-    needed: int,
+    terms: Terms,
     own: Collection[str],
     said: Sequence[Approval],
     outdated: str = "",
     done: bool = False,
-    roleless: Collection[str] = (),
 ) -> Standing:
     """Where a request stands.
 
     Args:
-        approvers: whom the policy names.
+        terms: who must approve it.
         own: canonical names of those who may not approve, since the request is theirs. Once one of them is erased,
             nobody may: whoever acts under that name again is somebody else to the ledger.
         said: of this request, one of each person.
         outdated: why nothing of it counts any more.
         done: what was asked for is done.
-        roleless: those of the approvers who are not approvers of the project.
     """
+    approvers, roleless = terms.approvers, terms.roleless
     ownerless = any(name.startswith(NOBODY) for name in own)
     able = [name for name in approvers if not (ownerless or canonical(name) in own or name in roleless)]
     given = tuple(one for one in said if one.verdict == APPROVED and one.actor in able)
@@ -209,7 +222,7 @@ def weigh(
         (one, _void(one, own, roleless)) for one in said if one.verdict != REJECTED and one.actor not in spoken
     )
     may = tuple(name for name in able if name not in spoken)
-    return Standing(request, needed, given, refusal, may, void, outdated, done, ownerless, tuple(roleless))
+    return Standing(request, terms.needed, given, refusal, may, void, outdated, done, ownerless, roleless)
 
 
 def _void(said: Approval, own: Collection[str], roleless: Collection[str]) -> str:
@@ -222,4 +235,4 @@ def _void(said: Approval, own: Collection[str], roleless: Collection[str]) -> st
         return "the name of its owner was erased"
     if said.actor in roleless:
         return f"{said.actor} is no approver of the project any more"
-    return f"the policy does not name {said.actor}"
+    return f"{said.actor} is no approver of the channel"

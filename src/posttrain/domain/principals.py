@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
+DRIVER = "service:posttrain"  # who acts where no person does: the server's driver and upgrades; never logs in
 NOBODY = "erased:"  # how the name of an erased principal begins; its id follows
 FORM = "user:NAME or service:NAME, without spaces around it and without line breaks"
 _PROJECT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")

@@ -153,14 +153,14 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseEntry:
-    """One line of a channel's append-only history; the last one is what is live."""
+    """One line of a channel's append-only history; its deployments say which one is live."""
 
     sequence: int
     channel: str
     model_digest: str
     run_id: str | None
     action: str  # promote | rollback
-    actor: str
+    actor: str  # who asked for it: of a run's release stage, who submitted the run
     at: float
     report_digest: str | None = None
 

@@ -23,6 +23,7 @@ from posttrain.app.sinks import deliverer
 from posttrain.app.workspace import Workspace, serve_jobs
 from posttrain.control.owners import process_name
 from posttrain.domain.errors import PosttrainError
+from posttrain.domain.principals import DRIVER
 from posttrain.drivers.log import DriverLog
 from posttrain.events.admitting import public
 from posttrain.events.bus import Deliverer
@@ -32,7 +33,7 @@ from posttrain.server.logs import DriverLines, Logging, begin
 from posttrain.store.grants import Grants
 from posttrain.store.work import open_runs
 
-ACTOR, AUTH = "service:posttrain", "server"
+AUTH = "server"
 _EVERY = 1.5  # seconds between two looks for runs
 _SEAL = 2.0  # seconds between two looks for events to seal
 _SINKS = 10.0  # seconds between two looks for projects that have sinks
@@ -110,7 +111,7 @@ class Upkeep:
         for project in self._deliverers.keys() - wanted:
             self._deliverers.pop(project)[0].close()
         for project in wanted - self._deliverers.keys():
-            self._deliverers[project] = deliverer(self._workspace.seen_by(ACTOR, project, AUTH), public()), 0.0
+            self._deliverers[project] = deliverer(self._workspace.seen_by(DRIVER, project, AUTH), public()), 0.0
 
     def close(self) -> None:
         """Begin no delivery any more."""
@@ -188,7 +189,7 @@ class Driver:
         self._asked = time.monotonic()
         found = open_runs(self._workspace.ledger.database, self._workspace.jobs.host, process_name())
         for project in found.keys() - self._projects.keys():
-            runs, seen = OpenRuns(), self._workspace.seen_by(ACTOR, project, AUTH)
+            runs, seen = OpenRuns(), self._workspace.seen_by(DRIVER, project, AUTH)
             self._projects[project] = runs, Background(seen, runs, self._log)
             self._kept.enter_context(seen.reconciler.kept())
         for project, (runs, _) in self._projects.items():

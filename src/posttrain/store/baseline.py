@@ -12,6 +12,7 @@ from sqlalchemy import Connection, insert, select
 
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.ports import Clock
+from posttrain.domain.principals import DRIVER
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.store.audited import ADDED, TABLES, Audited, Change
 from posttrain.store.chain import GENESIS, Chain
@@ -22,7 +23,6 @@ from posttrain.store.schema import events_before, principals
 _NONE = Chain(0, GENESIS)
 _BOUND = select(events_before.c.subject, events_before.c.payload).where(events_before.c.kind == "workspace.bound")
 _ROWS = 200  # of one event
-_ACTOR = "service:posttrain"
 
 
 def tell_rows(
@@ -37,12 +37,12 @@ def tell_rows(
     Raises:
         IntegrityError: a row cannot be read.
     """
-    actor = connection.execute(select(principals.c.id).where(principals.c.name == _ACTOR)).scalar()
+    actor = connection.execute(select(principals.c.id).where(principals.c.name == DRIVER)).scalar()
     if actor is None:
         actor = entropy(8).hex()
-        columns = {"id": actor, "kind": "service", "name": _ACTOR, "created_at": clock.now()}
+        columns = {"id": actor, "kind": "service", "name": DRIVER, "created_at": clock.now()}
         connection.execute(insert(principals).values(**columns))
-    author = Author(_ACTOR, new_request(entropy), entropy=entropy, known={_ACTOR: actor})
+    author = Author(DRIVER, new_request(entropy), entropy=entropy, known={DRIVER: actor})
     journal = Journal(connection, author, clock, DEFAULT_PROJECT)
     facts: dict[str, Any] = {"chain": {"events": chain.events, "head": chain.head}} if chain.events else {}
     journal.tell(UPGRADED if came_from else CREATED, "ledger", facts={**facts, "from": came_from})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import Connection, Select, select
+from sqlalchemy import Connection, Select, func, select
 
 from posttrain.domain.records import ChannelRecord, Deployment, Look, Quarantine, ReleaseEntry
 from posttrain.store.rows import Record, to_record
@@ -44,9 +44,14 @@ class ChannelReading:
         return self._all(Deployment, query.order_by(deployments.c.role))
 
     def history(self, name: str) -> list[ReleaseEntry]:
-        """Everything that was ever live on a channel, oldest first."""
+        """Every release of a channel, oldest first; `channel` has the one that is live."""
         query = self._releases().where(releases.c.channel == name).order_by(releases.c.sequence)
         return self._all(ReleaseEntry, query)
+
+    def last_release(self, name: str) -> int:
+        """The highest sequence of a channel's entries, whatever their action; 0: it has none."""
+        query = select(func.max(releases.c.sequence)).where(releases.c.project == self._project)
+        return int(self._connection.execute(query.where(releases.c.channel == name)).scalar() or 0)
 
     def quarantine(self, name: str) -> list[Quarantine]:
         """Models that may not be promoted to a channel again, the newest first."""

@@ -21,7 +21,7 @@ def no_run(now: Snapshot, word: str) -> str:
     names = [record.name for record in now.channel_records()]
     channel, _, number = word.removeprefix(_CHANNEL).partition("@")
     if channel in names:
-        return f"there is no run {word!r}: {_of_channel(channel, number, now.history(channel))}"
+        return f"there is no run {word!r}: {_of_channel(channel, number, now.history(channel), now.channel(channel))}"
     newest = now.runs(limit=_SEARCHED)
     known = {name for run in newest for name in (run.id, run.name)}
     whole, of_a_stage, _ = word.partition("/")
@@ -33,13 +33,12 @@ def no_run(now: Snapshot, word: str) -> str:
     return f"there is no run {word!r}{hint}; `posttrain ls` shows them"
 
 
-def _of_channel(channel: str, number: str, history: Sequence[ReleaseEntry]) -> str:
+def _of_channel(channel: str, number: str, history: Sequence[ReleaseEntry], live: ReleaseEntry | None) -> str:
     """What somebody sees who took a channel, or a release of one, for a run."""
     see = f"posttrain get {channel}"
-    if not history:
+    if live is None:
         return f"{channel} is a channel, and nothing was released to it yet; see {see}"
     if not number:
-        live = history[-1]
         return f"{channel} is a channel, which serves release {live.sequence}{_made(live)}; see {see}"
     entry = next((one for one in history if str(one.sequence) == number), None)
     if entry is None:

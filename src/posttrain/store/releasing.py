@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from posttrain.domain.errors import ChannelClosedError, ConflictError, PolicyError, QuarantinedError
+from posttrain.domain.errors import ChannelClosedError, ConflictError, PolicyError, QuarantinedError, StaleWriteError
 from posttrain.domain.records import Artifact, ChannelRecord, Look, Quarantine, ReleaseEntry
 from posttrain.store.audited import Change
 from posttrain.store.channel_rows import LIVE
@@ -38,34 +38,39 @@ class ReleaseWriting(Writing):
         generation: int | None = None,
         approved: str = "",
         why: str = "",
+        requested_by: str = "",
     ) -> ReleaseEntry:
         """Move a channel to another model: compare-and-set against the release that is live, appended to its history.
 
-        A rollback quarantines the model that it takes off the channel, and lifts the quarantine of the one it names.
+        A rollback quarantines the model that it takes off the channel. No promotion of a protected channel is written
+        without an approval.
 
         Args:
             action: `promote` or `rollback`; the event is `channel.<action>`.
             expected: sequence of the release that the caller saw live; 0 for a channel that was empty.
-            lift: why a model that is quarantined is promoted after all.
+            lift: why a model that is quarantined comes back.
             policy: digest of the policy that a promotion was judged under; None: under none.
             generation: of the channel's row when it was decided that the model may come back; None: nobody asked that.
             approved: digest of the request that was approved, where one was needed.
             why: in words that may be erased.
+            requested_by: who wants the release, where that is somebody else than the author of this transaction.
 
         Raises:
-            QuarantinedError: the model was rolled back from this channel, and `lift` says nothing.
+            QuarantinedError: the model was rolled back from this channel, and `lift` is empty.
             ChannelClosedError: it is frozen, or protected and a quarantine would be lifted without approval.
             PolicyError: the channel has another policy now.
             ConflictError: something else is live.
+            StaleWriteError: the channel is protected, and the promotion carries no approval.
         """
         record, live = self._as_it_was_seen(channel, action, expected, policy, generation)
-        sequence = expected + 1
-        self._pass_quarantine(record, model_digest, action, lift, sequence, approved)
+        if action == "promote" and record.protected and not approved:
+            raise StaleWriteError(f"channel {channel} was protected meanwhile; look at it and decide again")
+        sequence = self.snapshot.last_release(channel) + 1
+        self._pass_quarantine(record, model_digest, lift, approved)
         if action == "rollback" and live is not None:
             self._quarantine(channel, live.model_digest, sequence)
-        entry = ReleaseEntry(
-            sequence, channel, model_digest, run_id, action, self._journal.author.name, self._clock.now(), report_digest
-        )
+        by = requested_by or self._journal.author.name
+        entry = ReleaseEntry(sequence, channel, model_digest, run_id, action, by, self._clock.now(), report_digest)
         what = f"release {sequence} of channel {channel}"
         touched = self._touched(record)  # first: whoever comes second waits here
         previous = live.model_digest if live else None
@@ -168,20 +173,17 @@ class ReleaseWriting(Writing):
             raise ConflictError(f"channel {entry.channel}: somebody moved it meanwhile; look at it again")
         return change
 
-    def _pass_quarantine(
-        self, record: ChannelRecord, model: str, action: str, lift: str, sequence: int, approved: str
-    ) -> None:
+    def _pass_quarantine(self, record: ChannelRecord, model: str, lift: str, approved: str) -> None:
         channel = record.name
         barred = next((one for one in self.snapshot.quarantine(channel) if one.model_digest == model), None)
         if barred is None:
             return
-        reason = lift or (f"rolled back to, by release {sequence}" if action == "rollback" else "")
-        if not reason:
+        if not lift:
             raise quarantined(barred)
         if not approved:
             refuse_protected(record, f"lifting the quarantine of {model[:_SHOWN]}…")
         key = {"project": self._project, "channel": channel, "model_digest": model}
-        values = {"lifted_at": self._clock.now(), "reason": reason, "principal": self._journal.own}
+        values = {"lifted_at": self._clock.now(), "reason": lift, "principal": self._journal.own}
         self._change(quarantine, key, values, "channel.quarantine_lifted", channel)
 
     def _quarantine(self, channel: str, model: str, sequence: int) -> None:
@@ -193,23 +195,27 @@ class ReleaseWriting(Writing):
             self._insert(quarantine, {**key, **values}, what, "channel.quarantined", channel)
 
 
-def quarantined(barred: Quarantine) -> QuarantinedError:
-    """That a model may not come back without a reason."""
+def quarantined(barred: Quarantine, lifts: str = "promote --lift-quarantine REASON") -> QuarantinedError:
+    """The error of whoever brings a quarantined model back without a reason.
+
+    Args:
+        lifts: the command that brings it back.
+    """
     return QuarantinedError(
         f"channel {barred.channel}: {barred.model_digest[:_SHOWN]}… was taken off it by release {barred.release} and "
-        "is quarantined; promote --lift-quarantine REASON says why it may come back"
+        f"is quarantined; {lifts} brings it back"
     )
 
 
 def refuse_protected(record: ChannelRecord, what: str) -> None:
-    """Refuse what a protected channel lets happen by approval only, where nobody is there who could approve.
+    """Refuse what a protected channel allows by approval only, where nobody else could approve it.
 
     Raises:
         ChannelClosedError: it is protected.
     """
     if record.protected:
         raise ChannelClosedError(
-            f"channel {record.name}: is protected, so {what} needs an approval, and no policy of it names approvers; "
+            f"channel {record.name}: is protected, so {what} needs an approval, and nobody else could give it; "
             f"posttrain channel unprotect {record.name} comes first"
         )
 

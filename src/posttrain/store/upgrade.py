@@ -18,6 +18,7 @@ from sqlalchemy.exc import OperationalError
 
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import ConflictError, DeadlineError
+from posttrain.domain.principals import DRIVER
 from posttrain.store import postgres
 from posttrain.store.audit import verify_rows
 from posttrain.store.backing import copy_ledger
@@ -33,7 +34,6 @@ from posttrain.store.schema import SCHEMA_VERSION, events, payloads, principals,
 from posttrain.store.sealer import seal, verify_chain
 
 _FIRST = "0001"
-_ACTOR = "service:posttrain"
 _TELLS = frozenset(table.name for table in (events, payloads, principals, unsealed, work))
 _TRY_SECONDS = 0.5  # that others are kept waiting by one try to be alone: PostgreSQL looks for deadlocks after a second
 _PATIENCE_SECONDS = 300.0  # of all tries
@@ -171,7 +171,7 @@ def _go_on(connection: Connection, ledger: Ledger, came_from: str) -> str:
     kept = _keep(connection, ledger.database.place, came_from)
     crashpoint("upgrade.after_copy")
     migrate(connection)
-    author = Author(_ACTOR, new_request(ledger.entropy), ledger.auth, ledger.entropy)
+    author = Author(DRIVER, new_request(ledger.entropy), ledger.auth, ledger.entropy)
     journal = Journal(connection, author, ledger.clock, ledger.project)
     journal.tell(UPGRADED, "ledger", facts={"from": came_from, "to": SCHEMA_VERSION})
     journal.flush()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.control.lineage import run_lineage
+from posttrain.decision.releases import moves
 from posttrain.domain.errors import InputError, IntegrityError, PosttrainError, TrackerError
 from posttrain.domain.records import ReleaseEntry
 from posttrain.domain.trackers import Trackers
@@ -132,10 +133,11 @@ def channel_state(workspace: OpenWorkspace, channel: str) -> tuple[ChannelState,
     """The channel as a registry is told of it, and its release number."""
     history = workspace.ledger.history(channel)
     first: dict[str, ReleaseEntry] = {}
-    for entry in history:
+    for entry in moves(history):
         first.setdefault(entry.model_digest, entry)
     versions = tuple(Version(e.model_digest, e.run_id, _tags(workspace, e)) for e in first.values())
-    live = history[-1]
+    live = workspace.ledger.channel(channel)
+    assert live is not None  # whoever calls has looked
     return ChannelState(channel, versions, live.model_digest, workspace.blobs.url), live.sequence
 
 

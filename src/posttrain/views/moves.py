@@ -1,13 +1,15 @@
-"""The moves of a channel, the newest first: what became of each, who did it, why, and who approved it."""
+"""The moves of a channel, the newest first: what became of each, who requested it, why, and who approved it."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from posttrain.decision.releases import moves as moving
 from posttrain.domain.approvals import APPROVED
 from posttrain.domain.errors import InputError
 from posttrain.domain.lifecycle import ReleaseState
+from posttrain.domain.principals import DRIVER
 from posttrain.domain.records import ReleaseEntry
 from posttrain.store.ledger import Ledger
 from posttrain.store.snapshot import Snapshot
@@ -42,17 +44,24 @@ def moves(ledger: Ledger, channel: str, limit: int | None = None, before: str | 
     if before is not None and not (before.isdecimal() and len(before) <= _DIGITS):
         raise InputError(f"channel {channel}: before must be the number of a release, got {before[:80]!r}")
     with ledger.snapshot() as now:
-        history = now.history(channel)
+        history = moving(now.history(channel))
         events = [event for kind in _KINDS for event in now.channel_events(channel, kind)]
         told = {event.payload.get("sequence"): event.payload for event in events}
         states = [_ended_by(follower) for follower in history[1:]] + [ReleaseState.LIVE] * bool(history)
         rows = [(one, state) for one, state in zip(history, states, strict=True) if _older(one, before)]
         chosen = rows[::-1][:limit]
         return [
-            Move(one, state, str(said.get("why") or ""), _approvers(now, said.get("approved")))
+            Move(_requested(now, one), state, str(said.get("why") or ""), _approvers(now, said.get("approved")))
             for one, state in chosen
             for said in [told.get(one.sequence, {})]
         ]
+
+
+def _requested(now: Snapshot, one: ReleaseEntry) -> ReleaseEntry:
+    """A release with who asked for it: entries of older versions name the account of the server's driver."""
+    if one.actor != DRIVER or one.run_id is None:
+        return one
+    return replace(one, actor=now.submitter(one.run_id))
 
 
 def _ended_by(follower: ReleaseEntry) -> ReleaseState:

@@ -96,13 +96,16 @@ class Channels:
         courier.announce(self.workspace)
         return entry
 
-    def rollback(self, channel: str, to: str | None, since: int | None, reason: str = "") -> ReleaseEntry:
+    def rollback(
+        self, channel: str, to: str | None, since: int | None, reason: str = "", lift_quarantine: str = ""
+    ) -> ReleaseEntry:
         """See `Channels.rollback`."""
         from posttrain.app import courier
         from posttrain.control.actions import rollback
         from posttrain.trackers.registering import announce
 
-        entry = rollback(self.workspace.stores, channel, to, since=since, reason=reason)
+        stores = self.workspace.stores
+        entry = rollback(stores, channel, to, since=since, reason=reason, lift_quarantine=lift_quarantine)
         self.workspace.seal()
         announce(self.workspace, channel)
         courier.announce(self.workspace)

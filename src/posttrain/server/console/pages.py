@@ -123,8 +123,9 @@ def roll_back(visit: Visit) -> Response:
     to, since, reason = form.get("to", ""), form.get("since", ""), form.get("reason", "").strip()
     if not reason:
         return _confirmation(visit, found, to, "a rollback needs a reason: who comes next will want to know")
+    lift = reason if form.get("barred") else ""  # the page showed the quarantine, and asked why it ends
     sent = {"channel": found.record.name, "to": to or None, "since": _number(since), "reason": reason}
-    visit.worker("rollback", sent)
+    visit.worker("rollback", {**sent, "lift_quarantine": lift})
     return visit.goes_to(f"/channels/{_quoted(found.record.name)}")
 
 
@@ -169,9 +170,10 @@ def _confirmation(visit: Visit, found: ChannelView, to: str, trouble: str = "") 
     wanted = next((entry for entry in history if to and entry.sequence == _number(to)), None)
     if to and wanted is None:
         raise NotFoundError("the channel has no such release")
-    digest = rollback_target(history, wanted.model_digest if wanted else None)
+    quarantined = [one.model_digest for one in found.quarantine]
+    digest = rollback_target(history, found.live, quarantined, wanted.model_digest if wanted else None)
     target = next(entry for entry in reversed(history) if entry.model_digest == digest)
-    barred = [one for one in found.quarantine if one.model_digest == digest and not one.lifted_at]
+    barred = [one for one in found.quarantine if one.model_digest == digest]
     return visit.page(
         "rollback",
         status=422 if trouble else 200,
