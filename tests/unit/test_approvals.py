@@ -24,9 +24,11 @@ from posttrain.cli.live import run_table
 from posttrain.cli.screens import approval_lines
 from posttrain.control import approving, channels, judging
 from posttrain.control.actions import promote, retry, stop
+from posttrain.control.reconciler import Reconciler
 from posttrain.domain.approvals import APPROVED, REJECTED, Action, Approval, Standing, Terms, request_of, weigh
-from posttrain.domain.errors import AccessError, ApprovalError, InputError
+from posttrain.domain.errors import AccessError, ApprovalError, InputError, StaleWriteError
 from posttrain.domain.policies import parse_policy
+from posttrain.domain.principals import DRIVER
 from posttrain.domain.reasons import Reason
 from posttrain.domain.roles import Role
 from posttrain.domain.runspec import parse_run_spec
@@ -35,6 +37,7 @@ from posttrain.store.atomic import make_folder
 from posttrain.store.audit import verify_rows
 from posttrain.store.erasure import erase_principal, erase_subject
 from posttrain.store.ledger import Ledger
+from posttrain.views.moves import moves
 from posttrain.views.status import RunWatcher
 
 TWO = {"approvers": ["user:ann", "user:bob", "user:cy"], "approvals": 2}
@@ -815,3 +818,95 @@ def test_whatever_makes_the_wait_moot_wakes_the_run(bench: Bench, monkeypatch: p
 def test_the_run_file_of_the_world_is_owned_by_somebody_else_than_who_submits() -> None:
     assert yaml.safe_load(RUN)["owner"] == "ada"
     assert "approvers" not in POLICY
+
+
+# --- protected channels -----------------------------------------------------------------------------------------------
+
+
+def test_audit_3_a_submitter_ships_nothing_to_a_protected_channel_without_a_policy(world: World, user: As) -> None:
+    world.ok("run", "run.yaml")
+    for name, role in (("eve", "admin"), ("ann", "approver"), ("ada", "approver"), ("sue", "submitter")):
+        world.ok("member", "set", f"user:{name}", role)
+    world.ok("channel", "protect", "prod", "--reason", "it serves people")
+    user("sue")
+    world.ok("asset", "add", "reward:sort", world.write("r.py", "def score(completion, answer):\n    return 0.97\n"))
+    assert "approve:  the release waits for 1 of user:ada, user:ann, user:eve" in world.ok("plan", "run.yaml")
+    run = waits(world)
+    assert "needs 1 approval, has none; user:ann or user:eve may approve" in told(world, run)
+    assert "needs the role approver" in refused(world, "promote", run, code=13)
+    assert "needs the role approver" in refused(world, "approve", run, code=13)
+    user("ada")  # an approver, whom the run file names as its owner
+    assert "must be approved by somebody else" in refused(world, "approve", run, code=13)
+    assert "needs 1 approval" in refused(world, "promote", run, code=9)
+    assert len(world.json("get", "prod")["history"]) == 1
+    user("ann")
+    world.ok("approve", run, "--reason", "read it")
+    user("sue")
+    assert ends(world, run)["state"] == "succeeded"
+    _, last = world.json("get", "prod")["history"]
+    assert (last["actor"], last["approved_by"]) == ("user:sue", ["user:ann"])
+    assert "approved by: user:ann" in world.ok("lineage", "prod")
+    user("eve")
+    assert "user:ada or user:ann may approve" in refused(world, "channel", "unprotect", "prod", code=9)
+    proved()
+
+
+def test_audit_3_a_workspace_of_one_principal_protects_nothing(world: World, user: As) -> None:
+    world.ok("run", "run.yaml")
+    before = world.json("get", "prod")
+    said = refused(world, "channel", "protect", "prod", code=2)
+    assert "must have a second principal who can approve before it is protected, got user:eve alone" in said
+    assert "posttrain member set" in said
+    assert "posttrain serve" in said
+    assert world.json("get", "prod") == before
+    world.ok("channel", "set-policy", "prod", policy_file(world, approvers=["user:ann"]))
+    world.ok("channel", "protect", "prod")
+    assert world.json("get", "prod")["protected"]
+
+
+def test_audit_3_a_policy_lets_nobody_approve_their_own_run_on_a_protected_channel(world: World) -> None:
+    approvers = {"approvers": ["user:eve", "user:ann"], "self_approval": True}
+    world.ok("channel", "set-policy", "prod", policy_file(world, **approvers))
+    world.ok("channel", "protect", "prod")
+    run = waits(world)
+    assert "must be approved by somebody else" in refused(world, "approve", run, code=13)
+
+
+def test_audit_3_no_promotion_is_written_that_a_protection_overtook(bench: Bench) -> None:
+    channels.set_policy(bench.stores, "prod", None)
+    with bench.ledger.transaction("user:eve") as transaction:
+        record = transaction.snapshot.channel_record("prod")
+        transaction.set_channel(record, "channel.protected", protected=True)
+    with (
+        pytest.raises(StaleWriteError, match="was protected meanwhile"),
+        bench.ledger.transaction("user:eve") as transaction,
+    ):
+        transaction.append_release("prod", f"sha256:{'1' * 64}", None, "promote", 0)
+    assert bench.ledger.history("prod") == []
+
+
+def test_audit_4_history_names_who_requested_a_release_and_never_the_account_of_the_driver(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = planned(bench, monkeypatch)  # submitted by `test`
+    driver = Reconciler(by(bench, DRIVER), bench.jobs, "here")
+    approving.say(by(bench, "user:ann"), approving.find_release(bench.stores, run_id, None), APPROVED)
+    assert driver.drive(run_id, interval=1.0, timeout=3600).state == "succeeded"
+    (move,) = moves(bench.ledger, "prod")
+    assert (move.entry.actor, move.approved_by) == ("test", ("user:ann",))
+    (event,) = bench.ledger.channel_events("prod", "channel.promote")
+    assert event.actor == DRIVER, "the log keeps who wrote it"
+
+
+def test_audit_4_a_second_bare_rollback_revives_nothing_that_is_quarantined(world: World) -> None:
+    world.ok("run", "run.yaml")
+    second = better(world, 0.97)
+    world.ok("rollback", "prod")
+    assert "no other release that is not quarantined" in refused(world, "rollback", "prod", code=2)
+    lifting = ("rollback", "prod", "--lift-quarantine", "it was the traffic")
+    assert "--lift-quarantine must come with --to" in refused(world, *lifting, code=2)
+    assert len(world.json("get", "prod")["history"]) == 3
+    assert "release 4" in world.ok(*lifting, "--to", second)
+    assert world.json("get", "prod")["live"] == world.json("get", second)["stages"][1]["outputs"]["model"]["digest"]
+    proved()
+
