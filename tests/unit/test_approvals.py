@@ -909,4 +909,3 @@ def test_audit_4_a_second_bare_rollback_revives_nothing_that_is_quarantined(worl
     assert "release 4" in world.ok(*lifting, "--to", second)
     assert world.json("get", "prod")["live"] == world.json("get", second)["stages"][1]["outputs"]["model"]["digest"]
     proved()
-

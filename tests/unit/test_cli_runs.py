@@ -177,7 +177,7 @@ def test_lineage_verify_rollback_promote(story: tuple[World, dict[str, str]]) ->
     assert checked["checked"] >= 8
     assert f"of run {ids['A']}" in world.ok("rollback", "prod")
     assert f"made by: grpo in {ids['A']}/grpo" in world.ok("lineage", "prod")
-    assert f"of run {ids['C']}" in world.ok("rollback", "prod", "--to", ids["C"])
+    assert f"of run {ids['C']}" in world.ok("rollback", "prod", "--to", ids["C"], "--lift-quarantine", "a slip")
     history = world.json("get", "prod")["history"]
     assert [row["action"] for row in history[-2:]] == ["rollback", "rollback"]
     assert {row["run_id"]: row["state"] for row in history} == {ids["A"]: "rolled_back", ids["C"]: "live"}

@@ -13,7 +13,7 @@ from posttrain.control.lineage import release_lineage
 from posttrain.control.retrying import PREEMPTIONS_PER_ATTEMPT
 from posttrain.control.verifying import verify
 from posttrain.domain.canonical import digest_bytes
-from posttrain.domain.errors import ConflictError, FailureClass, InfrastructureError, NotFoundError
+from posttrain.domain.errors import ConflictError, FailureClass, InfrastructureError, NotFoundError, QuarantinedError
 from posttrain.domain.jobs import JobResult, Output, Submission
 from posttrain.domain.requests import JobRequest
 from posttrain.execution.trainers.native import NativeTrainer
@@ -284,7 +284,10 @@ def test_a_rollback_goes_where_it_is_told_or_nowhere(bench: Bench) -> None:
     twos = promote_rival(bench, "twos")
     threes = promote_rival(bench, "threes")
     assert actions.rollback(bench.stores, "prod", to="2").model_digest == twos, "release 2"
-    assert actions.rollback(bench.stores, "prod", to=threes.removeprefix("sha256:")[:12]).model_digest == threes
+    by_digest = threes.removeprefix("sha256:")[:12]
+    with pytest.raises(QuarantinedError, match=f"--to {by_digest} --lift-quarantine REASON"):
+        actions.rollback(bench.stores, "prod", to=by_digest)
+    assert actions.rollback(bench.stores, "prod", to=by_digest, lift_quarantine="a slip").model_digest == threes
     assert actions.rollback(bench.stores, "prod", to=first.id[:4]).model_digest == live.model_digest
     for nowhere in ("7", "2222", "absent", "4444abcd"):
         with pytest.raises(NotFoundError, match=f"nothing it served is called '{nowhere}'"):

@@ -296,8 +296,9 @@ def test_rollback_returns_to_the_model_before(bench: Bench) -> None:
     assert [e.run_id for e in bench.ledger.history("prod")] == [first.id, second.id]
     entry = actions.rollback(bench.stores, "prod")
     assert (entry.run_id, entry.action) == (first.id, "rollback")
-    assert actions.rollback(bench.stores, "prod", to=second.id).run_id == second.id
-    assert actions.rollback(bench.stores, "prod", to="1").run_id == first.id
+    lift = {"lift_quarantine": "a slip"}
+    assert actions.rollback(bench.stores, "prod", to=second.id, **lift).run_id == second.id
+    assert actions.rollback(bench.stores, "prod", to="1", **lift).run_id == first.id
     assert [e.action for e in bench.ledger.history("prod")] == ["promote"] * 2 + ["rollback"] * 3
     with pytest.raises(NotFoundError, match="did you mean 'prod'"):
         actions.rollback(bench.stores, "prd")

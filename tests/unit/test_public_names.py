@@ -54,7 +54,7 @@ COMMANDS = {
     ],
     "export": ["--dtype", "--output", "-o", "DIR", "MODEL"],
     "promote": ["--channel", "--lift-quarantine", "--output", "-o", "run"],
-    "rollback": ["--from", "--reason", "--to", "--output", "-o", "channel"],
+    "rollback": ["--from", "--lift-quarantine", "--reason", "--to", "--output", "-o", "channel"],
     "approve": ["--channel", "--reason", "--output", "-o", "RUN|REQUEST"],
     "reject": ["--channel", "--reason", "--output", "-o", "RUN|REQUEST"],
     "channel policy": ["--asked", "--history", "--output", "-o", "channel"],

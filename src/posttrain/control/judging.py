@@ -173,7 +173,7 @@ def release_stage(
                 refuse_release(transaction.snapshot, channel, candidate)
                 approved = approvals.count(transaction, request, pinned)
                 under: dict[str, Any] = {"policy": report.policy, "approved": approved}
-                under["requested_by"] = transaction.snapshot.submitter(run.id)
+                under["requested_by"] = transaction.snapshot.known_submitter(run.id) or ""
                 live = transaction.append_release(
                     channel, candidate, run.id, "promote", judged, inputs["report"].digest, **under
                 )

@@ -51,12 +51,17 @@ class ApprovalReading:
         Raises:
             IntegrityError: no event tells.
         """
+        found = self.known_submitter(run_id)
+        if found is None:
+            raise IntegrityError(f"run {run_id}: no event tells who submitted it; restore the ledger from a copy")
+        return found
+
+    def known_submitter(self, run_id: str) -> str | None:
+        """Who submitted a run; None: a version without such events recorded it."""
         told = select(principals.c.name).join(events, events.c.principal == principals.c.id)
         told = told.where(events.c.project == self._project, events.c.subject == run_id, events.c.kind == "run.pending")
         found = self._connection.execute(told.order_by(events.c.id).limit(1)).scalar()
-        if found is None:
-            raise IntegrityError(f"run {run_id}: no event tells who submitted it; restore the ledger from a copy")
-        return str(found)
+        return None if found is None else str(found)
 
     def runs_that_wait_for_approval(self, channel: str | None = None) -> Sequence[str]:
         """Ids of runs whose release, to this channel or any, waits for an approval."""

@@ -61,7 +61,7 @@ def _requested(now: Snapshot, one: ReleaseEntry) -> ReleaseEntry:
     """A release with who asked for it: entries of older versions name the account of the server's driver."""
     if one.actor != DRIVER or one.run_id is None:
         return one
-    return replace(one, actor=now.submitter(one.run_id))
+    return replace(one, actor=now.known_submitter(one.run_id) or one.actor)
 
 
 def _ended_by(follower: ReleaseEntry) -> ReleaseState:
