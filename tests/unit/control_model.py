@@ -22,7 +22,6 @@ class Channel:
     """What a channel has had, and what holds for it."""
 
     history: list[tuple[str, str]] = field(default_factory=list)  # action and model
-    stack: list[str] = field(default_factory=list)
     quarantined: set[str] = field(default_factory=set)
     frozen: str = ""
     policy: str | None = None
@@ -51,17 +50,20 @@ class Channel:
         self.quarantined.discard(model)
         self.used = True
         self.history.append(("promote", model))
-        self.stack.append(model)
 
     def rollback(self) -> None:
-        """Go back to the model below, which bars the present one."""
-        if len(self.stack) < 2:
+        """Go back to the newest release that is not quarantined, which quarantines the present one."""
+        live = self.live
+        if live is None:
+            raise RefusedError("NotFoundError")
+        barred = {live, *self.quarantined}
+        target = next((model for _, model in reversed(self.history) if model not in barred), None)
+        if target is None:
             raise RefusedError("NotFoundError")
         if self.frozen == "all":
             raise RefusedError("ChannelClosedError")
-        self.quarantined.add(self.stack.pop())
-        self.quarantined.discard(self.stack[-1])
-        self.history.append(("rollback", self.stack[-1]))
+        self.quarantined.add(live)
+        self.history.append(("rollback", target))
 
     def change(self, **values: str | bool | None) -> None:
         """Freeze or unfreeze it, set or remove its policy; only a policy makes a channel."""

@@ -215,16 +215,13 @@ def channel_lines(
 
 
 def release_lines(barred: Sequence[Quarantine], looks: Sequence[Look]) -> Iterator[Text]:
-    """What may not be promoted to a channel again, and how often its gates' items were looked at."""
+    """What may not be promoted to a channel again, and how often the items that judged it were evaluated."""
     for one in barred:
         words = f"quarantined: {digest(one.model_digest)}, taken off by release {one.release} ({one.actor})"
         yield Text(words, style=style("warn"))
     if looks:
-        same = sum(look.items == looks[-1].items for look in looks)
-        yield Text(
-            f"judged {len(looks)} time{'s' if len(looks) > 1 else ''}, {same} of them on the items of the last time",
-            style="dim",
-        )
+        times = f"{len(looks)} time{'s' if len(looks) > 1 else ''}"
+        yield Text(f"looks: the items that judged what is live were evaluated {times}", style="dim")
 
 
 def verdict_lines(verdicts: Iterable[Verdict]) -> Iterator[Text]:

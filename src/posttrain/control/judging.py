@@ -14,9 +14,11 @@ from posttrain.control import approvals
 from posttrain.control.channels import policy_of
 from posttrain.control.conforming import check_manifest
 from posttrain.control.deciding import BASELINE, EVIDENCE, RIVAL
+from posttrain.control.looks import gate_looks
 from posttrain.control.recalls import refuse_release
 from posttrain.control.stores import Stores
 from posttrain.decision.gates import Baseline, Evidence, judge_all
+from posttrain.decision.looks import Look
 from posttrain.decision.releases import judged_at, promotion
 from posttrain.domain.canonical import canonical_json, digest_json
 from posttrain.domain.crashpoints import crashpoint
@@ -39,9 +41,9 @@ from posttrain.domain.lifecycle import StageState
 from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.measures import ItemRange
 from posttrain.domain.policies import PinnedPolicy
-from posttrain.domain.ports import BlobStore, Clock
+from posttrain.domain.ports import BlobStore
 from posttrain.domain.reasons import Reason
-from posttrain.domain.records import Look, RunRecord, StageRecord
+from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.seeds import derive_seed
 from posttrain.store.trees import verify_tree
 
@@ -65,6 +67,7 @@ def judge_stage(stores: Stores, manifest: Manifest, stage: StageRecord) -> None:
         candidate_digest=inputs["candidate"].digest,
         evaluator_digest=digest_json(evaluators),
         seed=derive_seed(manifest.seed, "gate"),
+        looks=_looks(stores, manifest, stage),
     )
     bound: dict[str, Any] = {"manifest": stores.ledger.run(stage.run_id).manifest_digest, "policy": manifest.policy}
     if manifest.release is not None:
@@ -87,27 +90,17 @@ def judge_stage(stores: Stores, manifest: Manifest, stage: StageRecord) -> None:
             metrics={f"{v.gate}/estimate": v.estimate for v in report.verdicts if v.estimate is not None},
             finished_at=stores.clock.now(),
         )
-        if manifest.release is not None:
-            transaction.record_look(_look(stores.clock, manifest, stage, report, digest_json(evaluators)))
     crashpoint("gate.after_commit")
 
 
-def _look(clock: Clock, manifest: Manifest, stage: StageRecord, report: GateReport, items: str) -> Look:
-    """This judgement, as a channel counts it: of which items, for whom, and what the candidate grew from."""
-    assert manifest.release is not None
-    roots = sorted(
-        ref.digest for one in manifest.stages for slot, ref in one.inputs.items() if slot == "model" and ref.digest
-    )
-    return Look(
-        channel=manifest.release.channel,
-        items=items,
-        lineage=digest_json(roots),
-        candidate=report.candidate,
-        run_id=stage.run_id,
-        outcome=str(report.outcome),
-        owner=manifest.owner,
-        at=clock.now(),
-    )
+def _looks(stores: Stores, manifest: Manifest, gate: StageRecord) -> dict[str, Look]:
+    """For every rule, how often its items were evaluated when the evaluation that it judges began."""
+    pinned = None
+    if manifest.release is not None and manifest.policy is not None:
+        pinned = policy_of(stores, manifest.release.channel, manifest.policy)
+    with stores.ledger.snapshot() as now:
+        rows = {row.name: row for row in now.stages(gate.run_id)}
+        return gate_looks(now, manifest, pinned, rows, gate.run_id)
 
 
 def _release_in(live: InputBlob | None, channel: str) -> int | None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.decision.looks import Look
 from posttrain.decision.statistics import Array, mcnemar_p, mean_lower, paired_lower, rate_lower
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import CHANNEL, GateReport, GateRule, Outcome, Verdict, whose_words
@@ -99,6 +100,7 @@ def judge_all(
     candidate_digest: str,
     evaluator_digest: str | None,
     seed: int,
+    looks: Mapping[str, Look] | None = None,
 ) -> GateReport:
     """All gates of a run.
 
@@ -110,6 +112,7 @@ def judge_all(
         candidate_digest: the model judged.
         evaluator_digest: what measured them.
         seed: the run's.
+        looks: rule → how often its items were evaluated; a rule that is not there is judged at its own confidence.
 
     Raises:
         InputError: two rules of one name.
@@ -122,7 +125,9 @@ def judge_all(
     for rule in rules:
         other = baselines.get(rule.rival or "", Baseline(None))
         ours, theirs = candidate.get(rule.metric), other.evidence.get(rule.metric)
-        verdict = judge(rule, ours, theirs, channel_empty=live is None, seed=seed)
+        look = (looks or {}).get(rule.name)
+        verdict = judge(look.rule(rule) if look else rule, ours, theirs, channel_empty=live is None, seed=seed)
+        verdict = look.verdict(rule, verdict) if look else verdict
         verdicts.append(verdict.model_copy(update={"baseline": other.digest}))
     return GateReport.of(verdicts, candidate=candidate_digest, baseline=live, evaluator=evaluator_digest)
 

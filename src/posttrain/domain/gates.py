@@ -238,6 +238,8 @@ class Verdict(BaseModel):
     against: str | None = None  # channel | base | a stage: what the rule compares with; None: no model, or written
     # before there were others than the channel
     baseline: str | None = None  # digest of that model; None: there was none
+    look: int | None = None  # 1 for the first evaluation of its items; None: the items are not known
+    asked: FiniteFloat | None = None  # the rule's own confidence, where the number of looks raised it
 
     @property
     def against_words(self) -> str:

@@ -41,6 +41,11 @@ def _evaluators(value: Any) -> Any:
     return value
 
 
+# how many evaluations of the same items share the error rate of a gate; or: each gate holds it over any number of them;
+# or: every one is judged as if it were the first, with a warning
+LookBudget = Annotated[int, Field(ge=1, le=10_000)] | Literal["corrected", "warn"]
+
+
 class SuitePolicy(Frozen):
     """A suite that every release must be measured on."""
 
@@ -65,6 +70,7 @@ class ChannelPolicy(Frozen):
     approvals: int | None = Field(default=None, ge=1)  # how many of them every release needs; 1 where they are named
     self_approval: bool | None = None  # whether whoever submitted the run, or asks, may approve too; false
     quarantine: QuarantinePolicy = QuarantinePolicy()  # of what was rolled back
+    looks: LookBudget | None = None  # how often the items of a suite may be evaluated; by default as the project has it
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -216,17 +216,12 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A judgement of a channel's gates: items that were looked at often prove less."""
+    """One evaluation of a set of items: the more often the same items are looked at, the less a pass proves."""
 
-    channel: str
-    items: str  # digest of what was judged on: suites and evaluators
-    lineage: str  # base model of the candidate
-    candidate: str
     run_id: str
-    outcome: str
-    owner: str
-    at: float
-    number: int = 0  # 1, 2, … of the channel; 0: the next
+    stage: str
+    kind: str
+    at: float  # when its first attempt was launched
 
 
 @dataclass(frozen=True, slots=True)

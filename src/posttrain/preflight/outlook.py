@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from posttrain.control.cache import cache_key, usable
+from posttrain.control.looks import gate_looks
 from posttrain.control.planning import Planned
 from posttrain.control.resuming import tokens_inherited
 from posttrain.control.selecting import dataset_slots, selected_on
@@ -100,8 +101,11 @@ def look_ahead(
         token_concern(budget.tokens, estimates, least, kinds, doubtful=doubtful),
         time_concern(budget.wall_clock, estimates, kinds, doubtful=doubtful),
     )
-    power = tuple(gates_power(planned, datasets, empty))
     cached = {name: standing.record for name, standing in standings.items()}
+    with workspace.ledger.snapshot() as now:
+        rows = {name: record for name, record in cached.items() if record}
+        looks = gate_looks(now, manifest, planned.policy, rows)
+    power = tuple(gates_power(planned, datasets, empty, looks))
     known = tuple(c for c in concerns if c is not None)
     chosen = tuple(selected_on(manifest, {digest: dataset.read for digest, dataset in datasets.items()}))
     unknown, stops = tuple(unanswered(planned, datasets)), tuple(other_stops(manifest))

@@ -1,4 +1,4 @@
-"""Reading channels: what is live, what was, what may not come back, how often their gates judged."""
+"""Reading channels: what is live, what was, what may not come back; and how often items were evaluated."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, func, select
 
+from posttrain.domain.edges import stage_of
 from posttrain.domain.records import ChannelRecord, Deployment, Look, Quarantine, ReleaseEntry
 from posttrain.store.rows import Record, to_record
-from posttrain.store.schema import channels, deployments, looks, principals, quarantine, releases
+from posttrain.store.schema import channels, deployments, edges, principals, quarantine, releases, runs, stages
 
+_BATCH = 500  # runs in one statement
 LIVE = "live"  # the role of what a channel points at
 _RELEASES = select(releases, principals.c.name.label("actor")).join(principals, principals.c.id == releases.c.principal)
 
@@ -61,12 +63,23 @@ class ChannelReading:
         query = query.where(mine, quarantine.c.lifted_at.is_(None))
         return self._all(Quarantine, query.order_by(quarantine.c.release.desc(), quarantine.c.model_digest))
 
-    def looks(self, name: str, items: str | None = None) -> list[Look]:
-        """Every judgement of a channel's gates, or those on the same items, oldest first."""
-        query = select(looks).where(looks.c.project == self._project, looks.c.channel == name)
-        if items is not None:
-            query = query.where(looks.c["items"] == items)
-        return self._all(Look, query.order_by(looks.c.number))
+    def looks(self, items: str) -> list[Look]:
+        """Stages that computed something from these items, oldest first; what the stage cache answered is none.
+
+        Args:
+            items: digest of a data set.
+        """
+        used = select(edges.c.consumer).where(edges.c.project == self._project, edges.c.digest == items)
+        ends = {stage_of(end) for end in self._connection.execute(used.distinct()).scalars()}
+        ids = sorted({end[0] for end in ends if end})
+        columns = (stages.c.run_id, stages.c.name.label("stage"), stages.c.kind, stages.c.started_at.label("at"))
+        query = select(*columns).join(runs, runs.c.id == stages.c.run_id).where(runs.c.project == self._project)
+        query = query.where(stages.c.started_at.is_not(None), stages.c.cached_from.is_(None))
+        found: list[Look] = []
+        for start in range(0, len(ids), _BATCH):
+            found += self._all(Look, query.where(stages.c.run_id.in_(ids[start : start + _BATCH])))
+        mine = [look for look in found if (look.run_id, look.stage) in ends]
+        return sorted(mine, key=lambda look: (look.at, look.run_id, look.stage))
 
     def channels(self) -> list[str]:
         """The names of channels with a history."""

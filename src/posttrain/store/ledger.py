@@ -22,7 +22,6 @@ from posttrain.domain.records import (
     ChannelRecord,
     Deployment,
     Event,
-    Look,
     Quarantine,
     ReleaseEntry,
     RunRecord,
@@ -212,11 +211,6 @@ class Ledger:
         """See `Snapshot.quarantine`."""
         with self.snapshot() as now:
             return now.quarantine(name)
-
-    def looks(self, name: str, items: str | None = None) -> list[Look]:
-        """See `Snapshot.looks`."""
-        with self.snapshot() as now:
-            return now.looks(name, items)
 
     def channels(self) -> list[str]:
         """See `Snapshot.channels`."""

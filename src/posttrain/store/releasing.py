@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from posttrain.domain.errors import ChannelClosedError, ConflictError, PolicyError, QuarantinedError, StaleWriteError
-from posttrain.domain.records import Artifact, ChannelRecord, Look, Quarantine, ReleaseEntry
+from posttrain.domain.records import Artifact, ChannelRecord, Quarantine, ReleaseEntry
 from posttrain.store.audited import Change
 from posttrain.store.channel_rows import LIVE
-from posttrain.store.rows import plain, to_columns
-from posttrain.store.schema import channels, deployments, looks, quarantine, releases
+from posttrain.store.rows import plain
+from posttrain.store.schema import channels, deployments, quarantine, releases
 from posttrain.store.writing import Writing
 
 POLICY_SET = "channel.policy_set"  # the event of a policy that is set or removed
@@ -136,14 +136,6 @@ class ReleaseWriting(Writing):
             facts=facts | ({"approved": approved} if approved else {}),
             said={"why": plain(said)} if said else None,
         )
-        return new
-
-    def record_look(self, look: Look) -> Look:
-        """Count a judgement of a channel's gates."""
-        known = self.snapshot.looks(look.channel)
-        new = replace(look, number=len(known) + 1)
-        columns = {"project": self._project, **to_columns(new)}
-        self._insert(looks, columns, f"look {new.number} of channel {new.channel}", "channel.looked", look.channel)
         return new
 
     def _touched(self, record: ChannelRecord, new: ChannelRecord | None = None) -> Change:

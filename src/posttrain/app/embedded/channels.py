@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from posttrain.control.verifying import VerifyReport
     from posttrain.domain.approvals import Standing
     from posttrain.domain.policies import PinnedPolicy
-    from posttrain.domain.records import AttemptRecord, ChannelRecord, Event, ReleaseEntry
+    from posttrain.domain.records import AttemptRecord, ChannelRecord, Event, Look, ReleaseEntry
+    from posttrain.store.ledger import Ledger
     from posttrain.trackers.tracking import TrackerState
     from posttrain.views.moves import Move
 
@@ -50,15 +51,15 @@ class Channels:
         from posttrain.decision.releases import release_states
 
         ledger = self.workspace.ledger
-        record, history = ledger.channel_record(name), ledger.history(name)
+        record, history, live = ledger.channel_record(name), ledger.history(name), ledger.channel(name)
         return ChannelView(
             record,
-            ledger.channel(name),
+            live,
             len(history),
             release_states(history),
             tuple(ledger.deployments(name)),
             tuple(ledger.quarantine(name)),
-            tuple(ledger.looks(name)),
+            _looks_at_items_of(ledger, live),
             next(reversed(self.channel_events(name, "channel.frozen")), None) if record.frozen else None,
         )
 
@@ -197,6 +198,20 @@ class Channels:
     def _changed(self, record: ChannelRecord) -> ChannelRecord:
         self.workspace.seal()
         return record
+
+
+def _looks_at_items_of(ledger: Ledger, live: ReleaseEntry | None) -> tuple[Look, ...]:
+    """Every evaluation of the items that the live release was judged on, oldest first."""
+    if live is None or live.run_id is None:
+        return ()
+    from posttrain.domain.edges import stage_end
+    from posttrain.domain.kinds import kind_of
+
+    with ledger.snapshot() as now:
+        ends = [stage_end(row.run_id, row.name) for row in now.stages(live.run_id) if kind_of(row.kind).measures]
+        items = {edge.digest for edge in now.used(*ends) if edge.slot.startswith("suites.")}
+        found = {look for digest in items for look in now.looks(digest) if kind_of(look.kind).measures}
+    return tuple(sorted(found, key=lambda look: (look.at, look.run_id, look.stage)))
 
 
 class Records:

@@ -83,7 +83,7 @@ approvals = Table(
     ForeignKeyConstraint(["project", "request"], ["approval_requests.project", "approval_requests.digest"]),
 )
 
-looks = Table(
+looks = Table(  # of older versions, which counted judgements; `ChannelReading.looks` counts evaluations
     "looks",
     metadata,
     Column("project", String(63), primary_key=True),

@@ -1,0 +1,155 @@
+"""Every evaluation of the same items is a look, and a gate holds its level over all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from control_bench import RUN, TRAIN_ONLY, Bench, evaluate, train
+from scipy import stats
+
+from posttrain.control import channels
+from posttrain.control.judging import read_report
+from posttrain.decision.gates import Evidence, judge_all
+from posttrain.decision.looks import Look
+from posttrain.domain.gates import GateReport, GateRule, Outcome
+from posttrain.domain.measures import RATE
+from posttrain.domain.policies import ChannelPolicy, LookBudget, parse_policy
+from posttrain.domain.roles import Role
+
+HELDOUT = "dataset:heldout"
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    scripts: dict[str, Any] = {"sft": [train()], "evaluate": [evaluate(190)], "baseline-evaluate": [evaluate(190)]}
+    return Bench(tmp_path, scripts)
+
+
+def chance(rule: GateRule, items: int, rate: float, look: Look) -> float:
+    """The exact chance that this look passes a model whose true rate lies on the threshold."""
+    ids = tuple(map(str, range(items)))
+
+    def passes(right: int) -> bool:
+        found = Evidence(ids, np.repeat([1.0, 0.0], [right, items - right]), RATE)
+        report = judge_all(
+            [rule], {"m": found}, {}, candidate_digest="c", evaluator_digest=None, seed=1, looks={"g": look}
+        )
+        return report.outcome is Outcome.PASS
+
+    low, high = -1, items  # so many right items do not pass, and do
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if passes(middle) else (middle, high)
+    return float(stats.binom.sf(high - 1, items, rate))
+
+
+@pytest.mark.parametrize(("tries", "before"), [(10, 0.356), (20, 0.585)])
+def test_audit_11_many_tries_on_the_same_items_pass_no_more_often_than_one(tries: int, before: float) -> None:
+    rule = GateRule(name="g", metric="m", at_least=0.8)
+
+    def any_passes(chosen: LookBudget) -> float:
+        each = [chance(rule, 200, 0.8, Look(number, chosen)) for number in range(1, tries + 1)]
+        return 1 - float(np.prod([1 - one for one in each]))
+
+    assert any_passes("warn") == pytest.approx(before, abs=0.001)
+    assert any_passes("corrected") <= 0.05
+    assert any_passes(20) <= 0.05
+
+
+def drive(bench: Bench, run_id: str) -> Any:
+    bench.clock.sleep(60)  # no two evaluations begin at the same moment
+    return bench.drive(run_id)
+
+
+def run(bench: Bench, **changes: Any) -> Any:
+    return drive(bench, bench.submit(**changes))
+
+
+def reported(bench: Bench, run_id: str) -> GateReport:
+    return read_report(bench.stores.blobs, bench.stage(run_id, "gate").outputs["report"]["digest"])
+
+
+def measured_with(tokens: int) -> dict[str, Any]:
+    """The stages of a run whose evaluator has this setting."""
+    suites = {"heldout": {"data": "heldout", "max_new_tokens": tokens}}
+    return {**RUN["stages"], "evaluate": {**RUN["stages"]["evaluate"], "suites": suites}}
+
+
+def looks_of(bench: Bench, run_id: str) -> list[int | None]:
+    return [verdict.look for verdict in reported(bench, run_id).verdicts]
+
+
+def test_audit_11_other_settings_and_evaluations_without_a_release_are_looks_too(bench: Bench) -> None:
+    first = run(bench, stages=measured_with(33)).id
+    assert looks_of(bench, first) == [1, 1]
+    run(bench, stages=measured_with(34), gates=[], release=None)
+    second = run(bench, stages=measured_with(35)).id
+    assert looks_of(bench, second) == [3, 3]
+    third = run(bench, stages=measured_with(36)).id
+    assert looks_of(bench, third) == [4, 4]
+    again = run(bench, again=True, stages=measured_with(36)).id
+    assert looks_of(bench, again) == [4, 4], "what the cache answers is no look"
+    bench.scripts["sft"] = [train("other weights")]
+    other = run(bench, seed=2, stages=measured_with(37)).id
+    assert bench.stage(other, "baseline-evaluate").cached_from is None
+    assert looks_of(bench, other) == [5, 5], "the comparison with the live model is a part of the same look"
+    last = run(bench, seed=2, stages=measured_with(38)).id
+    assert looks_of(bench, last) == [7, 7], "it showed the items once more all the same"
+    (verdict, _) = reported(bench, third).verdicts
+    assert verdict.confidence == 0.95
+    assert verdict.reason.endswith("(look 4 at these items, judged as if it were the first).")
+    run(bench, **TRAIN_ONLY)
+    with bench.ledger.snapshot() as now:
+        ids = {look.run_id for look in now.looks(bench.stage(third, "evaluate").inputs["suites.heldout"]["digest"])}
+        assert third in ids
+        assert again not in ids
+
+
+def test_audit_11_a_project_with_roles_judges_each_look_at_its_share(bench: Bench) -> None:
+    with bench.ledger.transaction("test") as transaction:
+        transaction.set_role("user:ann", Role.ADMIN)
+    bench.scripts["evaluate"] = [evaluate(173), evaluate(173)]
+    alone = [{"name": "accuracy", "metric": "heldout/accuracy", "at_least": 0.8}]
+    first = run(bench, stages=measured_with(33), gates=alone).id
+    (verdict,) = reported(bench, first).verdicts
+    assert (verdict.look, verdict.asked, verdict.outcome) == (1, 0.95, Outcome.PASS)
+    assert verdict.confidence == pytest.approx(1 - 0.05 / 2)
+    second = run(bench, stages=measured_with(34), gates=alone).id
+    (verdict,) = reported(bench, second).verdicts
+    assert verdict.confidence == pytest.approx(1 - 0.05 / 6)
+    assert verdict.outcome is Outcome.INCONCLUSIVE, "173 of 200 pass at .05, and not at a sixth of it"
+    assert "(look 2 at these items)." in verdict.reason
+
+
+def test_audit_11_a_policy_shares_its_error_rate_between_the_looks_that_it_declares(bench: Bench) -> None:
+    def set_looks(looks: LookBudget) -> ChannelPolicy:
+        digest = bench.stores.blobs.put(b"rows")
+        suites = {"heldout": {"data": "dataset:heldout@1", "digest": digest, "evaluators": "any"}}
+        gates = [{"name": "floor", "metric": "heldout/accuracy", "at_least": 0.6}]
+        policy = parse_policy({"gates": gates, "suites": suites, "looks": looks}, "policy")
+        channels.set_policy(bench.stores, "prod", policy)
+        return policy
+
+    from test_approvals import submitted
+
+    set_looks(2)
+    found = [reported(bench, drive(bench, submitted(bench)).id).verdicts[0]]
+    assert (found[0].look, found[0].confidence) == (1, pytest.approx(1 - 0.05 / 2))
+    set_looks(1)
+    run(bench, stages=measured_with(34), gates=[], release=None)
+    report = reported(bench, drive(bench, submitted(bench)).id)
+    assert (report.verdicts[0].look, report.outcome) == (1, Outcome.PASS), "the cached evaluation is the first look"
+
+
+def test_audit_11_the_look_after_the_last_that_a_policy_allows_is_not_judged() -> None:
+    rule = GateRule(name="g", metric="m", at_least=0.1)
+    found = Evidence(tuple(map(str, range(200))), np.ones(200), RATE)
+    for number, outcome in ((2, Outcome.PASS), (3, Outcome.ERROR)):
+        report = judge_all(
+            [rule], {"m": found}, {}, candidate_digest="c", evaluator_digest=None, seed=1, looks={"g": Look(number, 2)}
+        )
+        assert report.outcome is outcome
+    assert "look 3 at these items, of 2 that the channel's policy allows" in report.verdicts[0].reason
