@@ -125,7 +125,7 @@ def test_commands_do_what_the_role_covers(world: World, user: As) -> None:
         assert "needs the role admin, and user:app is approver" in refused(world, *words, code=13)
     user("root")
     world.ok("channel", "set-policy", "prod", policy_file(world, approvers=["user:app", "user:sue"]))
-    world.ok("asset", "add", "reward:sort", world.write("r.py", GOOD_REWARD.replace("1.0", "0.97")))
+    world.ok("asset", "add", "reward:sort", world.write("r.py", GOOD_REWARD.replace("1.0", "0.976")))
     assert world("run", "run.yaml", "--timeout", "600").exit_code == 12
     user("sue")  # named by the policy, and not an approver of the project
     assert "approve needs the role approver" in refused(world, "approve", world.newest(), code=13)

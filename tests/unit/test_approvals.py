@@ -829,7 +829,7 @@ def test_audit_3_a_submitter_ships_nothing_to_a_protected_channel_without_a_poli
         world.ok("member", "set", f"user:{name}", role)
     world.ok("channel", "protect", "prod", "--reason", "it serves people")
     user("sue")
-    world.ok("asset", "add", "reward:sort", world.write("r.py", "def score(completion, answer):\n    return 0.97\n"))
+    world.ok("asset", "add", "reward:sort", world.write("r.py", "def score(completion, answer):\n    return 0.976\n"))
     assert "approve:  the release waits for 1 of user:ada, user:ann, user:eve" in world.ok("plan", "run.yaml")
     run = waits(world)
     assert "needs 1 approval, has none; user:ann or user:eve may approve" in told(world, run)

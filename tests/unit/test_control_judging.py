@@ -13,13 +13,17 @@ from control_bench import RUN, TRAIN_ONLY, Bench, Script, evaluate, train
 
 from posttrain.control import actions
 from posttrain.control.explain import explain_run
-from posttrain.control.lineage import release_lineage
-from posttrain.control.verifying import verify
+from posttrain.control.lineage import release_lineage, run_lineage
+from posttrain.control.verifying import verify, verify_live
 from posttrain.domain.canonical import digest_bytes
-from posttrain.domain.errors import ConflictError, GateInconclusiveError, GateRejectedError, InputError
+from posttrain.domain.errors import ConflictError, GateInconclusiveError, GateRejectedError, InputError, NotFoundError
 from posttrain.domain.jobs import JobResult, Output
 from posttrain.store.attempts import AttemptFolder
+from posttrain.store.audit import verify_rows
+from posttrain.store.audited import TABLES
+from posttrain.store.schema import deployments, releases
 from posttrain.store.sealer import seal
+from posttrain.views.moves import moves
 
 Range = tuple[bool, float | None, float | None]
 METRIC = "heldout/accuracy"
@@ -109,7 +113,6 @@ def test_a_report_names_what_measured(bench: Bench) -> None:
     assert evaluator(gates=absolute, stages=longer) != first
     watched = {**RUN["stages"], "evaluate": {**RUN["stages"]["evaluate"], "runtime": {"stall_after": "1h"}}}
     assert evaluator(gates=absolute, stages=watched) == first, "when a job is taken for hung decides no result"
-    assert [look.items for look in bench.ledger.looks("prod")].count(bench.ledger.looks("prod")[0].items) == 3
 
 
 def shipped_twice(bench: Bench) -> tuple[Any, Any]:
@@ -169,7 +172,7 @@ def test_a_proof_finds_what_was_altered(bench: Bench, what: str) -> None:
     bench.drive(bench.submit())
     seal(bench.ledger)
     tree = release_lineage(bench.stores, "prod")
-    sound = verify(bench.stores, tree)  # the bench's datasets are digests without bytes
+    sound = verify(bench.stores, lambda: tree)  # the bench's datasets are digests without bytes
     assert (sound.events > 10, sound.pending) == (True, 0)
     with bench.ledger.database.write() as connection:
         if what == "chain":
@@ -179,7 +182,77 @@ def test_a_proof_finds_what_was_altered(bench: Bench, what: str) -> None:
     for path in (bench.root / "blobs" / "sha256").rglob("*"):
         if path.is_file() and spoilt == "sha256:" + path.parent.name + path.name:
             path.write_bytes(path.read_bytes()[::-1])
-    added = set(verify(bench.stores, tree).problems) - set(sound.problems)
+    added = set(verify(bench.stores, lambda: tree).problems) - set(sound.problems)
     assert len(added) == 1, added
     with bench.ledger.database.write() as connection:
         connection.exec_driver_sql("UPDATE events SET kind = rtrim(kind, 'x') WHERE id = 2")
+
+
+# --- the ledger behind its log ----------------------------------------------------------------------------------------
+
+
+def test_audit_13_an_edited_release_row_is_found_whichever_way_verify_is_asked(bench: Bench) -> None:
+    run_id = bench.drive(bench.submit()).id
+    seal(bench.ledger)
+    columns = {column.name: column for column in TABLES["releases"].table.columns if column.name != "project"}
+    for name in columns:
+        with bench.ledger.database.write() as connection:
+            value = "50" if name in ("sequence", "at") else "'x'"
+            (kept,) = connection.exec_driver_sql(f"SELECT {name} FROM releases").one()
+            connection.exec_driver_sql(f"UPDATE releases SET {name} = {value}")
+        for found in (
+            verify(bench.stores, lambda: release_lineage(bench.stores, "prod")),
+            verify(bench.stores, lambda: run_lineage(bench.stores, run_id)),
+            verify_live(bench.stores),
+        ):
+            assert any(problem.startswith("release ") for problem in found.problems), name
+        with bench.ledger.database.write() as connection:
+            connection.exec_driver_sql(f"UPDATE releases SET {name} = ?", (kept,))
+    with pytest.raises(NotFoundError):
+        verify(bench.stores, lambda: release_lineage(bench.stores, "unheard-of"))
+
+
+def test_audit_13_an_edited_cache_row_answers_nothing(bench: Bench) -> None:
+    first = bench.drive(bench.submit())
+    bench.scripts["sft"] = [train("the weights of somebody else")]
+    other = bench.drive(bench.submit(seed=2))
+    bench.launched.clear()
+    with bench.ledger.database.write() as connection:
+        moved = "UPDATE stage_cache SET run_id = ? WHERE stage = 'sft' AND run_id = ?"
+        assert connection.exec_driver_sql(moved, (other.id, first.id)).rowcount == 1
+    bench.scripts["sft"] = [train()]
+    again = bench.drive(bench.submit(again=True))
+    assert bench.launched[0] == "sft", "the edited row is no answer"
+    assert "evaluate" not in bench.launched, "what follows finds its own"
+    assert bench.stage(again.id, "sft").outputs == bench.stage(first.id, "sft").outputs
+    with bench.ledger.database.write() as connection:
+        # the outputs of the stage that answers are compared with the log, too
+        connection.exec_driver_sql(
+            "UPDATE stages SET outputs = replace(outputs, 'sha256:', 'sha256:0') WHERE name = 'sft'"
+        )
+    assert bench.ledger.cached_stage(bench.stage(again.id, "sft").cache_key) is None
+
+
+def test_audit_13_a_release_that_is_not_live_breaks_neither_promotion_nor_rollback(bench: Bench) -> None:
+    first = bench.drive(bench.submit())
+    live = bench.ledger.channel("prod")
+    assert live is not None
+    with bench.ledger.transaction("test") as transaction:  # as a canary will be written
+        columns = {"channel": "prod", "sequence": 2, "model_digest": f"sha256:{'c' * 64}", "run_id": None}
+        columns |= {"action": "canary", "at": 1.0, "report_digest": None}
+        columns |= {"project": "default", "principal": transaction._journal.principal("test")}
+        transaction._insert(releases, columns, "release 2", "channel.canary", "prod")
+        served = {"project": "default", "channel": "prod", "role": "canary", "release_sequence": 2, "weight": 0.1}
+        transaction._insert(deployments, {**served, "generation": 1}, "canary", "channel.canary", "prod")
+    assert bench.ledger.channel("prod") == live
+    bench.scripts |= {"sft": [train("better")], "evaluate": [evaluate(199)]}
+    second = bench.drive(bench.submit(seed=2))
+    assert [(one.sequence, one.action) for one in bench.ledger.history("prod")] == [
+        (1, "promote"),
+        (2, "canary"),
+        (3, "promote"),
+    ]
+    assert actions.rollback(bench.stores, "prod").run_id == first.id
+    assert actions.rollback(bench.stores, "prod", to="3", lift_quarantine="a slip").run_id == second.id
+    assert [move.entry.sequence for move in moves(bench.ledger, "prod")] == [5, 4, 3, 1]
+    verify_rows(bench.ledger)

@@ -204,16 +204,16 @@ def test_a_lost_race_is_looked_at_again(bench: Bench, method: str, nth: int, mon
 
 
 def test_a_race_that_wakes_nobody_is_looked_at_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was lost need not be a row of this run: another run's judgement of the same channel, a deadlock."""
-    real, lost = Transaction.record_look, []
+    """What was lost need not be a row of this run: another run's release to the same channel, a deadlock."""
+    real, lost = Transaction.put_cache, []
 
-    def lose_some(self: Transaction, look: Any) -> Any:
+    def lose_some(self: Transaction, *row: Any) -> Any:
         if len(lost) < 3:
-            lost.append(look)
-            raise ConflictError("look 1 of channel prod cannot be added")
-        return real(self, look)
+            lost.append(row)
+            raise ConflictError("cache entry sha256:1 cannot be added")
+        return real(self, *row)
 
-    monkeypatch.setattr(Transaction, "record_look", lose_some)
+    monkeypatch.setattr(Transaction, "put_cache", lose_some)
     run = bench.reconciler.drive(bench.submit(), interval=0.1, timeout=120)
     assert (run.state, len(lost)) == ("succeeded", 3)
 

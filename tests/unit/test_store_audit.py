@@ -11,13 +11,14 @@ import pytest
 
 from posttrain.domain.approvals import Action, request_of
 from posttrain.domain.errors import IntegrityError
-from posttrain.domain.records import Asset, AttemptRecord, Look, RunRecord, StageRecord, Token
+from posttrain.domain.records import Asset, AttemptRecord, RunRecord, StageRecord, Token
 from posttrain.domain.roles import Role
 from posttrain.domain.sinks import Rule, SinkRecord
 from posttrain.store.audit import verify_rows
 from posttrain.store.audited import TABLES
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
+from posttrain.store.schema import looks
 from posttrain.store.sealer import seal, verify_chain
 
 MODEL, OTHER, MANIFEST = (f"sha256:{digit * 64}" for digit in "abc")
@@ -66,7 +67,16 @@ def fill(ledger: Ledger) -> None:
         transaction.allow_image("localhost/train@*")
         transaction.add_sink(SinkRecord("chat", "webhook", {"url": "https://example.org/"}, rules, 4.0, ""), 0)
         transaction.pause_sink("chat", "person")
-        transaction.record_look(Look("prod", OTHER, MODEL, MODEL, "run1", "pass", "ann", 4.0))
+        looked = {
+            "channel": "prod",
+            "number": 1,
+            "items": OTHER,
+            "lineage": MODEL,
+            "candidate": MODEL,
+            "run_id": "run1",
+        }
+        looked |= {"project": "default", "outcome": "pass", "owner": "ann", "at": 4.0}  # as older versions counted
+        transaction._insert(looks, looked, "look 1 of channel prod", "channel.looked", "prod")
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from posttrain.domain.errors import (
     QuarantinedError,
     StaleWriteError,
 )
-from posttrain.domain.records import Asset, AttemptRecord, Event, Look, RunRecord, StageRecord
+from posttrain.domain.records import Asset, AttemptRecord, Event, RunRecord, StageRecord
 from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database, LostAnswerError
 from posttrain.store.ledger import Ledger
@@ -333,17 +333,6 @@ def test_what_was_rolled_back_is_quarantined_until_somebody_says_why(ledger: Led
     assert [one.model_digest for one in ledger.quarantine("prod")] == [MODEL]
     said = [event.payload["changes"]["reason"] for event in told(ledger, "prod") if event.kind.endswith("_lifted")]
     assert said == ["the prompt was wrong", "so was the answer"]
-    verify_rows(ledger)
-
-
-def test_looks_are_counted_by_channel_and_items(ledger: Ledger) -> None:
-    look = Look("prod", MODEL, OTHER, MANIFEST, "run1", "pass", "ann", 1.0)
-    with ledger.transaction("ann") as transaction:
-        assert [transaction.record_look(look).number for _ in range(2)] == [1, 2]
-        transaction.record_look(dataclasses.replace(look, items=OTHER))
-        transaction.record_look(dataclasses.replace(look, channel="canary"))
-    assert [one.number for one in ledger.looks("prod")] == [1, 2, 3]
-    assert [one.number for one in ledger.looks("prod", MODEL)] == [1, 2]
     verify_rows(ledger)
 
 

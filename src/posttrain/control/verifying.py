@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from posttrain.control.lineage import Node, release_lineage
@@ -11,7 +12,7 @@ from posttrain.domain.errors import InfrastructureError, IntegrityError, NotFoun
 from posttrain.store.audit import verify_rows
 from posttrain.store.external import EXTERNAL
 from posttrain.store.marking import erased_versions
-from posttrain.store.sealer import verify_chain
+from posttrain.store.sealer import TreeReport, verify_chain
 from posttrain.store.trees import verify_tree
 
 
@@ -30,15 +31,38 @@ class VerifyReport:
     channels: tuple[str, ...] = field(default=())  # whose live releases these are, where no target was named
 
 
-def verify(stores: Stores, *trees: Node) -> VerifyReport:
-    """Hash everything in lineages again, each thing once; recompute the event log; hold the ledger's rows against it.
+def verify(stores: Stores, lineage: Callable[[], Node]) -> VerifyReport:
+    """Recompute the event log; compare the ledger's rows with it; hash everything in a lineage again, each thing once.
 
-    Problems are collected, not raised.
+    Problems are collected, not raised. Rows are compared first: the lineage is read from them.
+
+    Raises:
+        PosttrainError: the lineage cannot be read although the ledger holds what its log says.
     """
-    problems: list[str] = []
-    elsewhere: list[str] = []
-    seen: set[str] = set()
-    size = 0
+    chain, problems = _check_ledger(stores)
+    try:
+        trees = [lineage()]
+    except PosttrainError as error:
+        if not problems:
+            raise
+        trees, problems = [], [*problems, str(error)]
+    return _hash(stores, trees, chain, problems)
+
+
+def verify_live(stores: Stores) -> VerifyReport:
+    """`verify` of what every channel serves. A lineage that cannot be read is a problem like the others."""
+    chain, found = _check_ledger(stores)
+    trees, problems, names = [], [], stores.ledger.channels()
+    for name in names:
+        try:
+            trees.append(release_lineage(stores, name))
+        except PosttrainError as error:
+            problems.append(f"channel {name}: {error}")
+    return replace(_hash(stores, trees, chain, [*problems, *found]), channels=tuple(names))
+
+
+def _hash(stores: Stores, trees: Sequence[Node], chain: TreeReport | None, found: Sequence[str]) -> VerifyReport:
+    problems, elsewhere, seen, size = list[str](), list[str](), set[str](), 0
     with stores.ledger.database.read() as connection:
         gone = {name for project, name in erased_versions(connection) if project == stores.ledger.project}
     for node in (node for tree in trees for node in tree.walk()):
@@ -54,29 +78,22 @@ def verify(stores: Stores, *trees: Node) -> VerifyReport:
                 problems.append(_of_node(node, error))
         except IntegrityError as error:
             problems.append(_of_node(node, error))
-    events = pending = before = erased = 0
+    report = VerifyReport(len(seen) - len(elsewhere), size, 0, (*problems, *found), elsewhere=tuple(elsewhere))
+    if chain is None:
+        return report
+    return replace(report, events=chain.sealed, pending=chain.pending, before=chain.before, erased=chain.erased)
+
+
+def _check_ledger(stores: Stores) -> tuple[TreeReport | None, list[str]]:
+    """The event log, where it could be read, and what is wrong with it, the rows or the database."""
+    chain, problems = None, []
     try:
         problems += [f"ledger: {line}; restore it from a copy" for line in stores.ledger.database.check()]
         chain = verify_chain(stores.ledger)
-        events, pending, before, erased = chain.sealed, chain.pending, chain.before, chain.erased
         verify_rows(stores.ledger)
     except (IntegrityError, WorkspaceError) as error:  # the second: the database refuses to read on
         problems.append(str(error))
-    return VerifyReport(
-        len(seen) - len(elsewhere), size, events, tuple(problems), pending, before, erased, tuple(elsewhere)
-    )
-
-
-def verify_live(stores: Stores) -> VerifyReport:
-    """`verify` of what every channel serves. A lineage that cannot be read is a problem like the others."""
-    trees, problems, names = [], [], stores.ledger.channels()
-    for name in names:
-        try:
-            trees.append(release_lineage(stores, name))
-        except (IntegrityError, NotFoundError) as error:
-            problems.append(f"channel {name}: {error}")
-    found = verify(stores, *trees)
-    return replace(found, problems=(*problems, *found.problems), channels=tuple(names))
+    return chain, problems
 
 
 def _of_node(node: Node, error: PosttrainError) -> str:

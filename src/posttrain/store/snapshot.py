@@ -6,11 +6,26 @@ What a driver asks at every look at a run is a statement that is built once: bui
 from __future__ import annotations
 
 import functools
+import json
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Float, Select, and_, bindparam, cast, func, or_, select, tuple_
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Float,
+    Select,
+    Text,
+    and_,
+    bindparam,
+    cast,
+    func,
+    or_,
+    select,
+    tuple_,
+    type_coerce,
+)
 
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.lifecycle import AttemptState, RunState, is_final
@@ -29,6 +44,7 @@ from posttrain.domain.records import (
 )
 from posttrain.store.approvals import ApprovalReading
 from posttrain.store.channel_rows import ChannelReading
+from posttrain.store.envelopes import auditable
 from posttrain.store.misnamed import no_run
 from posttrain.store.principals import PrincipalReading
 from posttrain.store.rows import Record, to_event, to_record
@@ -289,12 +305,26 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return set(self._connection.execute(query).scalars())
 
     def cached_stage(self, cache_key: str) -> StageRecord | None:
-        """The stage whose outputs answer this key, or None.
+        """The stage whose outputs answer this key, or None: also where the event log disagrees with the rows.
 
         Whether its blobs are still there is for the caller to see.
         """
         values = {"of_key": cache_key, "of_project": self._project}
-        return next(iter(self._all(StageRecord, _CACHED, values)), None)
+        found = next(iter(self._all(StageRecord, _CACHED, values)), None)
+        return found if found and self._logged(cache_key, found) else None
+
+    def _logged(self, cache_key: str, stage: StageRecord) -> bool:
+        """Whether events let this stage answer this key, and made its outputs what the rows hold."""
+        subjects = (f"{stage.run_id}/{stage.name}", stage_cache.name, stages.name)  # the last two: of an upgrade
+        query = select(type_coerce(events.c.audited, Text)).where(events.c.project == self._project)
+        query = query.where(events.c.subject.in_(subjects)).order_by(events.c.id)
+        answers, made = (stage_cache.name, (self._project, cache_key)), (stages.name, (stage.run_id, stage.name))
+        told: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {answers: {}, made: {}}
+        for audited in self._connection.execute(query).scalars():
+            for _, table, key, row in json.loads(audited).get("rows", ()):
+                told.get((table, tuple(key)), {}).update(row)
+        named = {"run_id": stage.run_id, "stage": stage.name}
+        return told[answers] == named and told[made].get("outputs", {}) == auditable(stage.outputs)
 
     def events(self, after: int = 0, subject_prefix: str | None = None, limit: int = 1000) -> list[Event]:
         """Sealed events with `sequence > after`, in order: a cursor over them meets no gap and misses nothing.

@@ -255,7 +255,8 @@ class Records:
         from posttrain.control.verifying import verify, verify_live
 
         self.workspace.seal()
-        return verify(self.workspace.stores, self.lineage(target)) if target else verify_live(self.workspace.stores)
+        stores = self.workspace.stores
+        return verify(stores, lambda: self.lineage(target)) if target else verify_live(stores)
 
     def dead(self, within: str | None) -> list[Dead]:
         """See `Records.dead`."""
