@@ -137,7 +137,7 @@ def _is_classifier(folder: Path) -> bool:
 def _release_state(workspace: Workspace, made: MadeModel) -> str:
     """`live`, `superseded` or `rolled_back`, in words."""
     states = release_states(workspace.ledger.history(str(made.channel)))
-    return str(states[made.digest]).replace("_", " ")
+    return str(states.get(made.digest, "never live")).replace("_", " ")
 
 
 def _public(node: Node) -> Node:

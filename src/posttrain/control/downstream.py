@@ -105,5 +105,7 @@ def _states(now: Snapshot, channels: Iterable[str]) -> dict[str, str]:
     for channel in sorted(channels):
         history = now.history(channel)
         found = release_states(history)
-        states |= {release_end(channel, entry.sequence): str(found[entry.model_digest]) for entry in history}
+        states |= {
+            release_end(channel, entry.sequence): str(found.get(entry.model_digest, entry.action)) for entry in history
+        }
     return states

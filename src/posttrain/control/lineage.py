@@ -106,7 +106,7 @@ def _release_node(origins: Origins, entry: ReleaseEntry) -> Node:
     if entry.run_id:
         children += _evaluations(origins, entry.run_id, entry.model_digest)
         children.append(_manifest_node(origins, entry.run_id))
-    state = release_states(origins.now.history(entry.channel))[entry.model_digest]
+    state = release_states(origins.now.history(entry.channel)).get(entry.model_digest, entry.action)
     details = [("release", str(entry.sequence)), ("action", entry.action), ("by", entry.actor), ("state", str(state))]
     approved = ", ".join(_approvers(origins, entry))
     details += [("approved by", approved)] if approved else []
