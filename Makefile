@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= passive
 # Where it is set, each of the thousand processes that tests start would compile all of this again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: lanes demo demos day dist test fast slow fuzz chaos ray ecosystem postgres containers site browser mutants bench levels lint types contracts format setup clean gpu
+.PHONY: lanes demo demos day dist test fast slow fuzz chaos ray ecosystem postgres containers site browser mutants bench levels lint weight types contracts format setup clean gpu
 
 setup: $(VENV)/.dev
 
@@ -128,6 +128,9 @@ levels: $(VENV)/.dev ## how often each gate passes a model just on its threshold
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+weight: ## statements, files, imports and tests of every room of the source
+	@$(PYTHON) .ci/weight.py
 
 types: $(VENV)/.dev
 	$(BIN)/mypy

@@ -1,0 +1,30 @@
+"""`make weight` counts what it says it counts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[2] / ".ci" / "weight.py"
+
+
+def test_a_tree_is_weighed_by_rooms(tmp_path: Path) -> None:
+    files = {
+        "src/posttrain/store/rows.py": '"""A docstring."""\n\nimport json\n\n\ndef read():\n    "Another."\n    return json\n',
+        "src/posttrain/main.py": "from posttrain.store import rows\n\nrows.read()\n",
+        "tests/unit/test_rows.py": "from posttrain.store import rows\n\n\ndef test_a(): ...\n\n\ndef helper(): ...\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    said = subprocess.run(
+        [sys.executable, SCRIPT, tmp_path], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    rows = [line.split() for line in said.splitlines()]
+    assert rows == [
+        ["room", "statements", "files", "imports", "tests"],
+        ["store", "3", "1", "1", "1"],
+        ["(package)", "2", "1", "1", "0"],
+        ["all", "5", "2", "2", "1"],
+    ]
