@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / ".ci" / "weight.py"
 
 def test_a_tree_is_weighed_by_rooms(tmp_path: Path) -> None:
     files = {
-        "src/posttrain/store/rows.py": '"""A docstring."""\n\nimport json\n\n\ndef read():\n    "Another."\n    return json\n',
+        "src/posttrain/store/rows.py": '"""Rows."""\n\nimport json\n\n\ndef read():\n    "Another."\n    return json\n',
         "src/posttrain/main.py": "from posttrain.store import rows\n\nrows.read()\n",
         "tests/unit/test_rows.py": "from posttrain.store import rows\n\n\ndef test_a(): ...\n\n\ndef helper(): ...\n",
     }
