@@ -181,7 +181,7 @@ class Other:
         self._hosts.announce("", "elsewhere:2:2.00")
 
     def be_silent(self, seconds: float = 61.0) -> None:
-        with self.database.write() as connection:
+        with self.database.write(across="a test") as connection:
             connection.execute(update(operations).values(told_at=operations.c.told_at - seconds))
 
 
@@ -195,7 +195,7 @@ def ann(bench: ServerBench) -> Callable[..., Answer]:
 
 def test_how_one_stands_elsewhere_and_that_somebody_looks(bench: ServerBench, ann: Callable[..., Answer]) -> None:
     other = Other(bench)
-    with other.database.write() as connection:
+    with other.database.write(across="a test") as connection:
         connection.execute(update(operations).values(looked_at=operations.c.looked_at - 1000))
     other.known.tell(other.number, '{"state": "running", "progress": "row 8"}', over=False)
     assert other.known.heard(other.number)[0] >= 1000

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from posttrain.api.access import Whoami
 from posttrain.domain.errors import AccessError
+from posttrain.domain.ids import TYPES, Id
 from posttrain.domain.roles import Role
 
 if TYPE_CHECKING:
@@ -113,6 +117,7 @@ class Guarded:
 
         def asked(*words: Any, **options: Any) -> Any:
             self._refuse(verb, needed)
+            check_ids(verb, words, options)
             found = does(*words, **options)
             if isinstance(found, Whoami):  # the role that holds here, a token's limit included
                 role = self._role()
@@ -135,6 +140,28 @@ class Guarded:
                 f"project {self._project}: {typed(verb)} needs the role {needed}, and {self._who} {has} "
                 "there; ask an admin of it"
             )
+
+
+@functools.cache
+def _ids_of(verb: str) -> tuple[inspect.Signature, Mapping[str, Id]]:
+    """How a verb is called, and what its parameters must be that hold ids or names."""
+    from posttrain.api.control import Control
+
+    called = inspect.signature(getattr(Control, verb))
+    written = {name: re.findall(r"\w+", str(one.annotation)) for name, one in called.parameters.items()}
+    return called, {name: TYPES[word] for name, words in written.items() for word in words if word in TYPES}
+
+
+def check_ids(verb: str, words: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Check the ids and names that a verb is called with.
+
+    Raises:
+        InputError: one is no such id or name.
+    """
+    called, ids = _ids_of(verb)
+    given = called.bind(None, *words, **options).arguments if ids else {}
+    for name in ids.keys() & given.keys():
+        ids[name].check(given[name], f"{typed(verb)}: {name}")
 
 
 def guarded(control: Control, who: str, project: str, role: Callable[[], Role | None]) -> Control:
