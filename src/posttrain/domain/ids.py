@@ -16,7 +16,6 @@ from posttrain.domain.errors import InputError
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _SHOWN = 80  # characters of what was given
-_LONGEST_WORD = 4096  # characters of a path or URL
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +41,12 @@ class Id:
 
 
 _RUN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+_SERIAL = r"[A-Za-z0-9-]{1,64}"
 RunId = Annotated[str, Id("a run id", _RUN, "1-128 of A-Z a-z 0-9 . _ - and begin with a letter or digit")]
 StageName = Annotated[str, Id("a stage", r"[a-z0-9][a-z0-9_-]{0,127}", "1-128 of a-z 0-9 _ -")]
-SampleId = Annotated[str, Id("a sample id", r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", "1-128 of A-Z a-z 0-9 . _ -")]
-TokenId = Annotated[str, Id("a token id", r"[A-Za-z0-9]{1,64}", "1-64 letters and digits")]
-OperationId = Annotated[str, Id("an operation id", r"[A-Za-z0-9]{1,64}", "1-64 letters and digits")]
+SampleId = Annotated[str, Id("a sample id", _RUN, "1-128 of A-Z a-z 0-9 . _ - and begin with a letter or digit")]
+TokenId = Annotated[str, Id("a token id", _SERIAL, "1-64 of A-Z a-z 0-9 -")]
+OperationId = Annotated[str, Id("an operation id", _SERIAL, "1-64 of A-Z a-z 0-9 -")]
 Digest = Annotated[str, Id("a digest", r"sha256:[0-9a-f]{64}", "sha256: and 64 hex digits")]
 ProjectId = Annotated[str, Id("a project", r"[a-z0-9][a-z0-9-]{0,62}", "1-63 of a-z 0-9 - and begin with one")]
 Name = Annotated[  # of a channel, a sink, a kind of events; a run as a person names it
@@ -58,7 +58,7 @@ Principal = Annotated[
 ]
 Word = Annotated[  # RUN/STAGE, KIND:NAME@VERSION, a digest, a path, a URL: its own parser takes it apart
     str,
-    Id("a word", rf"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{{0,{_LONGEST_WORD}}}", "one line of at most 4096 characters"),
+    Id("a word", r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{0,4096}", "one line of at most 4096 characters"),
 ]
 
 

@@ -10,7 +10,20 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Float, Select, and_, bindparam, cast, func, or_, select, tuple_
+from sqlalchemy import (
+    BindParameter,
+    ColumnElement,
+    Connection,
+    Float,
+    Select,
+    and_,
+    bindparam,
+    cast,
+    func,
+    or_,
+    select,
+    tuple_,
+)
 
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.lifecycle import AttemptState, RunState, is_final
@@ -61,7 +74,7 @@ _SHOWN = 5  # candidates named in an error
 _ENDED = [state for state in RunState if is_final("run", state)]
 _DRIVEN = (work.c.project == runs.c.project) & (work.c.kind == RUN) & (work.c.object == runs.c.id)
 _RUN_ID: ColumnElement[str] = bindparam("run_id")
-_PROJECT: ColumnElement[str] = bindparam("of_project")
+_PROJECT: BindParameter[str] = bindparam("of_project")
 _STAGES = select(stages).where(of_project(stages, _PROJECT)).order_by(stages.c.run_id, stages.c.position, stages.c.name)
 _STAGES_OF_ONE = _STAGES.where(stages.c.run_id == _RUN_ID)
 _ATTEMPTS_OF_MANY = select(attempts).where(of_project(attempts, _PROJECT))

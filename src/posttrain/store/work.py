@@ -394,8 +394,8 @@ def _listing(server: bool, of_kind: bool, within: bool, dead: bool) -> Select[An
 
 @functools.cache
 def _giving(server: bool, hold: bool) -> Update:
-    held = (work.c.id == bindparam("of_id"), work.c.lease_token == bindparam("of_token"))
-    held = (*held, work.c.project == bindparam("of_project"))
+    held = [work.c.id == bindparam("of_id"), work.c.lease_token == bindparam("of_token")]
+    held.append(work.c.project == bindparam("of_project"))
     settled: dict[str, Any] = {"failures": 0, "failed_since": None, "error": "", "traceback": ""}
     settled |= {"due_at": _now_of(server) + bindparam("after", type_=Float(53)), **({} if hold else _FREE)}
     return update(work).where(*held, work.c.wanted_version == bindparam("seen")).values(settled)
