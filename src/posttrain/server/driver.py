@@ -24,7 +24,6 @@ from posttrain.app.workspace import Workspace, serve_jobs
 from posttrain.control.owners import process_name
 from posttrain.domain.errors import PosttrainError
 from posttrain.drivers.log import DriverLog
-from posttrain.events.admitting import public
 from posttrain.events.bus import Deliverer
 from posttrain.server.board import Board
 from posttrain.server.granting import Granting
@@ -110,7 +109,7 @@ class Upkeep:
         for project in self._deliverers.keys() - wanted:
             self._deliverers.pop(project)[0].close()
         for project in wanted - self._deliverers.keys():
-            self._deliverers[project] = deliverer(self._workspace.seen_by(ACTOR, project, AUTH), public()), 0.0
+            self._deliverers[project] = deliverer(self._workspace.seen_by(ACTOR, project, AUTH), served=True), 0.0
 
     def close(self) -> None:
         """Begin no delivery any more."""
