@@ -86,8 +86,12 @@ def test_audit_1_every_connection_refuses_and_sends_nothing(ledger: Ledger) -> N
             connection.exec_driver_sql("SELECT * FROM runs")
         assert sent == []
         connection.execute(across(select(runs), "a test"))
+        with pytest.raises(UnscopedStatementError):
+            connection.execute(select(runs))  # which is compiled already, and not marked
     with ledger.database.read(across="a test") as connection:
         connection.execute(select(runs))
+    with ledger.database.write() as connection:
+        connection.execute(across(select(runs), "a test"))
     with ledger.database.read() as connection, pytest.raises(UnscopedStatementError):
         connection.execute(select(runs))  # a connection of the pool does not stay marked
 

@@ -126,7 +126,7 @@ class Database:
             remedy = "make it and its folder writable" if self._sqlite else "use a user and a server that may write"
             raise WorkspaceError(f"cannot write the ledger {self.place}: it is read-only; {remedy}")
         with self._translated(), self._engine.connect() as connection:
-            connection = connection.execution_options(**{_WRITE: True, ACROSS: across})
+            connection = connection.execution_options(**{_WRITE: True}, **({ACROSS: across} if across else {}))
             transaction = connection.begin()
             try:
                 yield connection
