@@ -54,7 +54,7 @@ Name = Annotated[  # of a channel, a sink, a kind of events; a run as a person n
     Id("a name", r"(?!\.{1,2}$)[^/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,128}", "1-128 characters without / and \\"),
 ]
 Principal = Annotated[
-    str, Id("a principal", r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,220}", "1-220 characters without control characters")
+    str, Id("a principal", r"(?!\.{1,2}$)[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,220}", "user:NAME or service:NAME")
 ]
 Word = Annotated[  # RUN/STAGE, KIND:NAME@VERSION, a digest, a path, a URL: its own parser takes it apart
     str,
