@@ -253,8 +253,8 @@ def test_audit_1_a_job_that_edits_its_order_changes_nothing_that_the_ledger_orde
     def edits(folder: AttemptFolder) -> int:
         order = json.loads((folder.path / "job.json").read_text())
         found.append(order)
-        bad = {"run_id": "another-run", "stage": "evaluate", "kind": "evaluate", "params": {}}
-        bad |= {"inputs": {}, "resumed_from": "another/run", "resumed_step": 9, "token_allowance": 10**9, "epoch": 9}
+        bad = {"name": "another-sft-9", "kind": "evaluate", "seed": 99, "params": {}}
+        bad |= {"inputs": {}, "resume": "sha256:" + "ab" * 32, "resumed_from": "another/sft", "resumed_step": 9, "token_allowance": 10**9, "epoch": 9}
         (folder.path / "job.json").write_text(json.dumps({**order, **bad}))
         return -9 if len(found) < tries else train()(folder) or 0
 
@@ -269,8 +269,8 @@ def test_audit_1_a_job_that_edits_its_order_changes_nothing_that_the_ledger_orde
     assert (after.kind, after.inputs) == (before.kind, before.inputs)
     assert after.outputs["model"] == bench.stage(honest, "sft").outputs["model"]
     first, second = found
-    assert {**first, "epoch": 0} == {**second, "epoch": 0, "token_allowance": first["token_allowance"]} | {
-        name: first[name] for name in first if first[name] != second[name] and name in ("seconds_allowance", "channel")
-    }
+    ordered = ("kind", "seed", "params", "inputs", "resume", "resumed_from", "resumed_step", "token_allowance")
+    assert [first[name] for name in ordered] == [second[name] for name in ordered], "the next attempt reads no order"
+    assert (first["epoch"], second["epoch"]) == (1, 2)
     assert [one.stage for one in bench.ledger.attempts(run_id)] == ["sft", "sft"]
     assert verify_rows(bench.ledger)
