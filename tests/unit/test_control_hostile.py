@@ -253,8 +253,9 @@ def test_audit_1_a_job_that_edits_its_order_changes_nothing_that_the_ledger_orde
     def edits(folder: AttemptFolder) -> int:
         order = json.loads((folder.path / "job.json").read_text())
         found.append(order)
-        bad = {"name": "another-sft-9", "kind": "evaluate", "seed": 99, "params": {}}
-        bad |= {"inputs": {}, "resume": "sha256:" + "ab" * 32, "resumed_from": "another/sft", "resumed_step": 9, "token_allowance": 10**9, "epoch": 9}
+        bad = {"name": "another-sft-9", "kind": "evaluate", "seed": 99, "params": {}, "inputs": {}, "epoch": 9}
+        bad |= {"resume": "sha256:" + "ab" * 32, "resumed_from": "another/sft", "resumed_step": 9}
+        bad |= {"token_allowance": 10**9}
         (folder.path / "job.json").write_text(json.dumps({**order, **bad}))
         return -9 if len(found) < tries else train()(folder) or 0
 

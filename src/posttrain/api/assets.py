@@ -27,20 +27,20 @@ class Assets(Protocol):
     """Versioned data sets, models, rewards, and runs of other programs."""
 
     def add_dataset(
-        self, path: Path, name: Name, *more: Path, progress: Callable[[str], None] = lambda _: None
+        self, path: Path, name: Word, *more: Path, progress: Callable[[str], None] = lambda _: None
     ) -> Asset:
         """Register a data set: a file, a folder, or several files. `progress` is told how many rows were looked at."""
 
-    def add_external(self, uri: Word, name: Name, *, checksum: Word, version: Word) -> Asset:
+    def add_external(self, uri: Word, name: Word, *, checksum: Word, version: Word) -> Asset:
         """Register a data set that stays where it is: one object, its checksum, its version in its store or empty."""
 
-    def add_model(self, folder: Path, name: Name) -> Asset:
+    def add_model(self, folder: Path, name: Word) -> Asset:
         """Register a model's folder."""
 
-    def add_reward(self, path: Path, name: Name, *, entry: str | None, dialect: str, guideline: Path | None) -> Asset:
+    def add_reward(self, path: Path, name: Word, *, entry: str | None, dialect: str, guideline: Path | None) -> Asset:
         """Register a reward's source file, with the guideline that it implements."""
 
-    def create_model(self, name: Name, config: Path, seed: int) -> tuple[Asset, str]:
+    def create_model(self, name: Word, config: Path, seed: int) -> tuple[Asset, str]:
         """Make a small base model from nothing, by a run of one stage; with that run's id."""
 
     def assets(self, kind: Name | None) -> list[Asset]:
@@ -61,13 +61,13 @@ class Assets(Protocol):
     def curves(self, history: Asset) -> list[Curve]:
         """The metrics of an imported run."""
 
-    def import_trl_output(self, folder: Path, name: Name | None) -> Imported:
+    def import_trl_output(self, folder: Path, name: Word | None) -> Imported:
         """Register what a TRL or transformers trainer left in its `output_dir`."""
 
-    def import_mlflow(self, where: str, run: str | None, name: Name | None) -> Imported:
+    def import_mlflow(self, where: str, run: str | None, name: Word | None) -> Imported:
         """Register a run of an MLflow store."""
 
-    def import_wandb_export(self, folder: Path, name: Name | None) -> Imported:
+    def import_wandb_export(self, folder: Path, name: Word | None) -> Imported:
         """Register a W&B run's files."""
 
 

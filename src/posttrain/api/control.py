@@ -125,7 +125,7 @@ class Runs(Protocol):
     def ids(self, limit: int, before: RunId | None = None) -> list[str]:
         """Of the newest runs; `before`: of those that are older than this one."""
 
-    def run(self, words: Name) -> RunRecord:
+    def run(self, words: Word) -> RunRecord:
         """A run by id, by a prefix of it, or the newest of a name.
 
         Raises:
@@ -156,7 +156,7 @@ class Runs(Protocol):
     def why(self, run_id: RunId) -> Why:
         """Where it is and why."""
 
-    def diff(self, first: Name, second: Name) -> RunDiff:
+    def diff(self, first: Word, second: Word) -> RunDiff:
         """What differs between two runs, as a person names them."""
 
     def compare(self, words: Sequence[Word], page: Path | None = None) -> Comparison:
@@ -212,7 +212,7 @@ class Channels(Protocol):
     def live(self) -> list[ReleaseEntry]:
         """What the channels point at."""
 
-    def channel_record(self, name: Name) -> ChannelRecord:
+    def channel_record(self, name: Word) -> ChannelRecord:
         """Whether it is protected or frozen; of generation 0 where there is none of that name."""
 
     def channel(self, name: Name) -> ChannelView:
@@ -276,19 +276,19 @@ class Channels(Protocol):
     def channel_events(self, name: Name, kind: Name) -> list[Event]:
         """What was told of it of one kind, such as `channel.frozen`, oldest first."""
 
-    def set_policy(self, name: Name, path: Path) -> tuple[PinnedPolicy, list[str]]:
+    def set_policy(self, name: Word, path: Path) -> tuple[PinnedPolicy, list[str]]:
         """Let it have the policy in a YAML file from now on; with what that does not do, in words."""
 
-    def remove_policy(self, name: Name) -> ChannelRecord:
+    def remove_policy(self, name: Word) -> ChannelRecord:
         """Let releases pass what their runs say."""
 
-    def protect(self, name: Name, *, protected: bool, why: str) -> ChannelRecord:
+    def protect(self, name: Word, *, protected: bool, why: str) -> ChannelRecord:
         """Let its policy and quarantine be changed by approval only, or take that back."""
 
-    def freeze(self, name: Name, *, rollbacks: bool, why: str) -> ChannelRecord:
+    def freeze(self, name: Word, *, rollbacks: bool, why: str) -> ChannelRecord:
         """Let nothing be released to it; with `rollbacks` let it not be rolled back either."""
 
-    def unfreeze(self, name: Name, *, why: str) -> ChannelRecord:
+    def unfreeze(self, name: Word, *, why: str) -> ChannelRecord:
         """Let it move again."""
 
 

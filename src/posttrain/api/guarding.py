@@ -143,13 +143,14 @@ class Guarded:
 
 
 @functools.cache
-def _ids_of(verb: str) -> tuple[inspect.Signature, Mapping[str, Id]]:
-    """How a verb is called, and what its parameters must be that hold ids or names."""
+def _ids_of(verb: str) -> tuple[tuple[str, ...], bool, Mapping[str, Id]]:
+    """The parameters of a verb; whether the first takes every word; what those must be that hold ids or names."""
     from posttrain.api.control import Control
 
-    called = inspect.signature(getattr(Control, verb))
-    written = {name: re.findall(r"\w+", str(one.annotation)) for name, one in called.parameters.items()}
-    return called, {name: TYPES[word] for name, words in written.items() for word in words if word in TYPES}
+    _, *called = inspect.signature(getattr(Control, verb)).parameters.values()
+    written = {one.name: re.findall(r"\w+", str(one.annotation)) for one in called}
+    ids = {name: TYPES[word] for name, words in written.items() for word in words if word in TYPES}
+    return tuple(written), bool(called) and called[0].kind is inspect.Parameter.VAR_POSITIONAL, ids
 
 
 def check_ids(verb: str, words: Sequence[Any], options: Mapping[str, Any]) -> None:
@@ -158,10 +159,10 @@ def check_ids(verb: str, words: Sequence[Any], options: Mapping[str, Any]) -> No
     Raises:
         InputError: one is no such id or name.
     """
-    called, ids = _ids_of(verb)
-    given = called.bind(None, *words, **options).arguments if ids else {}
-    for name in ids.keys() & given.keys():
-        ids[name].check(given[name], f"{typed(verb)}: {name}")
+    names, many, ids = _ids_of(verb)
+    given = {**dict(zip(names, [words] if many else words, strict=False)), **options}
+    for name, kind in ids.items():
+        kind.check(given.get(name), f"{typed(verb)}: {name}")
 
 
 def guarded(control: Control, who: str, project: str, role: Callable[[], Role | None]) -> Control:
