@@ -88,7 +88,7 @@ def everything(ledger: Ledger) -> str:
 
     from posttrain.store.schema import metadata
 
-    with ledger.database.read() as connection:
+    with ledger.database.read(across="a test") as connection:
         rows = [list(map(str, row)) for table in metadata.sorted_tables for row in connection.execute(select(table))]
     return json.dumps(rows)
 

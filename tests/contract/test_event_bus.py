@@ -212,7 +212,7 @@ def test_a_lost_cursor_doubles_and_loses_nothing(ledger: Ledger) -> None:
     tell(ledger, 4, first=4)
     arrived: list[Notice] = []
     of(ledger, "one", lambda _: FakeSink(arrived)).go_on()
-    with ledger.database.write() as connection:
+    with ledger.database.write(across="a test") as connection:
         connection.execute(cursors.delete())
     tell(ledger, 1, first=8)
     again: list[Notice] = []
@@ -225,13 +225,13 @@ def test_an_edited_sink_is_found(ledger: Ledger) -> None:
     add(ledger, "chat", kind="webhook", url="https://example.org/a", secret_env="S")
     verify_rows(ledger)
     for values in ({"settings": {"url": "https://evil.example"}}, {"rules": {}}, {"paused": "person"}):
-        with ledger.database.write() as connection:
+        with ledger.database.write(across="a test") as connection:
             before = connection.execute(sinks.select()).mappings().one()
             connection.execute(sinks.update().values(values))
         verify_chain(ledger)
         with pytest.raises(IntegrityError, match="sink chat: "):
             verify_rows(ledger)
-        with ledger.database.write() as connection:
+        with ledger.database.write(across="a test") as connection:
             connection.execute(sinks.update().values({name: before[name] for name in values}))
     verify_rows(ledger)
 

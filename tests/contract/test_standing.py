@@ -81,7 +81,7 @@ def test_sinks_are_told_by_kind_and_state(ledger: Ledger) -> None:
     seal(ledger)
     with ledger.transaction("user:ann") as transaction:
         transaction.pause_sink("paused", "person", {}, "")
-    with ledger.database.write() as connection:
+    with ledger.database.write(across="a test") as connection:
         connection.execute(update(cursors).where(cursors.c.sink == "failing").values(failures=7, sequence=0))
         connection.execute(update(cursors).where(cursors.c.sink == "paused").values(failures=90, sequence=0))
     now = standing(ledger.database, ledger.clock).sinks["jsonl"]

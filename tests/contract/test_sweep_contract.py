@@ -89,13 +89,13 @@ def test_what_is_no_more_is_not_listed(ledger: Ledger, blobs: ObjectBlobs, tmp_p
     gone = blobs.put(b"bound once")
     with ledger.transaction(ANN) as transaction:
         transaction.insert_asset(Asset("dataset", "d", 1, blobs.put(b"d"), "file", 1.0, ANN, {}, ()))
-    with ledger.database.write() as connection:
+    with ledger.database.write(across="a test") as connection:
         project = connection.execute(select(projects.c.id)).scalars().first()
         row = {"project": project, "digest": gone, "form": "file", "bytes": 10, "class": "input", "created_at": 1.0}
         connection.execute(artifacts.insert(), row)
     assert swept(ledger, blobs, tmp_path).deleted == 1
     assert not blobs.has(gone)
-    with ledger.database.read() as connection:
+    with ledger.database.read(across="a test") as connection:
         assert gone not in connection.execute(select(artifacts.c.digest)).scalars().all()
     told = [event for event in ledger.pending_events(limit=9999) if event.kind == "gc.swept"]
     assert [event.payload["blobs"] for event in told] == [1]
@@ -112,7 +112,7 @@ def test_a_newer_releases_tables_may_name_more(ledger: Ledger, blobs: ObjectBlob
     from sqlalchemy import text
 
     blobs.put(b"what it needs")
-    with ledger.database.write() as connection:
+    with ledger.database.write(across="a test") as connection:
         connection.execute(text("UPDATE schema_version SET version_num = '0004', usable_since = '0003'"))
     with pytest.raises(WorkspaceError, match="run gc with the release that upgraded it"):
         swept(ledger, blobs, tmp_path)

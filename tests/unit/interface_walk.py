@@ -58,7 +58,13 @@ def plant(workspace: Workspace, folder: Path) -> Planted:
     """Fill the projects `a` and `b` alike."""
     found = {name: _project(workspace, name, folder) for name in ("a", "b")}
     mine, theirs = found["a"], found["b"]
-    planted = Planted(mine, sorted({word for words in theirs.values() for word in words}), [str(workspace.root)])
+    planted = Planted(
+        mine,
+        sorted(
+            {word for words in theirs.values() for word in words} - {word for words in mine.values() for word in words}
+        ),
+        [str(workspace.root)],
+    )
     seen = workspace.seen_by(workspace.actor, "a", "os")
     for role in ROLES:
         name = f"user:{role or 'nobody'}-of-a"

@@ -81,7 +81,8 @@ def test_moves_come_in_pages_newest_first(world: World, monkeypatch: pytest.Monk
             assert [one["state"] for one in found] == [one.state for one in whole]
         for wrong in ("x", "9" * 5000):
             told = bench.ask("GET", f"/v1/projects/default/channels/prod/history?before={wrong}")
-            assert (told.status, "number of a release" in told.json["detail"]) == (422, True)
+            assert told.status == 422
+            assert any(words in told.json["detail"] for words in ("number of a release", "at most 4096 characters"))
     monkeypatch.setattr("posttrain.cli.runs._MOVES", 3)
     assert "5 older releases are left out" in world.ok("get", "prod")
     assert len(world.json("get", "prod")["history"]) == 8

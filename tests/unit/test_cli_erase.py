@@ -92,7 +92,7 @@ def test_what_was_said_of_a_run_goes_and_the_run_stays(world: World) -> None:
         assert after[key] == before[key]
     assert [row["outputs"] for row in after["stages"]] == [row["outputs"] for row in before["stages"]]
     workspace = open_workspace()
-    with workspace.ledger.database.read() as connection:
+    with workspace.ledger.database.read(across="a test") as connection:
         for name, key in (("runs", "id"), ("stages", "run_id"), ("attempts", "run_id")):
             table = TABLES[name].table
             words = TABLES[name].words - {"folder", "handle"}

@@ -267,7 +267,9 @@ def test_an_attempt_that_goes_on_from_another_run_counts_what_it_took(bench: Ben
 def test_the_order_of_a_job_that_runs_is_left_alone(bench: Bench) -> None:
     run_id, folder, _ = under_way(bench, budget={"wall_clock": "10m"})
     before = folder.read_order()
-    with bench.ledger.database.write() as connection:  # as if who launched it had died before it could say so
+    with bench.ledger.database.write(
+        across="a test"
+    ) as connection:  # as if who launched it had died before it could say so
         connection.exec_driver_sql("UPDATE attempts SET state = 'planned', launched_at = NULL")
     bench.clock.sleep(100)
     Reconciler(bench.stores, replace(bench.jobs, trust_rewards=True), "here").tick(run_id)

@@ -213,7 +213,7 @@ def test_a_launch_of_a_dead_process_is_found_when_the_run_is_stopped(bench: Benc
     bench.reconciler.tick(run_id)
     bench.reconciler.tick(run_id)
     launched = bench.ledger.attempts(run_id)[0]
-    with bench.ledger.database.write() as connection:  # as if it had died before it could say so
+    with bench.ledger.database.write(across="a test") as connection:  # as if it had died before it could say so
         connection.exec_driver_sql("UPDATE attempts SET state = 'planned', launched_at = NULL")
     actions.stop(bench.stores, run_id)
     assert bench.drive(run_id).state == "stopped"
@@ -236,7 +236,7 @@ def test_a_row_that_was_edited_behind_the_ledgers_back_does_not_verify(bench: Be
     tree = release_lineage(bench.stores, "prod")
     before = verify(bench.stores, lambda: tree).problems  # the bench's datasets are digests without bytes
     assert not any("release" in problem for problem in before)
-    with bench.ledger.database.write() as connection:
+    with bench.ledger.database.write(across="a test") as connection:
         connection.exec_driver_sql("UPDATE releases SET model_digest = report_digest")
     added = set(verify(bench.stores, lambda: tree).problems) - set(before)
     assert [problem for problem in added if "release" in problem]

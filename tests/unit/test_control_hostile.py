@@ -4,6 +4,7 @@ of an attempt, nothing lost, and `why` says what is waited for.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from posttrain.control.fencing import give_up
 from posttrain.domain.jobs import ANOTHER_RUNS, Cause
 from posttrain.execution.executors.fake import Hostility
 from posttrain.execution.processes import identity
+from posttrain.store.attempts import AttemptFolder
+from posttrain.store.audit import verify_rows
 
 FAR = {"idempotent": False, "visible_after": 20.0, "settles_after": 60.0}  # seconds
 
@@ -241,3 +244,34 @@ def test_one_pass_asks_once_for_all_jobs_of_a_run(bench: Bench, monkeypatch: pyt
     monkeypatch.setattr(bench.executor, "observe", lambda jobs: (asked.append(len(jobs)), observe(jobs))[1])
     bench.reconciler.tick(run_id)
     assert asked == [2]
+
+
+def test_audit_1_a_job_that_edits_its_order_changes_nothing_that_the_ledger_ordered(bench: Bench) -> None:
+    """What is published is what the ledger ordered: the order file is the job's, and nobody reads it back."""
+    tries = 2
+
+    def edits(folder: AttemptFolder) -> int:
+        order = json.loads((folder.path / "job.json").read_text())
+        found.append(order)
+        bad = {"name": "another-sft-9", "kind": "evaluate", "seed": 99, "params": {}, "inputs": {}, "epoch": 9}
+        bad |= {"resume": "sha256:" + "ab" * 32, "resumed_from": "another/sft", "resumed_step": 9}
+        bad |= {"token_allowance": 10**9}
+        (folder.path / "job.json").write_text(json.dumps({**order, **bad}))
+        return -9 if len(found) < tries else train()(folder) or 0
+
+    found: list[dict[str, Any]] = []
+    honest = bench.submit(**TRAIN_ONLY)
+    assert bench.drive(honest).state == "succeeded"
+    bench.scripts["sft"] = [edits, edits]
+    run_id = bench.submit(**TRAIN_ONLY, seed=18)
+    before = bench.stage(honest, "sft")
+    assert bench.drive(run_id).state == "succeeded"
+    after = bench.stage(run_id, "sft")
+    assert (after.kind, after.inputs) == (before.kind, before.inputs)
+    assert after.outputs["model"] == bench.stage(honest, "sft").outputs["model"]
+    first, second = found
+    ordered = ("kind", "seed", "params", "inputs", "resume", "resumed_from", "resumed_step", "token_allowance")
+    assert [first[name] for name in ordered] == [second[name] for name in ordered], "the next attempt reads no order"
+    assert (first["epoch"], second["epoch"]) == (1, 2)
+    assert [one.stage for one in bench.ledger.attempts(run_id)] == ["sft", "sft"]
+    assert verify_rows(bench.ledger)

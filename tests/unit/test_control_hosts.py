@@ -35,7 +35,7 @@ class Two:
 
     def silent(self, host: Bench, seconds: float = GONE_SECONDS + 1) -> None:
         """Nothing was heard of a host for so long."""
-        with self.a.ledger.database.write() as connection:
+        with self.a.ledger.database.write(across="a test") as connection:
             mine = hosts.c.id == host.jobs.host
             connection.execute(update(hosts).where(mine).values(seen_at=hosts.c.seen_at - seconds))
 
@@ -91,7 +91,7 @@ def test_a_row_that_was_lost_knows_its_host_again(two: Two) -> None:
     two.a.scripts["sft"] = [None]
     run_id = two.a.submit(**TRAIN_ONLY)
     two.pass_over(run_id, two.a)
-    with two.a.ledger.database.write() as connection:
+    with two.a.ledger.database.write(across="a test") as connection:
         connection.execute(update(work).values(affinity=None, lease_owner=None, lease_token=None, lease_until=None))
     two.pass_over(run_id, two.b)
     assert two.b.launched == []
@@ -160,7 +160,7 @@ def test_an_attempt_of_before_is_of_the_host_that_has_its_folder(two: Two) -> No
     two.a.scripts["sft"] = [None]
     run_id = two.a.submit(**TRAIN_ONLY)
     two.pass_over(run_id, two.a)
-    with two.a.ledger.database.write() as connection:  # as a release that knew no hosts left it
+    with two.a.ledger.database.write(across="a test") as connection:  # as a release that knew no hosts left it
         connection.execute(update(attempts).values(host=None))
         connection.execute(update(work).values(affinity=None, lease_owner=None, lease_token=None, lease_until=None))
     two.pass_over(run_id, two.b)
@@ -168,7 +168,7 @@ def test_an_attempt_of_before_is_of_the_host_that_has_its_folder(two: Two) -> No
     assert [one.state for one in two.b.ledger.attempts(run_id)] == ["launched"]
     two.pass_over(run_id, two.a)
     assert [one.state for one in two.a.ledger.attempts(run_id)] == ["launched"]
-    with two.a.ledger.database.write() as connection:  # what no event tells
+    with two.a.ledger.database.write(across="a test") as connection:  # what no event tells
         connection.execute(update(attempts).values(host="a" * 32))
 
 

@@ -174,7 +174,7 @@ def test_a_proof_finds_what_was_altered(bench: Bench, what: str) -> None:
     tree = release_lineage(bench.stores, "prod")
     sound = verify(bench.stores, lambda: tree)  # the bench's datasets are digests without bytes
     assert (sound.events > 10, sound.pending) == (True, 0)
-    with bench.ledger.database.write() as connection:
+    with bench.ledger.database.write(across="a test") as connection:
         if what == "chain":
             connection.exec_driver_sql("UPDATE events SET kind = kind || 'x' WHERE id = 2")
     report = bench.stage(bench.ledger.runs()[0].id, "gate").outputs["report"]["digest"]
@@ -184,7 +184,7 @@ def test_a_proof_finds_what_was_altered(bench: Bench, what: str) -> None:
             path.write_bytes(path.read_bytes()[::-1])
     added = set(verify(bench.stores, lambda: tree).problems) - set(sound.problems)
     assert len(added) == 1, added
-    with bench.ledger.database.write() as connection:
+    with bench.ledger.database.write(across="a test") as connection:
         connection.exec_driver_sql("UPDATE events SET kind = rtrim(kind, 'x') WHERE id = 2")
 
 

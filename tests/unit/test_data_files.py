@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -292,3 +293,25 @@ def test_what_datasets_saves_to_disk(tmp_path: Path) -> None:
     (both / "dataset_dict.json").write_text('{"splits": []}')
     with pytest.raises(InputError, match=r"dataset_dict\.json must list splits, got \[\]"):
         data_files(both)
+
+
+def test_a_small_parquet_or_arrow_file_of_one_huge_shared_value_is_refused_before_it_is_unpacked(
+    tmp_path: Path,
+) -> None:
+    shared = pa.DictionaryArray.from_arrays(pa.array([0] * 2000, pa.int32()), pa.array(["x" * (1 << 20)]))
+    nested = pa.StructArray.from_arrays([shared], ["content"])
+    lists = pa.ListArray.from_arrays(pa.array(range(2001), pa.int32()), nested)
+    for name, column in (("text", shared), ("messages", lists)):
+        table = pa.table({"prompt": pa.array(["q"] * 2000), name: column})
+        for path, write in ((tmp_path / "a.parquet", pq.write_table), (tmp_path / "a.arrow", feather.write_feather)):
+            if path.suffix == ".parquet":
+                write(table, path, compression="zstd", store_schema=False)
+            else:
+                write(table, path, compression="zstd")
+            assert path.stat().st_size < 1 << 18
+            with pytest.raises(InputError, match="must hold at most"):
+                list(read_file(path, path.name))
+    many = pa.table({"prompt": ["q"], "numbers": pa.array([[0] * 40_000_000], pa.list_(pa.int64()))})
+    pq.write_table(many, tmp_path / "b.parquet", compression="zstd")
+    with pytest.raises(InputError, match="must hold at most"):
+        list(read_file(tmp_path / "b.parquet", "b.parquet"))

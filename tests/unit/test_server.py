@@ -887,7 +887,7 @@ def test_a_token_reaches_no_file_and_no_secret_of_others_by_a_sink(bench: Server
         ("webhook", {"url": url, "secret_env": "POSTTRAIN_SINK_HMAC"}),
         ("webhook", {"url_env": "POSTTRAIN_SINK_PRODHOOK", "secret_env": "POSTTRAIN_SINK_B_HMAC"}),
     ):
-        with pytest.raises(InputError, match=r"named where its workspace is|is not its own"):
+        with pytest.raises(InputError, match=r"named where its workspace is|must be a secret of project b"):
             ben.add_sink("hook", kind, settings, {"on": ["run-ended"]}, from_start=False)
     assert ben.sinks() == []
 

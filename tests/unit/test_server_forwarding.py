@@ -79,7 +79,7 @@ def test_a_peer_that_accepts_and_says_nothing_is_left_alone_for_a_while(
         made = attempt_with_access(bench, "far")
         one = host(f"http://127.0.0.1:{hung.getsockname()[1]}", process_name())
         peers._known = {one.id: one}
-        with bench.workspace.ledger.database.write() as connection:
+        with bench.workspace.ledger.database.write(across="a test") as connection:
             connection.execute(update(attempts).values(host=one.id))
         path = f"/v1/projects/default/runs/{made.attempt.run_id}/status"
         for _ in range(2):

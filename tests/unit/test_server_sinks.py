@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from server_bench import ServerBench, served
 from posttrain.domain.errors import AccessError, InputError, NotFoundError, SinkError
 from posttrain.domain.roles import Role
 from posttrain.domain.sinks import FOR_PEOPLE, Rule
-from posttrain.events.admitting import VARIABLE, public
+from posttrain.events.admitting import SECRETS, VARIABLE, public, secrets_of
 from posttrain.server.driver import Upkeep
 from sink_servers import SECRET, Receiver, receiver
 
@@ -29,10 +30,25 @@ def bench(tmp_path: Path) -> Iterator[ServerBench]:
 @pytest.fixture
 def http(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
     monkeypatch.setenv(VARIABLE, "127.0.0.0/8")
+    monkeypatch.setenv(SECRETS, "default/POSTTRAIN_SINK_SECRET, other/POSTTRAIN_SINK_OTHER_SECRET")
     for name in ("POSTTRAIN_SINK_SECRET", "POSTTRAIN_SINK_OTHER_SECRET"):
         monkeypatch.setenv(name, SECRET)
     with receiver() as known:
         yield known
+
+
+def rebinding(monkeypatch: pytest.MonkeyPatch, address: str) -> list[str]:
+    """Let names of the domain `example` mean an address; the names that were looked up."""
+    known, asked = socket.getaddrinfo, []
+
+    def found(host: Any, *words: Any, **options: Any) -> Any:
+        if str(host).endswith(".example"):
+            asked.append(host)
+            host = address
+        return known(host, *words, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    return asked
 
 
 def tell(bench: ServerBench, project: str) -> None:
@@ -152,8 +168,11 @@ def test_a_webhook_reaches_nothing_that_only_the_server_reaches(
     for url in (http.url, "http://169.254.169.254/latest/meta-data", "https://[::1]/x"):
         with pytest.raises(InputError, match="may not be reached"):
             control.add_sink("inside", "webhook", {"url": url, **WEB}, {})
-    named = http.url.replace("127.0.0.1", "localhost")  # a name, which may mean another address at any time
+    asked = rebinding(monkeypatch, "93.184.216.34")
+    named = http.url.replace("127.0.0.1", "hook.example")
     control.add_sink("inside", "webhook", {"url": named, **WEB}, {"on": ["all"]})
+    assert asked == ["hook.example"]
+    rebinding(monkeypatch, "127.0.0.1")  # the name has another address when it is connected to
     with pytest.raises(SinkError, match=r"may not be reached: .* is no public address"):
         control.test_sink("inside")
     tell(bench, "default")
@@ -167,7 +186,59 @@ def test_a_webhook_reaches_nothing_that_only_the_server_reaches(
     assert http.posts == []
 
 
+@pytest.mark.parametrize("setting", ["url", "host"])
+def test_audit_5_an_address_is_refused_however_it_is_written(
+    bench: ServerBench, http: Receiver, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    monkeypatch.delenv(VARIABLE)
+    control = bench.control(bench.person("ann", Role.ADMIN))
+    hosts = ["2130706433", "0x7f000001", "0177.0.0.1", "127.1", "localhost", "0.0.0.0", "2852039166"]
+    hosts += ["[::ffff:127.0.0.1]", "[::ffff:a9fe:a9fe]", "[64:ff9b::7f00:1]"] if setting == "url" else []
+    for host in hosts:
+        mail = {"to": "a@b.org", "from": "a@b.org", "host": host, "port": 25}
+        settings = {"url": f"http://{host}:8080/x", **WEB} if setting == "url" else mail
+        with pytest.raises(InputError, match="may not be reached"):
+            control.add_sink("inside", "webhook" if setting == "url" else "email", settings, {})
+    assert control.sinks() == []
+
+
+def test_audit_5_a_redirect_is_not_followed(bench: ServerBench, http: Receiver) -> None:
+    control = bench.control(bench.person("ann", Role.ADMIN))
+    http.answers = [302]
+    control.add_sink("chat", "webhook", {"url": http.url, **WEB}, {})
+    with pytest.raises(SinkError, match="redirects are not followed"):
+        control.test_sink("chat")
+
+
+def test_audit_5_a_secret_belongs_to_the_project_that_the_configuration_names(
+    bench: ServerBench, http: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = "POSTTRAIN_SINK_BENS_PROD_KEY"  # begins as variables of the project `bens` once did
+    monkeypatch.setenv(theirs, SECRET)
+    monkeypatch.setenv(SECRETS, f"bens-prod/{theirs}")
+    for project in ("bens", "default", "bens-prod"):
+        control = bench.control(bench.person(f"admin-of-{project}", Role.ADMIN, project), project)
+        settings = {"url": http.url, "secret_env": theirs}
+        if project == "bens-prod":
+            control.add_sink("chat", "webhook", settings, {})
+            assert control.test_sink("chat") == http.url
+            continue
+        with pytest.raises(InputError, match=f"adds {project}/{theirs} to {SECRETS}"):
+            control.add_sink("chat", "webhook", settings, {})
+        assert control.sinks() == []
+    monkeypatch.setenv(SECRETS, f"bens/{theirs}")  # a sink that was added before is not delivered to either
+    with pytest.raises(InputError, match="must be a secret of project bens-prod"):
+        control.test_sink("chat")
+
+
+@pytest.mark.parametrize("text", ["POSTTRAIN_SINK_A", "a/PGPASSWORD", "A/POSTTRAIN_SINK_A", "a/POSTTRAIN_SINK_*"])
+def test_audit_5_a_configuration_of_secrets_must_be_one(text: str) -> None:
+    with pytest.raises(InputError, match=r"must be PROJECT/POSTTRAIN_SINK_NAME"):
+        secrets_of("a", {SECRETS: text})
+
+
 def test_a_secret_that_is_not_there_is_said_at_once(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRETS, "default/POSTTRAIN_SINK_SECRET")
     control = bench.control(bench.person("ann", Role.ADMIN))
     made = control.add_sink("chat", "webhook", {"url": "https://example.org/x", **WEB}, {})
     assert made.lacks == "variable POSTTRAIN_SINK_SECRET is not set"

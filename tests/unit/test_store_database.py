@@ -75,7 +75,7 @@ def test_a_committed_transaction_is_durable_and_readers_do_not_wait(tmp_path: Pa
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2  # FULL
         assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar() == 1
-    with database.write(), database.read() as reader:
+    with database.write(), database.read(across="a test") as reader:
         assert reader.exec_driver_sql("SELECT count(*) FROM runs").scalar() == 0
     database.close()
 

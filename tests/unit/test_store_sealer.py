@@ -270,7 +270,7 @@ def test_what_is_said_may_be_erased_and_facts_not(ledger: Ledger) -> None:
     seal(ledger)
     assert ledger.events()[-1].payload == {"items": 3, "folder": "host:/srv"}
     verify_chain(ledger)
-    with ledger.database.read() as connection:
+    with ledger.database.read(across="a test") as connection:
         told = connection.exec_driver_sql("SELECT group_concat(audited) FROM events").scalar()
     assert "host" not in str(told)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from posttrain.domain.ids import Principal, TokenId, Word
     from posttrain.domain.records import Token
 
 
@@ -35,7 +36,7 @@ class Access(Protocol):
     def whoami(self) -> Whoami:
         """Who asks."""
 
-    def add_project(self, name: str) -> Whoami:
+    def add_project(self, name: Word) -> Whoami:
         """Make a project, and whoever asks its admin; asked of the project `default`.
 
         Raises:
@@ -47,14 +48,14 @@ class Access(Protocol):
         lets its runs name none, and whoever has the workspace before them may name any.
         """
 
-    def allow_image(self, image: str) -> list[str] | None:
+    def allow_image(self, image: Word) -> list[str] | None:
         """Let runs of the project name an image; the images afterwards.
 
         Raises:
             InputError: neither a reference with a digest nor NAME@*.
         """
 
-    def remove_image(self, image: str) -> list[str] | None:
+    def remove_image(self, image: Word) -> list[str] | None:
         """Let no new run of the project name an image any more; the images afterwards.
 
         Raises:
@@ -64,7 +65,7 @@ class Access(Protocol):
     def members(self) -> dict[str, str]:
         """Principal → role, of everybody who was given one in the project."""
 
-    def set_member(self, principal: str, role: str | None) -> dict[str, str]:
+    def set_member(self, principal: Principal, role: str | None) -> dict[str, str]:
         """Give somebody a role in the project, another one, or none; the members afterwards.
 
         Raises:
@@ -74,17 +75,17 @@ class Access(Protocol):
     def tokens(self) -> list[Token]:
         """Those of the project, also expired and revoked ones."""
 
-    def issue_token(self, principal: str, role: str | None, days: float) -> Issued:
+    def issue_token(self, principal: Principal, role: str | None, days: float) -> Issued:
         """A token by which somebody is known, and with which they may do at most this here; None: what their role is.
 
         Raises:
             InputError: no principal, no role, too long a time.
         """
 
-    def rotate_token(self, token_id: str, days: float) -> Issued:
+    def rotate_token(self, token_id: TokenId, days: float) -> Issued:
         """A token in the place of another one, which is good for nothing from now on."""
 
-    def revoke_token(self, token_id: str) -> list[Token]:
+    def revoke_token(self, token_id: TokenId) -> list[Token]:
         """Let a token be good for nothing from now on; the tokens afterwards.
 
         Raises:

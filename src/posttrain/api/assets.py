@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         Submitted,
         Sweep,
     )
+    from posttrain.domain.ids import Name, Word
     from posttrain.domain.overrides import Override
     from posttrain.domain.records import Asset, AssetStatus
 
@@ -26,47 +27,47 @@ class Assets(Protocol):
     """Versioned data sets, models, rewards, and runs of other programs."""
 
     def add_dataset(
-        self, path: Path, name: str, *more: Path, progress: Callable[[str], None] = lambda _: None
+        self, path: Path, name: Word, *more: Path, progress: Callable[[str], None] = lambda _: None
     ) -> Asset:
         """Register a data set: a file, a folder, or several files. `progress` is told how many rows were looked at."""
 
-    def add_external(self, uri: str, name: str, *, checksum: str, version: str) -> Asset:
+    def add_external(self, uri: Word, name: Word, *, checksum: Word, version: Word) -> Asset:
         """Register a data set that stays where it is: one object, its checksum, its version in its store or empty."""
 
-    def add_model(self, folder: Path, name: str) -> Asset:
+    def add_model(self, folder: Path, name: Word) -> Asset:
         """Register a model's folder."""
 
-    def add_reward(self, path: Path, name: str, *, entry: str | None, dialect: str, guideline: Path | None) -> Asset:
+    def add_reward(self, path: Path, name: Word, *, entry: str | None, dialect: str, guideline: Path | None) -> Asset:
         """Register a reward's source file, with the guideline that it implements."""
 
-    def create_model(self, name: str, config: Path, seed: int) -> tuple[Asset, str]:
+    def create_model(self, name: Word, config: Path, seed: int) -> tuple[Asset, str]:
         """Make a small base model from nothing, by a run of one stage; with that run's id."""
 
-    def assets(self, kind: str | None) -> list[Asset]:
+    def assets(self, kind: Name | None) -> list[Asset]:
         """Every version of every asset, or of those of one kind."""
 
-    def asset(self, ref: str) -> Asset:
+    def asset(self, ref: Word) -> Asset:
         """`KIND:NAME`, the latest, or `KIND:NAME@VERSION`. Raises NotFoundError with the nearest known one."""
 
     def asset_status(self) -> list[AssetStatus]:
         """Of every version that has one."""
 
-    def recalled(self, *digests: str) -> dict[str, AssetStatus]:
+    def recalled(self, *digests: Word) -> dict[str, AssetStatus]:
         """Of these bytes, those that were recalled or made from something recalled."""
 
-    def mark(self, ref: str, status: str, reason: str) -> tuple[Asset, Marked]:
+    def mark(self, ref: Word, status: str, reason: str) -> tuple[Asset, Marked]:
         """Say what is thought of a version: `approved`, `recalled`, or nothing any more; with where it is in use."""
 
     def curves(self, history: Asset) -> list[Curve]:
         """The metrics of an imported run."""
 
-    def import_trl_output(self, folder: Path, name: str | None) -> Imported:
+    def import_trl_output(self, folder: Path, name: Word | None) -> Imported:
         """Register what a TRL or transformers trainer left in its `output_dir`."""
 
-    def import_mlflow(self, where: str, run: str | None, name: str | None) -> Imported:
+    def import_mlflow(self, where: str, run: str | None, name: Word | None) -> Imported:
         """Register a run of an MLflow store."""
 
-    def import_wandb_export(self, folder: Path, name: str | None) -> Imported:
+    def import_wandb_export(self, folder: Path, name: Word | None) -> Imported:
         """Register a W&B run's files."""
 
 
@@ -75,7 +76,7 @@ class Models(Protocol):
 
     def ask(
         self,
-        model: str,
+        model: Word,
         prompts: Sequence[str],
         *,
         samples: int,
@@ -101,7 +102,7 @@ class Models(Protocol):
             min_p: draw among those at least this times as likely as the likeliest.
         """
 
-    def export(self, model: str, folder: Path, *, dtype: str | None, progress: Callable[[str], None]) -> Exported:
+    def export(self, model: Word, folder: Path, *, dtype: str | None, progress: Callable[[str], None]) -> Exported:
         """Write a model as a Hugging Face folder. `progress` is told each file."""
 
     def plan_sweep(

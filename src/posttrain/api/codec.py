@@ -39,6 +39,7 @@ _WHERE = {  # room → names of it that modules import for type checking only
     "posttrain.domain.approvals": "Standing",
     "posttrain.domain.errors": "PosttrainError",
     "posttrain.domain.gates": "GateReport",
+    "posttrain.domain.ids": "Name Principal RunId SampleId StageName TokenId Word",
     "posttrain.domain.lifecycle": "ReleaseState",
     "posttrain.domain.manifest": "Manifest",
     "posttrain.domain.overrides": "Override Setting",

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from posttrain.api.watching import Vigil, Watcher
     from posttrain.domain.approvals import Standing
     from posttrain.domain.errors import PosttrainError
+    from posttrain.domain.ids import Name, RunId, SampleId, StageName, Word
     from posttrain.domain.manifest import Manifest
     from posttrain.domain.overrides import Setting
     from posttrain.domain.policies import PinnedPolicy
@@ -75,8 +76,8 @@ class Submissions(Protocol):
 
     def evaluate(
         self,
-        model: str,
-        suites: Sequence[str],
+        model: Word,
+        suites: Sequence[Word],
         *,
         settings: Mapping[str, Any],
         runtime: Mapping[str, Any],
@@ -88,7 +89,7 @@ class Submissions(Protocol):
 
     def drive(
         self,
-        run_id: str,
+        run_id: RunId,
         *,
         timeout: float | None = None,
         watch: Callable[[RunRecord], None] | None = None,
@@ -105,42 +106,42 @@ class Submissions(Protocol):
             DeadlineError: `timeout` passed; the run is not stopped by that.
         """
 
-    def detach(self, run_id: str) -> RunDriver:
+    def detach(self, run_id: RunId) -> RunDriver:
         """Have somebody else drive the run to its end; returns as soon as they have it."""
 
-    def signal(self, run_id: str, name: str, reason: str) -> tuple[Signal, bool]:
+    def signal(self, run_id: RunId, name: Name, reason: str) -> tuple[Signal, bool]:
         """Let a run go on where it waits for this signal; and whether it was sent for the first time."""
 
-    def stop(self, run_id: str) -> RunRecord:
+    def stop(self, run_id: RunId) -> RunRecord:
         """Ask it to stop; whoever drives it carries that out."""
 
-    def retry(self, run_id: str) -> RunRecord:
+    def retry(self, run_id: RunId) -> RunRecord:
         """Let a stopped or failed run go on."""
 
 
 class Runs(Protocol):
     """Looking at runs."""
 
-    def ids(self, limit: int, before: str | None = None) -> list[str]:
+    def ids(self, limit: int, before: RunId | None = None) -> list[str]:
         """Of the newest runs; `before`: of those that are older than this one."""
 
-    def run(self, words: str) -> RunRecord:
+    def run(self, words: Word) -> RunRecord:
         """A run by id, by a prefix of it, or the newest of a name.
 
         Raises:
             NotFoundError: no such run. InputError: the prefix names several.
         """
 
-    def manifest(self, run_id: str) -> Manifest:
+    def manifest(self, run_id: RunId) -> Manifest:
         """Its locked manifest."""
 
-    def ls(self, limit: int, before: str | None = None) -> list[RunStatus]:
+    def ls(self, limit: int, before: RunId | None = None) -> list[RunStatus]:
         """The newest runs, of each what its jobs said last; `before`: those that are older than this one."""
 
     def queue(self, limit: int) -> list[RunStatus]:
         """Runs that have not ended, those that wait first, each kind newest first."""
 
-    def status(self, run_id: str) -> RunStatus:
+    def status(self, run_id: RunId) -> RunStatus:
         """How a run stands."""
 
     def scores(self, status: RunStatus) -> Scores:
@@ -149,54 +150,56 @@ class Runs(Protocol):
     def outcome(self, status: RunStatus) -> PosttrainError | None:
         """The error that a run ended with; None when it succeeded, or goes on."""
 
-    def driver(self, run_id: str) -> RunDriver | None:
+    def driver(self, run_id: RunId) -> RunDriver | None:
         """Who drives it; None: it has ended."""
 
-    def why(self, run_id: str) -> Why:
+    def why(self, run_id: RunId) -> Why:
         """Where it is and why."""
 
-    def diff(self, first: str, second: str) -> RunDiff:
+    def diff(self, first: Word, second: Word) -> RunDiff:
         """What differs between two runs, as a person names them."""
 
-    def compare(self, words: Sequence[str], page: Path | None = None) -> Comparison:
+    def compare(self, words: Sequence[Word], page: Path | None = None) -> Comparison:
         """Runs, or their evaluate stages, side by side; `page`: write one of it too."""
 
-    def comparison(self, words: Sequence[str]) -> ComparePage:
+    def comparison(self, words: Sequence[Word]) -> ComparePage:
         """Everything that the page of a comparison shows."""
 
-    def watcher(self, run_id: str) -> Watcher:
+    def watcher(self, run_id: RunId) -> Watcher:
         """Whoever looks at it again and again reads only what is new."""
 
-    def vigil(self, run_id: str, say: Callable[[str], None], timeout: float | None) -> Vigil:
+    def vigil(self, run_id: RunId, say: Callable[[str], None], timeout: float | None) -> Vigil:
         """Wait for it without driving it; `say` is told when nobody does."""
 
-    def logs(self, run_id: str, stage: str | None, follow: Vigil | None = None) -> Iterator[tuple[LogFile, str]]:
+    def logs(
+        self, run_id: RunId, stage: StageName | None, follow: Vigil | None = None
+    ) -> Iterator[tuple[LogFile, str]]:
         """What its jobs printed, piece by piece; with `follow` until it ends."""
 
-    def report(self, run_id: str) -> RunReport:
+    def report(self, run_id: RunId) -> RunReport:
         """Everything that its page shows."""
 
-    def write_report(self, run_id: str) -> Written:
+    def write_report(self, run_id: RunId) -> Written:
         """Its page and its learning curves."""
 
-    def write_trace(self, run_id: str, stage: str | None, folder: Path) -> WrittenTrace:
+    def write_trace(self, run_id: RunId, stage: StageName | None, folder: Path) -> WrittenTrace:
         """Where its time went, as files."""
 
     def samples(
-        self, run_id: str, stage: str | None, step: int | None, say: Callable[[str], None]
+        self, run_id: RunId, stage: StageName | None, step: int | None, say: Callable[[str], None]
     ) -> Sequence[RecordedSample]:
         """The samples that it recorded; `say` is told what cannot be read."""
 
-    def sample(self, run_id: str, sample: str, stage: str | None) -> RecordedSample:
+    def sample(self, run_id: RunId, sample: SampleId, stage: StageName | None) -> RecordedSample:
         """One of them, token by token."""
 
-    def trackers(self, run_id: str, wait: float = 0.0) -> list[TrackerState]:
+    def trackers(self, run_id: RunId, wait: float = 0.0) -> list[TrackerState]:
         """How its trackers stand, once nobody writes them any more, or after so many seconds."""
 
-    def track(self, run_id: str, chosen: Mapping[str, Any]) -> list[TrackerState]:
+    def track(self, run_id: RunId, chosen: Mapping[str, Any]) -> list[TrackerState]:
         """Write what its trackers miss; `chosen`: write these places too, and only these."""
 
-    def follow(self, run_id: str) -> None:
+    def follow(self, run_id: RunId) -> None:
         """Write its trackers until it ends; at once over when somebody else does."""
 
 
@@ -209,19 +212,19 @@ class Channels(Protocol):
     def live(self) -> list[ReleaseEntry]:
         """What the channels point at."""
 
-    def channel_record(self, name: str) -> ChannelRecord:
+    def channel_record(self, name: Word) -> ChannelRecord:
         """Whether it is protected or frozen; of generation 0 where there is none of that name."""
 
-    def channel(self, name: str) -> ChannelView:
+    def channel(self, name: Name) -> ChannelView:
         """All that is known of it; it need not exist yet."""
 
-    def channel_trackers(self, name: str) -> list[TrackerState]:
+    def channel_trackers(self, name: Name) -> list[TrackerState]:
         """How the registries stand that follow it."""
 
-    def track_channel(self, name: str) -> list[TrackerState]:
+    def track_channel(self, name: Name) -> list[TrackerState]:
         """Bring these registries to where it is."""
 
-    def promote(self, run_id: str, channel: str, lift_quarantine: str = "") -> ReleaseEntry:
+    def promote(self, run_id: RunId, channel: Name, lift_quarantine: str = "") -> ReleaseEntry:
         """Point it at a run's model, if its gates pass.
 
         Args:
@@ -229,7 +232,7 @@ class Channels(Protocol):
         """
 
     def rollback(
-        self, channel: str, to: str | None, since: int | None, reason: str = "", lift_quarantine: str = ""
+        self, channel: Name, to: Word | None, since: int | None, reason: str = "", lift_quarantine: str = ""
     ) -> ReleaseEntry:
         """Point it back at the newest release that is not quarantined, or at `to` (number, run id, digest prefix).
 
@@ -239,7 +242,7 @@ class Channels(Protocol):
             lift_quarantine: why the quarantined model that `to` names may come back.
         """
 
-    def approve(self, what: str, channel: str | None, reason: str) -> Standing:
+    def approve(self, what: Word, channel: Name | None, reason: str) -> Standing:
         """Approve what waits for it, as the present principal; where it stands afterwards.
 
         Args:
@@ -250,70 +253,70 @@ class Channels(Protocol):
             AccessError: the policy does not name the principal, or what is asked for is the principal's own.
         """
 
-    def reject(self, what: str, channel: str | None, reason: str) -> Standing:
+    def reject(self, what: Word, channel: Name | None, reason: str) -> Standing:
         """Reject it; as `approve`."""
 
-    def approval_requests(self, channel: str) -> list[Standing]:
+    def approval_requests(self, channel: Name) -> list[Standing]:
         """What waits for approvals on a channel, oldest first."""
 
-    def policy(self, name: str, request: str | None = None) -> PinnedPolicy | None:
+    def policy(self, name: Name, request: Word | None = None) -> PinnedPolicy | None:
         """What every release of it must pass; None: what its run says.
 
         Args:
             request: of the policy that this approval request asks for instead.
         """
 
-    def policies(self, name: str) -> list[Event]:
+    def policies(self, name: Name) -> list[Event]:
         """Every time its policy was set or removed, oldest first."""
 
-    def history(self, name: str, limit: int | None = None, before: str | None = None) -> list[Move]:
+    def history(self, name: Name, limit: int | None = None, before: Word | None = None) -> list[Move]:
         """Its moves, newest first: what became of each, why, and who approved it.
 
         Args:
             before: the number of a release: only those that are older.
         """
 
-    def channel_events(self, name: str, kind: str) -> list[Event]:
+    def channel_events(self, name: Name, kind: Name) -> list[Event]:
         """What was told of it of one kind, such as `channel.frozen`, oldest first."""
 
-    def set_policy(self, name: str, path: Path) -> tuple[PinnedPolicy, list[str]]:
+    def set_policy(self, name: Word, path: Path) -> tuple[PinnedPolicy, list[str]]:
         """Let it have the policy in a YAML file from now on; with what that does not do, in words."""
 
-    def remove_policy(self, name: str) -> ChannelRecord:
+    def remove_policy(self, name: Word) -> ChannelRecord:
         """Let releases pass what their runs say."""
 
-    def protect(self, name: str, *, protected: bool, why: str) -> ChannelRecord:
+    def protect(self, name: Word, *, protected: bool, why: str) -> ChannelRecord:
         """Make releases and changes of its policy and quarantine wait for an approval, or take that back."""
 
-    def freeze(self, name: str, *, rollbacks: bool, why: str) -> ChannelRecord:
+    def freeze(self, name: Word, *, rollbacks: bool, why: str) -> ChannelRecord:
         """Let nothing be released to it; with `rollbacks` let it not be rolled back either."""
 
-    def unfreeze(self, name: str, *, why: str) -> ChannelRecord:
+    def unfreeze(self, name: Word, *, why: str) -> ChannelRecord:
         """Let it move again."""
 
 
 class Records(Protocol):
     """The proof, and what a person mends."""
 
-    def lineage(self, target: str) -> Node:
+    def lineage(self, target: Word) -> Node:
         """Of a channel (`channel:NAME`, whatever else has that name), a run or an asset: what it was made from."""
 
-    def downstream(self, target: str) -> Downstream:
+    def downstream(self, target: Word) -> Downstream:
         """What was made from an asset, from bytes, from what a channel serves, from a run."""
 
-    def verify(self, target: str = "") -> VerifyReport:
+    def verify(self, target: Word = "") -> VerifyReport:
         """Hash a lineage and the event log again; without a target, of what every channel serves."""
 
-    def dead(self, within: str | None) -> list[Dead]:
+    def dead(self, within: Word | None) -> list[Dead]:
         """What was set aside, all of it or of one RUN or RUN/STAGE."""
 
-    def look_again(self, within: str) -> list[Dead]:
+    def look_again(self, within: Word) -> list[Dead]:
         """Let it be looked at again."""
 
-    def assume_dead(self, stage: str) -> AttemptRecord:
+    def assume_dead(self, stage: Word) -> AttemptRecord:
         """Take a person's word that the job of RUN/STAGE, of which nothing can be seen, is dead."""
 
-    def erase(self, what: str, reason: str) -> Erasure:
+    def erase(self, what: Word, reason: str) -> Erasure:
         """Erase the words of a run, of a version of an asset, or the name of a person."""
 
     def gc(self, older_than: float, *, dry_run: bool) -> Collected:

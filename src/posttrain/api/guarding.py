@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from posttrain.api.access import Whoami
 from posttrain.domain.errors import AccessError
+from posttrain.domain.ids import TYPES, Id
 from posttrain.domain.roles import Role
 
 if TYPE_CHECKING:
@@ -113,6 +117,7 @@ class Guarded:
 
         def asked(*words: Any, **options: Any) -> Any:
             self._refuse(verb, needed)
+            check_ids(verb, words, options)
             found = does(*words, **options)
             if isinstance(found, Whoami):  # the role that holds here, a token's limit included
                 role = self._role()
@@ -135,6 +140,29 @@ class Guarded:
                 f"project {self._project}: {typed(verb)} needs the role {needed}, and {self._who} {has} "
                 "there; ask an admin of it"
             )
+
+
+@functools.cache
+def _ids_of(verb: str) -> tuple[tuple[str, ...], bool, Mapping[str, Id]]:
+    """The parameters of a verb; whether the first takes every word; what those must be that hold ids or names."""
+    from posttrain.api.control import Control
+
+    _, *called = inspect.signature(getattr(Control, verb)).parameters.values()
+    written = {one.name: re.findall(r"\w+", str(one.annotation)) for one in called}
+    ids = {name: TYPES[word] for name, words in written.items() for word in words if word in TYPES}
+    return tuple(written), bool(called) and called[0].kind is inspect.Parameter.VAR_POSITIONAL, ids
+
+
+def check_ids(verb: str, words: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Check the ids and names that a verb is called with.
+
+    Raises:
+        InputError: one is no such id or name.
+    """
+    names, many, ids = _ids_of(verb)
+    given = {**dict(zip(names, [words] if many else words, strict=False)), **options}
+    for name, kind in ids.items():
+        kind.check(given.get(name), f"{typed(verb)}: {name}")
 
 
 def guarded(control: Control, who: str, project: str, role: Callable[[], Role | None]) -> Control:

@@ -11,6 +11,8 @@ from posttrain.domain.errors import InfrastructureError, PosttrainError
 
 MEDIA_TYPE = "application/problem+json"
 TYPE = "urn:posttrain:problem:"  # and the name of the error
+SERVER_ERRORS = 500  # and above: something is wrong with the server, and not with what was asked
+_LOG = "The server's log has the reason under the id of this request."
 UNEXPECTED = "unexpected"  # a bug: the server's log has more
 _STATUS: Mapping[type[PosttrainError], int] = {
     errors.NotFoundError: 404,
@@ -47,7 +49,8 @@ def _name(kind: type[BaseException]) -> str:
 
 
 def problem(error: BaseException, request: str = "", status: int | None = None) -> dict[str, Any]:
-    """The document that tells of an error; of one that nobody meant to raise it tells nothing.
+    """The document that describes an error. Of a status of 500 or more it gives the kind of error and the request's id
+    alone: messages of such errors name databases, users, endpoints and objects.
 
     Args:
         request: id of the request, which the server's log names too.
@@ -56,11 +59,13 @@ def problem(error: BaseException, request: str = "", status: int | None = None) 
     known = error if isinstance(error, PosttrainError) else None
     kind: type[PosttrainError] = type(known) if known else PosttrainError
     found = next((_STATUS[one] for one in kind.__mro__ if issubclass(one, PosttrainError) and one in _STATUS), 500)
+    title = (kind.__doc__ or "").strip().split("\n")[0] if known else "An unexpected error in Posttrain."
+    hidden = (status or found) >= SERVER_ERRORS
     return {
         "type": TYPE + (_name(kind) if known else UNEXPECTED),
-        "title": (kind.__doc__ or "").strip().split("\n")[0] if known else "An unexpected error in Posttrain.",
+        "title": title,
         "status": status or found,
-        "detail": " ".join(str(known).split()) if known else "this is a bug in Posttrain; the server's log tells more",
+        "detail": f"{title} {_LOG}" if hidden else " ".join(str(error).split()),
         "exit_code": kind.exit_code,
         "retryable": kind.retryable,
         **({"request": request} if request else {}),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from posttrain.domain.ids import Name
     from posttrain.domain.sinks import SinkView
 
 
@@ -16,7 +17,7 @@ class Sinks(Protocol):
         """Every sink, and how far it is."""
 
     def add_sink(
-        self, name: str, kind: str, settings: Mapping[str, Any], rule: Mapping[str, Any], *, from_start: bool = False
+        self, name: Name, kind: str, settings: Mapping[str, Any], rule: Mapping[str, Any], *, from_start: bool = False
     ) -> SinkView:
         """Tell a place of events from now on.
 
@@ -30,22 +31,22 @@ class Sinks(Protocol):
             InputError: settings or a rule that mean nothing. ConflictError: there is a sink of this name.
         """
 
-    def test_sink(self, name: str) -> str:
+    def test_sink(self, name: Name) -> str:
         """Send it a message that is marked as a test; where it went.
 
         Raises:
             SinkError: it did not take it.
         """
 
-    def pause_sink(self, name: str) -> SinkView:
+    def pause_sink(self, name: Name) -> SinkView:
         """Tell it of nothing until `resume_sink`; what happens meanwhile waits."""
 
-    def resume_sink(self, name: str, *, skip: bool = False) -> SinkView:
+    def resume_sink(self, name: Name, *, skip: bool = False) -> SinkView:
         """Deliver again, and at once, also where a back-off would wait.
 
         Args:
             skip: leave out what it was not told of so far.
         """
 
-    def remove_sink(self, name: str) -> None:
+    def remove_sink(self, name: Name) -> None:
         """Forget it."""

@@ -10,6 +10,7 @@ from posttrain.control.channels import policy_of
 from posttrain.data.refs import KINDS
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.principals import NOBODY
+from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.store.erasure import Erased, erase_principal, erase_subject
 from posttrain.trackers.tracking import describe, of_workspace
 
@@ -30,6 +31,11 @@ def erase(workspace: Workspace, what: str, reason: str) -> Erasure:
         raise InputError("erase: --reason must say why, got nothing; it is kept with the event")
     head = what.partition(":")[0]
     if what.startswith(_PERSON):
+        if workspace.ledger.project != DEFAULT_PROJECT:  # it takes their roles and tokens in every project
+            raise InputError(
+                f"erase {what}: the name of a person is erased by an admin of {DEFAULT_PROJECT}, got project "
+                f"{workspace.ledger.project}; ask there: --project {DEFAULT_PROJECT}"
+            )
         done = erase_principal(workspace.ledger, workspace.actor, what, reason)
         return Erasure(what, done, tuple(_left(workspace, done, what, "")))
     if head in KINDS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import ipaddress
 import os
 import re
 from collections.abc import Mapping
@@ -14,13 +13,12 @@ from posttrain.access.ports import OS
 from posttrain.control.owners import process_alive, process_name
 from posttrain.data.confining import is_confined
 from posttrain.domain.errors import InputError
-from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.domain.sinks import BY_PERSON, Cursor, Rule, SinkRecord, SinkView
 from posttrain.domain.spelling import nearest
-from posttrain.events.admitting import public
+from posttrain.events.admitting import public, refuse_foreign_secrets, refuse_resolved
 from posttrain.events.bus import Deliverer
 from posttrain.events.messages import trial
-from posttrain.events.ports import VARIABLES, Admit, Sink, anywhere
+from posttrain.events.ports import Sink, anywhere
 from posttrain.workspace.opened import OpenWorkspace
 
 KINDS = ("webhook", "jsonl", "email")
@@ -28,12 +26,18 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 _ENDS = 8  # random bytes of a test's id
 
 
-def open_sink(workspace: OpenWorkspace, record: SinkRecord, admit: Admit = anywhere) -> Sink:
+def open_sink(workspace: OpenWorkspace, record: SinkRecord, *, served: bool = False) -> Sink:
     """The back-end of a sink. Connects to nothing yet.
 
+    Args:
+        served: for a server, which connects to public addresses and uses secrets of the sink's project alone.
+
     Raises:
-        InputError: an unknown kind, or settings that mean nothing.
+        InputError: an unknown kind, settings that mean nothing, or a secret of another project.
     """
+    admit = public() if served else anywhere
+    if served:
+        refuse_foreign_secrets(workspace.ledger.project, record.name, record.settings)
     if record.kind == "webhook":
         from posttrain.events.sinks.webhook import WebhookSink
 
@@ -49,11 +53,11 @@ def open_sink(workspace: OpenWorkspace, record: SinkRecord, admit: Admit = anywh
     raise InputError(f"sink {record.name}: kind must be of {', '.join(KINDS)}, got {record.kind!r}")
 
 
-def deliverer(workspace: OpenWorkspace, admit: Admit = anywhere) -> Deliverer:
+def deliverer(workspace: OpenWorkspace, *, served: bool = False) -> Deliverer:
     """Whoever delivers to the sinks of a workspace, beside what its process does otherwise. Seal what is to be told.
 
     Args:
-        admit: whether an address of the network may be connected to.
+        served: as in `open_sink`.
     """
 
     @functools.lru_cache(maxsize=1024)
@@ -61,10 +65,8 @@ def deliverer(workspace: OpenWorkspace, admit: Admit = anywhere) -> Deliverer:
         found, _ = workspace.manifest_or_trouble(workspace.ledger.run(run_id))
         return found.release.channel if found is not None and found.release is not None else ""
 
-    return Deliverer(
-        workspace.ledger, lambda record: open_sink(workspace, record, admit), channel, process_name(), process_alive,
-        workspace.actor,
-    )  # fmt: skip
+    opens = functools.partial(open_sink, workspace, served=served)
+    return Deliverer(workspace.ledger, opens, channel, process_name(), process_alive, workspace.actor)
 
 
 def views(workspace: OpenWorkspace) -> list[SinkView]:
@@ -127,18 +129,20 @@ def add(
     if kind not in KINDS:
         raise InputError(f"sink {name}: kind must be of {', '.join(KINDS)}, got {kind!a}{nearest(kind, KINDS)}")
     if workspace.ledger.auth != OS:
-        _refuse_reaching(workspace.ledger.project, name, kind, settings)
+        _refuse_files(name, kind, settings)
     record = SinkRecord(name, kind, dict(settings), (Rule.of(rule),), 0.0, workspace.actor)
-    open_sink(workspace, record).close()
-    _refuse_private(record)
+    open_sink(workspace, record, served=is_confined()).close()
+    if is_confined():
+        host = urlsplit(str(settings.get("url") or "")).hostname or str(settings.get("host") or "")
+        refuse_resolved(host, public(), f"sink {name}")
     workspace.seal()
     with workspace.ledger.transaction(workspace.actor) as transaction:
         transaction.add_sink(record, 0 if from_start else transaction.snapshot.sealed())
     workspace.seal()
 
 
-def _refuse_reaching(project: str, name: str, kind: str, settings: Mapping[str, Any]) -> None:
-    """Refuse what reaches files of a server, or secrets of other projects, to whoever it knows by a token.
+def _refuse_files(name: str, kind: str, settings: Mapping[str, Any]) -> None:
+    """Refuse what reaches files of a server, to whoever it knows by a token.
 
     Raises:
         InputError: it does.
@@ -148,12 +152,6 @@ def _refuse_reaching(project: str, name: str, kind: str, settings: Mapping[str, 
             f"sink {name}: files of the server are named where its workspace is, got {kind}; add it there, or use a "
             "webhook with --secret-env"
         )
-    own = f"{VARIABLES}{project.upper().replace('-', '_')}_"
-    for setting, value in settings.items():
-        if setting.endswith("_env") and project != DEFAULT_PROJECT and not str(value).startswith(own):
-            raise InputError(
-                f"sink {name}: {setting} of {project} must begin with {own}, got {value!a}, which is not its own"
-            )
 
 
 def send_test(workspace: OpenWorkspace, name: str) -> str:
@@ -165,28 +163,12 @@ def send_test(workspace: OpenWorkspace, name: str) -> str:
     ledger = workspace.ledger
     with ledger.snapshot() as now:
         record = now.sink(name)
-    sink = open_sink(workspace, record, public() if is_confined() else anywhere)
+    sink = open_sink(workspace, record, served=is_confined())
     try:
         sink.send([trial(name, ledger.project, ledger.entropy(_ENDS).hex(), ledger.clock.now())])
     finally:
         sink.close()
     return sink.where
-
-
-def _refuse_private(record: SinkRecord) -> None:
-    """Refuse an address that a server does not connect to; a name is looked up when it is connected to.
-
-    Raises:
-        InputError: it is one.
-    """
-    host = urlsplit(str(record.settings.get("url") or "")).hostname or str(record.settings.get("host") or "")
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return
-    refused = public()(host) if is_confined() else ""
-    if refused:
-        raise InputError(f"sink {record.name}: may not be reached: {refused}")
 
 
 def _lacks(record: SinkRecord) -> str:

@@ -64,7 +64,7 @@ def verify_live(stores: Stores) -> VerifyReport:
 def _hash(stores: Stores, trees: Sequence[Node], chain: TreeReport | None, found: Sequence[str]) -> VerifyReport:
     problems, elsewhere, seen, size = list[str](), list[str](), set[str](), 0
     with stores.ledger.database.read() as connection:
-        gone = {name for project, name in erased_versions(connection) if project == stores.ledger.project}
+        gone = {name for _, name in erased_versions(connection, stores.ledger.project)}
     for node in (node for tree in trees for node in tree.walk()):
         if node.digest is None or node.form is None or node.digest in seen:
             continue

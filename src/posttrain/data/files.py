@@ -357,17 +357,53 @@ def _bounded_tables(path: Path, name: str, kind: str) -> Iterator[Row]:
 
     most, count = bound(path.stat().st_size), 0
     word = "Parquet" if kind == "parquet" else "Arrow"
+    large = InputError(f"{name} must hold at most {most} bytes ({TIMES} times its size), got more; split it")
     try:
+        if kind == "parquet" and _declared(path) > most:
+            raise large
         for batch in _batches(path, name, kind):
-            count += batch.nbytes
+            count += sum(map(_decoded, batch.columns))
             if count > most:
-                raise InputError(f"{name} must hold at most {most} bytes ({TIMES} times its size), got more; split it")
+                raise large
             batch.validate(full=True)  # Arrow reads what a file says of itself without looking
             yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(f"{name} cannot be read as {word}: {' '.join(str(error).split())[:200]}") from error
     except (ValueError, OverflowError) as error:  # text that is no UTF-8, a date of no year
         raise InputError(f"{name} holds what cannot be read: {' '.join(str(error).split())[:200]}") from error
+
+
+def _declared(path: Path) -> int:
+    """Bytes that a Parquet file declares for its values, unpacked; eight for each number."""
+    import pyarrow.parquet
+
+    found = pyarrow.parquet.read_metadata(path)
+    groups = [found.row_group(index) for index in range(found.num_row_groups)]
+    each = [group.column(index) for group in groups for index in range(group.num_columns)]
+    return sum(max(one.total_uncompressed_size, 8 * one.num_values) for one in each)
+
+
+def _decoded(array: Any) -> int:
+    """Bytes of the values of an array, where a value that stands once counts as often as it is used."""
+    import pyarrow
+    import pyarrow.compute
+
+    if pyarrow.types.is_dictionary(array.type):
+        lengths = pyarrow.compute.binary_length(array.dictionary) if _has_length(array.dictionary.type) else None
+        used = 0 if lengths is None else pyarrow.compute.sum(lengths.take(array.indices)).as_py()
+        return int(array.indices.nbytes + (used or 0))
+    if pyarrow.types.is_list(array.type) or pyarrow.types.is_large_list(array.type):
+        return int(array.offsets.nbytes) + _decoded(array.flatten())
+    if pyarrow.types.is_struct(array.type):
+        return sum(map(_decoded, array.flatten()))
+    return int(array.nbytes)
+
+
+def _has_length(kind: Any) -> bool:
+    import pyarrow
+
+    known = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_binary)
+    return any(one(kind) for one in known)
 
 
 def _batches(path: Path, name: str, kind: str) -> Iterator[Any]:
@@ -377,6 +413,10 @@ def _batches(path: Path, name: str, kind: str) -> Iterator[Any]:
     if kind == "parquet":
         with pyarrow.parquet.ParquetFile(path) as file:
             _refuse_twice(list(file.schema_arrow.names), name)
+            columns = [file.schema.column(index) for index in range(len(file.schema))]
+        texts = [one.path for one in columns if one.physical_type == "BYTE_ARRAY" and one.logical_type.type == "STRING"]
+        # a text that many rows share is one text in the file: it stays one until its size is known
+        with pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as file:
             yield from file.iter_batches(batch_size=1024)
         return
     with pyarrow.OSFile(str(path)) as source:

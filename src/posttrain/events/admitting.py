@@ -1,4 +1,5 @@
-"""Which addresses the sinks of a server may be reached at: public ones, and those that its administrator names.
+"""Which addresses the sinks of a server may connect to (public ones, and those that its administrator names), and which
+secrets are whose project's.
 
 Whoever may add a sink is not whoever owns the server's network: without this a webhook could be pointed at what only
 the server reaches, such as a cloud's metadata.
@@ -8,12 +9,16 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from posttrain.domain.errors import InputError
-from posttrain.events.ports import Admit
+from posttrain.domain.principals import is_project
+from posttrain.events.ports import VARIABLES, Admit
 
 VARIABLE = "POSTTRAIN_PRIVATE_SINKS"  # networks beside the public ones: 10.1.0.0/16,127.0.0.1/32
+SECRETS = "POSTTRAIN_SECRETS"  # PROJECT/VARIABLE,…: which project's sinks may name a variable
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -35,6 +40,51 @@ def public(environ: Mapping[str, str] = os.environ) -> Admit:
         return ""
 
     return admit
+
+
+def refuse_resolved(host: str, admit: Admit, where: str) -> None:
+    """Refuse a host that has an address which may not be connected to. A name without an address is none of them.
+
+    Raises:
+        InputError: it has one.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return
+    refused = next(filter(None, (admit(str(address[0])) for *_, address in found)), "")
+    if refused:
+        raise InputError(f"{where}: may not be reached: {refused}")
+
+
+def secrets_of(project: str, environ: Mapping[str, str] = os.environ) -> frozenset[str]:
+    """The variables whose values the sinks of a project may use on this server.
+
+    Raises:
+        InputError: the configuration is no list of PROJECT/VARIABLE.
+    """
+    pairs = [word.strip().partition("/") for word in environ.get(SECRETS, "").split(",") if word.strip()]
+    for of, _, variable in pairs:
+        if not is_project(of) or not (variable.startswith(VARIABLES) and variable.isidentifier()):
+            raise InputError(
+                f"{SECRETS} must be PROJECT/{VARIABLES}NAME with commas between them, got {of}/{variable}; correct it"
+            )
+    return frozenset(variable for of, _, variable in pairs if of == project)
+
+
+def refuse_foreign_secrets(project: str, name: str, settings: Mapping[str, Any]) -> None:
+    """Refuse a sink that names a variable which the server's configuration does not give to its project.
+
+    Raises:
+        InputError: it does.
+    """
+    mine = secrets_of(project)
+    for setting, variable in settings.items():
+        if setting.endswith("_env") and variable not in mine:
+            raise InputError(
+                f"sink {name}: {setting} must be a secret of project {project}, got {variable!a}; whoever runs the "
+                f"server adds {project}/{variable} to {SECRETS}"
+            )
 
 
 def networks(text: str) -> list[Network]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
 from fastapi import FastAPI
 from starlette.datastructures import MutableHeaders
@@ -33,10 +34,10 @@ from posttrain.domain.errors import (
     LedgerUnavailableError,
     LimitError,
     NotFoundError,
-    PosttrainError,
     SlowError,
     UnavailableError,
 )
+from posttrain.domain.ids import refuse_control_characters
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.server import attempts, blobs, streams, underway
 from posttrain.server.asking import Asking
@@ -46,12 +47,12 @@ from posttrain.server.entrance import Asker, Entrance
 from posttrain.server.forwarding import Peers
 from posttrain.server.lanes import HEAVY, READ, in_thread
 from posttrain.server.limits import BODY, RETRY_SECONDS, Limits
-from posttrain.server.logs import facts
+from posttrain.server.logs import facts, logged_problem
 from posttrain.server.metering import MEDIA_TYPE as METRICS_TYPE
 from posttrain.server.metering import Meters
 from posttrain.server.observing import Observing, verb_of
 from posttrain.server.repeats import LaterError, Once, request_id, used_key
-from posttrain.server.requests import read, sent, timely, weight
+from posttrain.server.requests import check_path, read, sent, timely, weight
 from posttrain.server.underway import Underway, accepted, as_now, asked_of, wait_of
 from posttrain.server.worker import INTERFACE
 from posttrain.server.workers import Answers, Refused
@@ -62,7 +63,6 @@ _VERSION = re.compile(r"/v([0-9]{1,9})(/|$)")
 _UNCHANGED, _OTHER_METHOD = 304, 405
 _AWAY = "5"  # seconds after which a store or a database that does not answer is worth another try
 _UNAVAILABLE = [problem(one)["type"] for one in (UnavailableError(), LedgerUnavailableError())]
-_SERVERS = 500  # and above: something is wrong with the server, and not with what was asked
 _SPOKEN = ", ".join(map(str, API_VERSIONS))
 
 
@@ -120,9 +120,10 @@ def asker(request: Request) -> Asker:
     """Who asks. It reads the ledger: call it in a thread.
 
     Raises:
-        AuthenticationError: nobody whom the server knows.
+        InputError: a part of the path is no such id or name. AuthenticationError: nobody whom the server knows.
     """
     server: Server = request.app.state.server
+    check_path(request)
     identity = server.entrance.identify(request.headers.get("authorization", ""))
     who = Asker(identity, request.path_params["project"])
     request.state.asker, request.state.principal = who, server.entrance.known_as(who)
@@ -254,6 +255,7 @@ class _Around:
 
         try:
             _refuse_other_version(request)
+            refuse_control_characters(f"{request.url.path}?{unquote(request.url.query)}", "a request's path and query")
             await self._app(scope, timely(receive), named)
         except Exception as error:
             if begun:  # what is said already cannot be taken back: the connection ends
@@ -268,12 +270,7 @@ def _problem(request: Request, error: Exception) -> Response:
     elif isinstance(error, AuthenticationError):
         document = problem(error, request.state.id, 401)
     else:
-        document = problem(error, request.state.id)
-        told = facts(request=request.state.id, verb=verb_of(request.scope), status=document["status"])
-        if not isinstance(error, PosttrainError):
-            log.error("an error that nobody meant to raise", exc_info=error, extra=told)
-        elif document["status"] >= _SERVERS:
-            log.warning("%s", error, extra=told)
+        document = logged_problem(error, request.state.id, verb_of(request.scope))
     headers = {"www-authenticate": "Bearer"} if document["status"] == 401 else {}
     headers |= {"retry-after": _AWAY} if document["type"] in _UNAVAILABLE else {}
     headers |= {"connection": "close"} if isinstance(error, SlowError) else {}  # what still comes is nobody's

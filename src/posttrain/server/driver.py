@@ -25,7 +25,6 @@ from posttrain.control.owners import process_name
 from posttrain.domain.errors import PosttrainError
 from posttrain.domain.principals import DRIVER
 from posttrain.drivers.log import DriverLog
-from posttrain.events.admitting import public
 from posttrain.events.bus import Deliverer
 from posttrain.server.board import Board
 from posttrain.server.granting import Granting
@@ -111,7 +110,7 @@ class Upkeep:
         for project in self._deliverers.keys() - wanted:
             self._deliverers.pop(project)[0].close()
         for project in wanted - self._deliverers.keys():
-            self._deliverers[project] = deliverer(self._workspace.seen_by(DRIVER, project, AUTH), public()), 0.0
+            self._deliverers[project] = deliverer(self._workspace.seen_by(DRIVER, project, AUTH), served=True), 0.0
 
     def close(self) -> None:
         """Begin no delivery any more."""

@@ -25,7 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from posttrain.domain.errors import InputError
+from posttrain.api.problems import SERVER_ERRORS, problem
+from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.drivers.log import DriverLog, Veil
 
 JSON, TEXT = "json", "text"
@@ -93,6 +94,19 @@ def begin(how: Logging, *, held: bool = False) -> None:
 def facts(**known: Any) -> dict[str, Any]:
     """`extra=` of a line: its fields; what is None or empty is left out."""
     return {_FACTS: {name: value for name, value in known.items() if value is not None and value != ""}}
+
+
+def logged_problem(
+    error: BaseException, request: str, verb: str | None = None, status: int | None = None
+) -> dict[str, Any]:
+    """The problem document of an error. What it leaves out of an error of the server goes to the log."""
+    document = problem(error, request, status)
+    told = facts(request=request, verb=verb, status=document["status"])
+    if not isinstance(error, PosttrainError):
+        logging.getLogger(f"{OURS}.server").error("an error that nobody meant to raise", exc_info=error, extra=told)
+    elif document["status"] >= SERVER_ERRORS:
+        logging.getLogger(f"{OURS}.server").warning("%s", error, extra=told)
+    return document
 
 
 class Printed(io.TextIOBase):

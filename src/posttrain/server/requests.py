@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -11,11 +12,17 @@ from starlette.types import Message, Receive
 
 from posttrain.api.operations import Operation
 from posttrain.domain.errors import InputError, SlowError
+from posttrain.domain.ids import TYPES, Id
 
 MOST_BYTES = 8 << 20  # of a JSON body
 PIECE_SECONDS = 30.0  # within which something of a body must come
 BODY_SECONDS = 120.0  # within which a body must come that is held as a whole
 _SMALL = 1 << 16  # bytes that a connection holds by itself
+IN_PATHS: Mapping[str, Id] = {  # parameter of a path → what it must be
+    **{"project": TYPES["ProjectId"], "digest": TYPES["Digest"], "operation_id": TYPES["OperationId"]},
+    **{"run_id": TYPES["RunId"], "sample": TYPES["SampleId"], "token_id": TYPES["TokenId"]},
+    **{"principal": TYPES["Principal"], **dict.fromkeys(("words", "name", "channel", "kind"), TYPES["Name"])},
+}
 _DIGITS = 16  # of a size that is a number
 
 
@@ -29,9 +36,6 @@ def sent(operation: Operation, request: Request, body: bytes) -> dict[str, Any]:
         InputError: a body that is too large, or no JSON object; a parameter that is there twice.
     """
     found: dict[str, Any] = {name: request.path_params[name] for name in operation.in_path}
-    odd = next((name for name, value in found.items() if "\ufffd" in value), None)
-    if odd is not None:
-        raise InputError(f"{operation.verb}: {odd} must be text in UTF-8")
     if operation.method in ("GET", "DELETE"):
         for name in request.query_params:
             values = request.query_params.getlist(name)
@@ -44,6 +48,18 @@ def sent(operation: Operation, request: Request, body: bytes) -> dict[str, Any]:
     if twice is not None:
         raise InputError(f"{operation.verb}: {twice} is named by the path, and must not be in the body")
     return found | named
+
+
+def check_path(request: Request) -> None:
+    """Check what the path names, before anything is asked of the ledger.
+
+    Raises:
+        InputError: a part is no such id or name.
+    """
+    for name, value in request.path_params.items():
+        if "\ufffd" in value:
+            raise InputError(f"{name} must be text in UTF-8")
+        IN_PATHS[name].check(value, name)
 
 
 async def read(operation: Operation, request: Request) -> bytes:
@@ -121,4 +137,14 @@ def _object(body: bytes) -> dict[str, Any]:
         raise InputError(f"a request's body must be JSON: {str(error)[:120]}") from error
     if not isinstance(found, dict):
         raise InputError("a request's body must be a JSON object")
+    if b"\\u0000" in body and "\0" in "".join(_texts(found)):
+        raise InputError("a request's body must hold no NUL (\\u0000) in its texts; remove it")
     return found
+
+
+def _texts(value: Any) -> Iterator[str]:
+    inside = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    if isinstance(value, str):
+        yield value
+    for one in inside:
+        yield from _texts(one)

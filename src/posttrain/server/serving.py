@@ -37,7 +37,7 @@ from posttrain.app.workspace import Workspace
 from posttrain.control.owners import process_name
 from posttrain.domain.errors import ConflictError, InputError, PosttrainError, WorkspaceError
 from posttrain.domain.roles import Role
-from posttrain.events.admitting import public
+from posttrain.events.admitting import public, secrets_of
 from posttrain.server import logs
 from posttrain.server.addresses import checked_advertised, is_loopback
 from posttrain.server.app import Server, build
@@ -144,7 +144,7 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
         WorkspaceError: the workspace may only be read.
     """
     bind.checked()
-    public()  # networks that are none are told now
+    public(), secrets_of("")  # a configuration that is none is refused now
     logs.begin(how.log, held=True)
     systemd = Systemd(os.environ)
     if workspace.read_only:

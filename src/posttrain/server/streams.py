@@ -18,12 +18,12 @@ from starlette.types import Receive, Scope, Send
 
 from posttrain.api.guarding import refuse
 from posttrain.api.operations import PREFIX
-from posttrain.api.problems import problem
 from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.server.asking import Asking
 from posttrain.server.calling import to_json
 from posttrain.server.lanes import FOLLOW, READ, in_thread
+from posttrain.server.logs import logged_problem
 from posttrain.server.telling import ANSWER, ASKED
 from posttrain.server.workers import Refused
 
@@ -122,7 +122,7 @@ async def _looks(request: Request, look: Any, leave: _Leave) -> AsyncIterator[by
             await leave.check()
             body, over = await in_thread(READ, look)
         except PosttrainError as error:
-            yield _event("problem", json.dumps(problem(error, request.state.id)).encode())
+            yield _event("problem", json.dumps(logged_problem(error, request.state.id)).encode())
             return
         mark = hashlib.sha256(body).digest()
         if mark != told:
@@ -185,7 +185,7 @@ async def _printed(
     except _LeftError:
         return
     except PosttrainError as error:
-        yield _event("problem", json.dumps(problem(error, request.state.id)).encode())
+        yield _event("problem", json.dumps(logged_problem(error, request.state.id)).encode())
         return
     finally:
         if vigil is not None:
@@ -240,7 +240,7 @@ async def _told(
         except Refused as error:
             yield _event("problem", json.dumps(error.document).encode())
         except PosttrainError as error:
-            yield _event("problem", json.dumps(problem(error, request.state.id)).encode())
+            yield _event("problem", json.dumps(logged_problem(error, request.state.id)).encode())
         else:
             yield _event("end", b"{}")
     finally:

@@ -23,11 +23,11 @@ from starlette.responses import Response
 
 from posttrain.api.guarding import refuse
 from posttrain.api.operations import PREFIX
-from posttrain.api.problems import problem
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import BusyError, LostOperationError, NotFoundError, PosttrainError, StoppedError
 from posttrain.server.asking import OPERATION_SECONDS, Asking
 from posttrain.server.lanes import READ, in_thread
+from posttrain.server.logs import logged_problem
 from posttrain.server.repeats import LaterError, used_key
 from posttrain.server.workers import Refused
 from posttrain.store.operations import BEAT_SECONDS, Begun, Operations
@@ -91,7 +91,7 @@ class Running:
             body = json.dumps({**said, "state": SUCCEEDED}).encode()
             return body[:-1] + b', "answer": ' + self.task.result() + b"}"
         said["state"] = CANCELLED if self.asking.over or self.task.cancelled() else FAILED
-        told = error.document if isinstance(error, Refused) else problem(error, self.id)
+        told = error.document if isinstance(error, Refused) else logged_problem(error, self.id, self.verb)
         return json.dumps({**said, "problem": told}).encode()
 
 

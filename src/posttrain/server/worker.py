@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.api.operations import OPERATIONS
-from posttrain.api.problems import problem
 from posttrain.app.workspace import Workspace
 from posttrain.server.bundles import Bundles
 from posttrain.server.calling import arguments, call, to_json
 from posttrain.server.console import CONSOLE
 from posttrain.server.entrance import Asker, Entrance
-from posttrain.server.logs import Logging, Printed, begin, facts
+from posttrain.server.logs import Logging, Printed, begin, logged_problem
 from posttrain.server.telling import Told, telling
 from posttrain.server.uploads import Uploads
 
@@ -63,10 +62,7 @@ class Worker:
             with telling(told):
                 return True, to_json(call(control, asked["verb"], named, Bundles(seen, Uploads(seen)), asker.project))
         except BaseException as error:
-            found = problem(error, asked["request"])
-            if found["exit_code"] == 1:
-                about = facts(request=asked["request"], verb=asked["verb"])
-                log.error("an error that nobody meant to raise", exc_info=error, extra=about)
+            found = logged_problem(error, asked["request"], asked["verb"])
             if not isinstance(error, Exception):
                 raise
             return False, json.dumps(found).encode()

@@ -37,7 +37,7 @@ def verify_rows(ledger: Ledger) -> int:
         IntegrityError: a row that no event tells of, or tells otherwise, or that is gone; names it and the column.
     """
     compared = 0
-    with ledger.database.read() as connection:
+    with ledger.database.read(across="the log is of every project") as connection:
         schema = schema_version(connection) or SCHEMA_VERSION
         told: _Rows = {name: {} for name, spec in TABLES.items() if spec.since <= schema}
         for event, audited, body in _said(connection):

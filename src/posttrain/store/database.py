@@ -32,6 +32,7 @@ from posttrain.store.baseline import tell_rows
 from posttrain.store.clock import SystemClock
 from posttrain.store.ledger_file import refuse_cut_short, writable
 from posttrain.store.schema import SCHEMA_VERSION, VERSION_TABLE, events, payloads, work
+from posttrain.store.scope import ACROSS, guard
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _WRITE = "posttrain_write"
@@ -84,6 +85,7 @@ class Database:
             raise WorkspaceError(
                 f"cannot use the ledger {self.place}: its driver is not installed; {postgres.EXTRA}"
             ) from error
+        guard(self._engine)
         if self._sqlite:
             event.listen(self._engine, "connect", self._on_connect)
             event.listen(self._engine, "begin", self._on_begin)
@@ -95,17 +97,26 @@ class Database:
             raise
 
     @contextmanager
-    def read(self) -> Iterator[Connection]:
-        """A connection in a read transaction: everything read through it is one snapshot."""
+    def read(self, *, across: str = "") -> Iterator[Connection]:
+        """A connection in a read transaction: everything read through it is one snapshot.
+
+        Args:
+            across: why its statements may read rows of every project; empty: each must name its project.
+        """
         with self._translated(), self._engine.connect() as connection:
+            if across:
+                connection.execution_options(**{ACROSS: across})
             if not self._sqlite:  # whose default shows each statement another moment
                 connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
             with connection.begin():
                 yield connection
 
     @contextmanager
-    def write(self) -> Iterator[Connection]:
+    def write(self, *, across: str = "") -> Iterator[Connection]:
         """A connection in a write transaction, committed at the end, rolled back when anything is raised.
+
+        Args:
+            across: as in `read`.
 
         Raises:
             WorkspaceError: the ledger is read-only.
@@ -115,7 +126,7 @@ class Database:
             remedy = "make it and its folder writable" if self._sqlite else "use a user and a server that may write"
             raise WorkspaceError(f"cannot write the ledger {self.place}: it is read-only; {remedy}")
         with self._translated(), self._engine.connect() as connection:
-            connection = connection.execution_options(**{_WRITE: True})
+            connection = connection.execution_options(**{_WRITE: True}, **({ACROSS: across} if across else {}))
             transaction = connection.begin()
             try:
                 yield connection
@@ -259,7 +270,7 @@ class Database:
             )
         if not self._create:
             raise WorkspaceError(f"ledger {self.place} holds nothing: it was cut off; restore it from a copy")
-        with self.write() as connection:
+        with self.write(across="a ledger is made or upgraded") as connection:
             hold_off_others(connection)
             if schema_version(connection) is None:
                 migrate(connection)

@@ -30,6 +30,7 @@ from posttrain.domain.edges import (
 from posttrain.domain.records import Artifact, Asset, Edge, ReleaseEntry
 from posttrain.store.audited import ADDED, CHANGED, REMOVED, Change
 from posttrain.store.schema import artifacts, assets, edges, holds, projects, releases, runs, stages
+from posttrain.store.scope import Scope
 
 LIVE = "live"  # why a channel holds its model
 _BATCH = 200  # rows that an upgrade reads at a time
@@ -193,7 +194,8 @@ class EdgeWriter:
             yield Edge(producer, found, end, slot, digest)
 
     def _made_in(self, run_id: str) -> list[Edge]:
-        names = self._connection.execute(select(stages.c.name).where(stages.c.run_id == run_id)).scalars()
+        mine = Scope(self._project).select(stages, stages.c.name).where(stages.c.run_id == run_id)
+        names = self._connection.execute(mine).scalars()
         return self._made({stage_end(run_id, name) for name in names})
 
     def _made(self, producers: Collection[str]) -> list[Edge]:

@@ -94,7 +94,7 @@ def erase_subject(ledger: Ledger, actor: str, subject: str, reason: str) -> Eras
         WorkspaceError: a newer release upgraded the ledger.
     """
     mine = events.c.project == ledger.project
-    with ledger.database.write() as connection:
+    with ledger.database.write(across="names are erased in every project") as connection:
         _refuse_newer(connection)
         state = connection.execute(select(runs.c.state).where(runs.c.id == subject)).scalar()
         if state in _GOING_ON:
@@ -133,7 +133,7 @@ def erase_principal(ledger: Ledger, actor: str, name: str, reason: str) -> Erase
     word = re.compile(rf"(?<!\w){re.escape(name.partition(':')[2])}(?!\w)")
     if word.search(reason):
         raise InputError(f"the reason must not say {name!r}, which is erased; write it without")
-    with ledger.database.write() as connection:
+    with ledger.database.write(across="names are erased in every project") as connection:
         _refuse_newer(connection)
         found = connection.execute(select(principals.c.id).where(principals.c.name == name)).scalar()
         if found is None:

@@ -53,7 +53,7 @@ class Grants:
         newer = exists().where(
             later.c.run_id == grants.c.run_id, later.c.stage == grants.c.stage, later.c.number > grants.c.number
         )
-        with self._database.read() as connection:
+        with self._database.read(across="a secret names its run") as connection:
             query = select(runs.c.project, grants.c.run_id, grants.c.stage, grants.c.number, attempts.c.resume)
             query = query.join(attempts, _of_attempt()).join(runs, runs.c.id == grants.c.run_id)
             good = grants.c.expires_at > now_in(connection, self._clock)
@@ -69,14 +69,14 @@ class Grants:
             digest: of its secret.
             most: bytes, over the whole attempt.
         """
-        with self._database.write() as connection:
+        with self._database.write(across="a secret names its run") as connection:
             mine = (grants.c.digest == digest) & (grants.c.put_bytes <= most - size)
             done = connection.execute(update(grants).where(mine).values(put_bytes=grants.c.put_bytes + size))
             return done.rowcount == 1
 
     def renew(self, host: str | None) -> Sequence[str]:
         """Renew those of the living attempts of a host, and forget those of the dead; the folders of the living."""
-        with self._database.write() as connection:
+        with self._database.write(across="a host has jobs of every project") as connection:
             mine = attempts.c.host == host if host else attempts.c.host.is_(None)
             living = select(attempts.c.folder).join(grants, _of_attempt()).where(attempts.c.state.in_(_LIVE), mine)
             folders = list(connection.execute(living.distinct()).scalars())

@@ -64,7 +64,7 @@ class Hosts:
             if 0 <= now - self._said < BEAT_SECONDS:
                 return
             self._said = now
-        with self._database.write() as connection:
+        with self._database.write(across="a host has jobs of every project") as connection:
             self._say(connection)
             self._let_go(connection)
 

@@ -72,7 +72,7 @@ class Marker:
             IntegrityError: a tree or a document that is needed is missing or corrupt: nobody can say what it names.
             WorkspaceError: a newer release upgraded the ledger, whose tables may name more.
         """
-        with self._ledger.database.read() as connection:
+        with self._ledger.database.read(across="garbage of every project") as connection:
             roots = _roots(connection)
         needed = self._closure(roots, roots.named, strict=True)
         gone: dict[str, float] = {}
@@ -83,7 +83,7 @@ class Marker:
 
     def moment(self) -> tuple[int, int]:
         """Whether anything was changed since some marks were made: their moment is another."""
-        with self._ledger.database.read() as connection:
+        with self._ledger.database.read(across="garbage of every project") as connection:
             return _moment(connection)
 
     def _closure(self, roots: _Roots, begin: Iterable[str], *, strict: bool) -> set[str]:
@@ -116,9 +116,10 @@ class Marker:
             yield from _DIGEST.findall(data.decode("utf-8", "replace")) if data[:1] == b"{" else ()
 
 
-def erased_versions(connection: Connection) -> dict[tuple[str, str], float]:
-    """Versions of assets whose words were erased: (project, `dataset:NAME@VERSION`) → when."""
+def erased_versions(connection: Connection, project: str = "") -> dict[tuple[str, str], float]:
+    """Versions of assets whose words were erased, of one project or all: (project, `dataset:NAME@VERSION`) → when."""
     told = select(events.c.project, events.c.subject, events.c.at).where(events.c.kind == ERASED)
+    told = told.where(events.c.project == project) if project else told
     found = connection.execute(told.where(events.c.subject.contains("@")))
     return {(row.project, row.subject): row.at for row in found}
 
@@ -126,7 +127,7 @@ def erased_versions(connection: Connection) -> dict[tuple[str, str], float]:
 def ended_runs(ledger: Ledger, before: float) -> list[str]:
     """Runs of every project that no retry brings back, and that ended before this moment."""
     query = select(runs.c.id).where(runs.c.state.in_(ENDED), runs.c.finished_at < before).order_by(runs.c.id)
-    with ledger.database.read() as connection:
+    with ledger.database.read(across="garbage of every project") as connection:
         return list(connection.execute(query).scalars())
 
 

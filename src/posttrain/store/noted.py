@@ -52,7 +52,7 @@ class Noted:
 
 def forget_noted(ledger: Ledger, needed: Container[str], before: float) -> None:
     """Forget, in every project, what was sent before a moment and is not needed."""
-    with ledger.database.write() as connection:
+    with ledger.database.write(across="garbage of every project") as connection:
         old = connection.execute(select(uploads.c.project, uploads.c.digest).where(uploads.c.at < before)).all()
         for project, digest in old:
             if digest not in needed:

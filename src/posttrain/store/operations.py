@@ -61,7 +61,7 @@ class Operations:
         row = {"id": number, "project": project, "principal": principal, "verb": verb, "body": body}
         fresh = {"server": self._server, "document": document, "over": 0, "ending": 0}
         while True:
-            with self._database.write() as connection:
+            with self._database.write(across="a server has operations of every project") as connection:
                 now = now_in(connection, self._clock)
                 connection.execute(delete(operations).where(operations.c.looked_at < now - FORGOTTEN_SECONDS))
                 known = self._read(connection, operations.c.id == number)
@@ -79,13 +79,13 @@ class Operations:
 
     def tell(self, number: str, document: str, *, over: bool) -> None:
         """Say how it stands, and that this server lives."""
-        with self._database.write() as connection:
+        with self._database.write(across="a server has operations of every project") as connection:
             told = {"document": document, "over": int(over), "told_at": now_in(connection, self._clock)}
             connection.execute(update(operations).where(self._mine(number)).values(told))
 
     def heard(self, number: str) -> tuple[float, bool]:
         """Seconds since somebody looked, and whether somebody cancelled it. Of one that is not this server's: never."""
-        with self._database.read() as connection:
+        with self._database.read(across="a server has operations of every project") as connection:
             now = now_in(connection, self._clock)
             query = select(now - operations.c.looked_at, operations.c.ending).where(self._mine(number))
             row = connection.execute(query).one_or_none()
@@ -93,7 +93,7 @@ class Operations:
 
     def forget(self, number: str) -> None:
         """This server does not carry it out after all."""
-        with self._database.write() as connection:
+        with self._database.write(across="a server has operations of every project") as connection:
             connection.execute(delete(operations).where(self._mine(number)))
 
     def find(self, number: str, project: str, principal: str) -> Begun | None:

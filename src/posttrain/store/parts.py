@@ -154,7 +154,7 @@ def forget_parts(ledger: Ledger, before: float, *, dry_run: bool = False) -> lis
     """Forget uploads of every project to which nothing was added since a moment; the objects that they had."""
     upload = parts.c.project, parts.c.digest, parts.c.total
     late = select(*upload).group_by(*upload)
-    with ledger.database.write() as connection:
+    with ledger.database.write(across="garbage of every project") as connection:
         found: list[str] = []
         for project, digest, total in connection.execute(late.having(func.max(parts.c.at) < before)).all():
             mine = (parts.c.project == project) & (parts.c.digest == digest) & (parts.c.total == total)
@@ -166,7 +166,7 @@ def forget_parts(ledger: Ledger, before: float, *, dry_run: bool = False) -> lis
 
 def named_parts(ledger: Ledger) -> frozenset[str]:
     """The objects of uploads that are under way, in every project."""
-    with ledger.database.read() as connection:
+    with ledger.database.read(across="garbage of every project") as connection:
         return frozenset(connection.execute(select(parts.c.object)).scalars())
 
 

@@ -8,6 +8,7 @@ from posttrain.domain.records import Token
 from posttrain.domain.roles import Role
 from posttrain.store.rows import to_record
 from posttrain.store.schema import events, principals, projects, roles, sessions, tokens
+from posttrain.store.scope import across
 
 _TOKENS = select(tokens, principals.c.name.label("actor")).join(principals, principals.c.id == tokens.c.principal)
 
@@ -47,7 +48,8 @@ class PrincipalReading:
     def roles_of(self, name: str) -> dict[str, Role]:
         """Project → the role that a principal was given there."""
         query = select(roles.c.project, roles.c.role).join(principals, principals.c.id == roles.c.principal)
-        found = self._connection.execute(query.where(principals.c.name == name).order_by(roles.c.project))
+        query = across(query.where(principals.c.name == name), "a principal has roles in several projects")
+        found = self._connection.execute(query.order_by(roles.c.project))
         return {project: Role(role) for project, role in found}
 
     def tokens(self) -> list[Token]:

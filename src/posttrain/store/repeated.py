@@ -81,5 +81,5 @@ class Repeats:
 
 def forget_before(ledger: Ledger, moment: float) -> None:
     """Forget requests of every project that were begun before a moment (seconds since the epoch)."""
-    with ledger.database.write() as connection:
+    with ledger.database.write(across="garbage of every project") as connection:
         connection.execute(delete(requests).where(requests.c.at < moment))

@@ -48,14 +48,14 @@ def seal(ledger: Ledger) -> int:
     """Seal everything committed so far; how many events that were. Safe to call from anywhere, at any time."""
     total = 0
     while _waits(ledger):
-        with ledger.database.write() as connection:
+        with ledger.database.write(across="the log is of every project") as connection:
             total += _seal_batch(connection)
             crashpoint("sealer.before_commit")
     return total
 
 
 def _waits(ledger: Ledger) -> bool:
-    with ledger.database.read() as connection:
+    with ledger.database.read(across="the log is of every project") as connection:
         return connection.execute(_WAITING.limit(1)).first() is not None
 
 
@@ -104,7 +104,7 @@ def verify_chain(ledger: Ledger) -> TreeReport:
         IntegrityError: an event was changed, moved, removed or cut off, or words, a leaf, a tile or the head were;
             names the first bad sequence.
     """
-    with ledger.database.read() as connection:
+    with ledger.database.read(across="the log is of every project") as connection:
         tree, kept, erased = Tree(), _tiles(connection), _Erasures(connection)
         before = verify_before(connection)
         for row in _sealed(connection):

@@ -11,6 +11,7 @@ from posttrain.domain.sinks import Cursor, Envelope, Rule, SinkRecord
 from posttrain.domain.spelling import nearest
 from posttrain.store.rows import to_record
 from posttrain.store.schema import cursors, events, leaves, payloads, principals, runs, sinks, tree_head
+from posttrain.store.scope import across
 
 SINK_ADDED = "sink.added"  # the event
 _SINKS = select(sinks, principals.c.name.label("actor")).join(principals, principals.c.id == sinks.c.principal)
@@ -53,7 +54,8 @@ class SinkReading:
 
     def projects_with_sinks(self) -> set[str]:
         """Projects with a sink that is not paused."""
-        return set(self._connection.execute(select(sinks.c.project).where(sinks.c.paused == "").distinct()).scalars())
+        query = select(sinks.c.project).where(sinks.c.paused == "").distinct()
+        return set(self._connection.execute(across(query, "one driver delivers for every project")).scalars())
 
     def sealed(self) -> int:
         """How many events are sealed."""
@@ -70,6 +72,7 @@ class SinkReading:
         if not count:
             return 0, None
         told = select(events.c.at).join(leaves, leaves.c.event == events.c.id).where(leaves.c.sequence == first)
+        told = told.where(events.c.project == self._project)
         return int(count), float(self._connection.execute(told).scalar_one())
 
     def envelopes(self, after: int, limit: int, *, words: bool) -> list[Envelope]:

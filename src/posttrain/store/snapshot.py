@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import (
+    BindParameter,
     ColumnElement,
     Connection,
     Float,
@@ -68,6 +69,7 @@ from posttrain.store.schema import (
     watches,
     work,
 )
+from posttrain.store.scope import Scope, across, of_project
 from posttrain.store.sinks import SinkReading
 from posttrain.store.waking import RUN
 
@@ -76,16 +78,17 @@ _SHOWN = 5  # candidates named in an error
 _ENDED = [state for state in RunState if is_final("run", state)]
 _DRIVEN = (work.c.project == runs.c.project) & (work.c.kind == RUN) & (work.c.object == runs.c.id)
 _RUN_ID: ColumnElement[str] = bindparam("run_id")
-_PROJECT: ColumnElement[str] = bindparam("of_project")
-_STAGES = select(stages).order_by(stages.c.run_id, stages.c.position, stages.c.name)
+_PROJECT: BindParameter[str] = bindparam("of_project")
+_STAGES = select(stages).where(of_project(stages, _PROJECT)).order_by(stages.c.run_id, stages.c.position, stages.c.name)
 _STAGES_OF_ONE = _STAGES.where(stages.c.run_id == _RUN_ID)
-_ATTEMPTS_OF_MANY = select(attempts).order_by(attempts.c.run_id, attempts.c.stage, attempts.c.number)
-_ATTEMPTS = select(attempts).where(attempts.c.run_id == _RUN_ID).order_by(attempts.c.stage, attempts.c.number)
+_ATTEMPTS_OF_MANY = select(attempts).where(of_project(attempts, _PROJECT))
+_ATTEMPTS_OF_MANY = _ATTEMPTS_OF_MANY.order_by(attempts.c.run_id, attempts.c.stage, attempts.c.number)
+_ATTEMPTS = _ATTEMPTS_OF_MANY.where(attempts.c.run_id == _RUN_ID)
 _CACHED = select(stages).join(
     stage_cache, (stages.c.run_id == stage_cache.c.run_id) & (stages.c.name == stage_cache.c.stage)
 )
 _CACHED = _CACHED.where(stage_cache.c.cache_key == bindparam("of_key"), stage_cache.c.project == _PROJECT)
-_WATCHES = select(watches).where(watches.c.run_id == _RUN_ID).order_by(watches.c.attempt)
+_WATCHES = select(watches).where(of_project(watches, _PROJECT), watches.c.run_id == _RUN_ID).order_by(watches.c.attempt)
 _ASSETS = select(assets, principals.c.name.label("created_by")).join(principals, principals.c.id == assets.c.principal)
 
 
@@ -98,7 +101,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
 
     def __init__(self, connection: Connection, project: str) -> None:
         self._connection = connection
-        self._project = project
+        self._project, self.scope = project, Scope(project)
 
     def run(self, run_id: str) -> RunRecord:
         """The run of exactly this id.
@@ -163,23 +166,25 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
     def stages(self, *run_ids: str) -> list[StageRecord]:
         """The stages of runs of this project, by run, then position."""
         if len(run_ids) == 1:
-            return self._all(StageRecord, _STAGES_OF_ONE, {"run_id": run_ids[0]})
-        return self._each(StageRecord, _STAGES, stages.c.run_id, run_ids)
+            return self._all(StageRecord, _STAGES_OF_ONE, {"run_id": run_ids[0], "of_project": self._project})
+        return self._each(StageRecord, _STAGES, stages.c.run_id, run_ids, {"of_project": self._project})
 
     def attempts(self, run_id: str, stage: str | None = None) -> list[AttemptRecord]:
         """The attempts of a run, or of one of its stages, oldest first."""
         query = _ATTEMPTS if stage is None else _ATTEMPTS.where(attempts.c.stage == stage)
-        return self._all(AttemptRecord, query, {"run_id": run_id})
+        return self._all(AttemptRecord, query, {"run_id": run_id, "of_project": self._project})
 
     def attempts_of(self, *run_ids: str) -> list[AttemptRecord]:
         """The attempts of runs, by run, stage and number."""
-        return self._each(AttemptRecord, _ATTEMPTS_OF_MANY, attempts.c.run_id, run_ids)
+        return self._each(AttemptRecord, _ATTEMPTS_OF_MANY, attempts.c.run_id, run_ids, {"of_project": self._project})
 
     def live_attempts(self) -> set[str]:
         """The names of attempts that have not ended, in every project."""
         final = [state for state in AttemptState if is_final("attempt", state)]
-        query = select(attempts.c.name).where(attempts.c.state.not_in(final))
-        return set(self._connection.execute(query).scalars())
+        query = across(
+            select(attempts.c.name).where(attempts.c.state.not_in(final)), "scratch folders of every project"
+        )
+        return set(self._connection.execute(query.where(attempts.c.state.not_in(final))).scalars())
 
     def asset(self, kind: str, name: str, version: int | None = None) -> Asset:
         """One version of an asset; the latest without `version`.
@@ -290,7 +295,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
 
     def watches(self, run_id: str) -> list[Watch]:
         """How long its jobs have been silent."""
-        return [to_record(Watch, row) for row in self._connection.execute(_WATCHES, {"run_id": run_id})]
+        return self._all(Watch, _WATCHES, {"run_id": run_id, "of_project": self._project})
 
     def stages_by_key(self, cache_key: str) -> list[StageRecord]:
         """Every stage that computes, or computed, what this key names; newest run first."""
@@ -338,8 +343,9 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
 
     def last_said(self, subject: str) -> float | None:
         """When the newest event of exactly this subject was; None without one."""
-        for table in (events, events_before):
-            found = self._connection.execute(select(func.max(table.c.at)).where(table.c.subject == subject)).scalar()
+        now, before = self.scope.select(events, func.max(events.c.at)), select(func.max(events_before.c.at))
+        for query in (now.where(events.c.subject == subject), before.where(events_before.c.subject == subject)):
+            found = self._connection.execute(query).scalar()
             if found is not None:
                 return float(found)
         return None
@@ -351,7 +357,8 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
 
     def has_request(self, request: str) -> bool:
         """Whether a transaction of this request id was committed."""
-        return bool(self._connection.execute(select(events.c.id).where(events.c.request == request).limit(1)).first())
+        query = self.scope.select(events, events.c.id).where(events.c.request == request).limit(1)
+        return self._connection.execute(query).first() is not None
 
     def _here(self) -> dict[str, Any]:
         """What `_runs_on` takes: leases run by the server's clock, where it has one; readers compare with their own."""
@@ -372,12 +379,17 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return [to_event(row) for row in self._connection.execute(query)]
 
     def _each(
-        self, kind: type[Record], query: Select[Any], column: ColumnElement[Any], names: Sequence[str]
+        self,
+        kind: type[Record],
+        query: Select[Any],
+        column: ColumnElement[Any],
+        names: Sequence[str],
+        values: Mapping[str, Any] | None = None,
     ) -> list[Record]:
         """Rows whose column is one of these, asked for many at a time."""
         whole = list(dict.fromkeys(names))
         parts = (whole[start : start + _NAMES] for start in range(0, len(whole), _NAMES))
-        return [one for part in parts for one in self._all(kind, query.where(column.in_(part)))]
+        return [one for part in parts for one in self._all(kind, query.where(column.in_(part)), values)]
 
 
 @functools.cache

@@ -54,7 +54,7 @@ def standing(database: Database, clock: Clock) -> Standing:
         WorkspaceError: it cannot be reached. DeadlineError: it answers too late.
     """
     here = clock.now()
-    with database.read() as connection:
+    with database.read(across="numbers of the whole server") as connection:
         of_server = connection.dialect.name == "postgresql"  # whose own clock the queue's times are of
         now: ColumnElement[float] = _SERVERS if of_server else literal(here, Float(53))
         row = connection.execute(select(*_runs(), *_queue(now), *_log())).one()._mapping

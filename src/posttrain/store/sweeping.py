@@ -89,9 +89,9 @@ def forget_answers(ledger: Ledger, before: float, *, dry_run: bool = False) -> i
     """Delete answers to requests of before this moment, which nobody repeats any more; how many they are."""
     old = (requests.c.state == _DONE) & (requests.c.at < before)
     if dry_run:
-        with ledger.database.read() as connection:
+        with ledger.database.read(across="garbage of every project") as connection:
             return int(connection.execute(select(func.count()).select_from(requests).where(old)).scalar_one())
-    with ledger.database.write() as connection:
+    with ledger.database.write(across="garbage of every project") as connection:
         return connection.execute(delete(requests).where(old)).rowcount
 
 
@@ -114,7 +114,7 @@ def _tell(ledger: Ledger, actor: str, gone: Sequence[StoredBlob]) -> None:
     if not gone:
         return
     sizes = {blob.digest: blob.bytes for blob in gone}
-    with ledger.database.write() as connection:
+    with ledger.database.write(across="garbage of every project") as connection:
         author = Author(actor, new_request(ledger.entropy), ledger.auth, ledger.entropy)
         listed = _unlist(connection, sizes)
         facts = {"blobs": len(gone), "bytes": sum(sizes.values())}

@@ -27,6 +27,7 @@ from posttrain.store.granting import GrantWriting
 from posttrain.store.releasing import ReleaseWriting
 from posttrain.store.rows import Record, plain, to_columns
 from posttrain.store.schema import asset_status, assets, attempts, projects, runs, signals, stage_cache, stages
+from posttrain.store.scope import of_project
 from posttrain.store.sinking import SinkWriting
 from posttrain.store.waking import revive, settle_at
 
@@ -66,6 +67,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         """
         noted = functools.partial(self._edges.run, run.id, run.manifest_digest, artifacts, self._clock.now())
         columns = {name: value for name, value in to_columns(run).items() if name not in _JOINED}
+        columns["project"] = self._project
         self._insert(runs, columns, f"run {run.id}", f"run.{run.state}", run.id, noted)
         for stage in run_stages:
             subject = f"{run.id}/{stage.name}"
@@ -197,7 +199,8 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
     def lock_run(self, run_id: str) -> None:
         """Lock a run's row until the end of this transaction: of several drivers one begins or ends something of it."""
         if self._connection.dialect.name == "postgresql":  # on SQLite one writes at a time
-            self._connection.execute(select(runs.c.id).where(runs.c.id == run_id).with_for_update())
+            mine = self.snapshot.scope.select(runs, runs.c.id).where(runs.c.id == run_id)
+            self._connection.execute(mine.with_for_update())
 
     def set_asset_status(self, asset: Asset, status: str, reason: str = "") -> AssetStatus:
         """Say what is thought of a version; an empty status takes back what was said.
@@ -274,6 +277,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         values = {**changes, "generation": generation, "state": before["state"] if state is None else state}
         table, key = _TABLES[machine], {name: before[name] for name in _KEYS[machine]}
         was = {f"was_{name}": value for name, value in {**key, "generation": before["generation"]}.items()}
+        was["of_project"] = self._project
         if not self._connection.execute(_compare_and_set(machine, frozenset(values)), {**values, **was}).rowcount:
             raise StaleWriteError(
                 f"{machine} {subject} changed since it was read (generation {before['generation']}); read it again"
@@ -303,7 +307,8 @@ def _compare_and_set(machine: str, columns: frozenset[str]) -> Update:
     """What sets these columns where the row is as it was read. Built once: that costs as much as running it."""
     table = _TABLES[machine]
     was = [table.c[name] == bindparam(f"was_{name}") for name in (*_KEYS[machine], "generation")]
-    return update(table).where(*was).values({name: bindparam(name) for name in sorted(columns)})
+    mine = of_project(table, bindparam("of_project"))
+    return update(table).where(*was, mine).values({name: bindparam(name) for name in sorted(columns)})
 
 
 def _content(asset: Asset) -> tuple[str, str, Any]:

@@ -69,7 +69,7 @@ def upgrade_ledger(
     try:
         ledger = Ledger(database)
         _verify_newer(ledger)
-        with database.write() as connection:
+        with database.write(across="a ledger is upgraded") as connection:
             _come_alone(connection, say)
             came_from, kept = schema_version(connection) or SCHEMA_VERSION, ""
             if came_from < SCHEMA_VERSION:
@@ -82,7 +82,7 @@ def upgrade_ledger(
         seal(ledger)
         report = verify_chain(ledger)
         verify_rows(ledger)
-        with database.read() as connection:
+        with database.read(across="a ledger is upgraded") as connection:
             count = connection.execute(select(func.count()).select_from(runs)).scalar_one()
     finally:
         database.close()
@@ -146,7 +146,7 @@ def _take(connection: Connection, tables: str) -> bool:
 
 def _verify_newer(ledger: Ledger) -> None:
     """A log that goes on must hold. Before the transaction, in which a server would not let us be silent so long."""
-    with ledger.database.read() as connection:
+    with ledger.database.read(across="a ledger is upgraded") as connection:
         schema = schema_version(connection)
     if schema is not None and _FIRST < schema < SCHEMA_VERSION:
         verify_chain(ledger)

@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, delete, func, or_, text, update
 
 from posttrain.store.schema import watches, work
+from posttrain.store.scope import Scope
 
 RUN, STAGE, SWEEP = "run", "stage", "sweep"  # kinds of work
 WAKE = (  # the values are those of `waking`
@@ -41,7 +42,7 @@ def settle(connection: Connection, project: str, names: Collection[str]) -> None
     for name in sorted(names):
         below = func.substr(work.c.object, 1, len(name) + 1) == f"{name}/"
         connection.execute(delete(work).where(work.c.project == project, or_(work.c.object == name, below)))
-        connection.execute(delete(watches).where(watches.c.run_id == name))
+        connection.execute(Scope(project).delete(watches).where(watches.c.run_id == name))
 
 
 def revive(connection: Connection, project: str, run_id: str) -> None:

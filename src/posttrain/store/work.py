@@ -38,6 +38,7 @@ from posttrain.store.ledger import Ledger
 from posttrain.store.moments import SERVER_TIME, moment, now_in
 from posttrain.store.rows import plain
 from posttrain.store.schema import cursors, runs, work
+from posttrain.store.scope import Scope
 from posttrain.store.waking import RUN, STAGE, settle_at, wake
 
 NEVER = 1e11  # seconds: until somebody wakes it
@@ -146,9 +147,10 @@ class WorkQueue:
         with self._write() as connection:
             at = self._moment(connection)
             seen = {"of_id": one.id, "of_token": one.lease_token, "seen": one.wanted_version, "after": after}
+            seen["of_project"] = self._ledger.project
             done = connection.execute(_giving(not at, hold), {**seen, **at}).rowcount
             if not done and not hold:
-                connection.execute(update(work).where(*_held(one)).values(_FREE))
+                connection.execute(update(work).where(self._project, *_held(one)).values(_FREE))
         return bool(done)
 
     def finish(self, run_id: str) -> None:
@@ -184,7 +186,7 @@ class WorkQueue:
                 "dead_at": now if again_after is None else None,
                 **_FREE,
             }
-            mine = [self._named(kind, [name])] if held is None else [*_held(held)]
+            mine = [self._named(kind, [name])] if held is None else [self._project, *_held(held)]
             changed = connection.execute(update(work).where(*mine).values(values).returning(*_told(now))).one_or_none()
             if changed is None:
                 raise StaleWriteError(f"{kind} {name}: another driver looks at it now")
@@ -275,7 +277,8 @@ class WorkQueue:
     def _finish(self, connection: Connection, run_id: str) -> None:
         row = self._named(RUN, [run_id])
         seen = connection.execute(select(work.c.wanted_version).where(row)).scalar()
-        state = connection.execute(select(runs.c.state).where(runs.c.id == run_id)).scalar()
+        of_run = Scope(self._ledger.project).select(runs, runs.c.state).where(runs.c.id == run_id)
+        state = connection.execute(of_run).scalar()
         if state is not None and is_final("run", str(state)):
             connection.execute(delete(work).where(row, work.c.wanted_version == seen))
             connection.execute(delete(work).where(self._below(run_id)))
@@ -326,7 +329,7 @@ def open_runs(database: Database, host: str | None = None, owner: str = "") -> d
     """
     found: dict[str, list[str]] = {}
     query = select(work.c.project, work.c.object).where(work.c.kind == RUN, work.c.dead_at.is_(None), _here(host))
-    with database.read() as connection:
+    with database.read(across="one driver drives every project") as connection:
         if host is not None and connection.dialect.name == "postgresql":
             free = or_(work.c.lease_owner.is_(None), work.c.lease_owner == owner, work.c.lease_until <= SERVER_TIME)
             query = query.where(free)
@@ -340,7 +343,7 @@ _FREE: Mapping[str, Any] = {"lease_owner": None, "lease_token": None, "lease_unt
 
 def let_go(database: Database) -> None:
     """Let nobody hold anything: whoever did holds it in the ledger that this one is a copy of."""
-    with database.write() as connection:
+    with database.write(across="a copy of a ledger") as connection:
         connection.execute(update(work).values(**_FREE))
         connection.execute(update(cursors).values(lease_owner=None, lease_until=None))
 
@@ -391,7 +394,8 @@ def _listing(server: bool, of_kind: bool, within: bool, dead: bool) -> Select[An
 
 @functools.cache
 def _giving(server: bool, hold: bool) -> Update:
-    held = (work.c.id == bindparam("of_id"), work.c.lease_token == bindparam("of_token"))
+    held = [work.c.id == bindparam("of_id"), work.c.lease_token == bindparam("of_token")]
+    held.append(work.c.project == bindparam("of_project"))
     settled: dict[str, Any] = {"failures": 0, "failed_since": None, "error": "", "traceback": ""}
     settled |= {"due_at": _now_of(server) + bindparam("after", type_=Float(53)), **({} if hold else _FREE)}
     return update(work).where(*held, work.c.wanted_version == bindparam("seen")).values(settled)

@@ -49,6 +49,7 @@ def track_more(workspace: OpenWorkspace, run_id: str, chosen: Mapping[str, Any])
     """
     added = resolved(parse_trackers(chosen, "--tracker"), Path.cwd(), workspace.root)
     _refuse(added)
+    workspace.ledger.run(run_id)  # there is one
     folder = workspace.root / "runs" / run_id
     make_folder(folder)
     found: list[TrackerState] = []

@@ -171,13 +171,13 @@ def track(workspace: OpenWorkspace, run_id: str, only: Collection[str] | None = 
         How they stand. While another process writes a run that goes on, only that.
 
     Raises:
-        InputError: the run has no tracker.
+        NotFoundError: there is no such run. InputError: it has no tracker.
         TrackerError: one could not be written; the others were.
     """
+    ended = is_final("run", workspace.ledger.run(run_id).state)
     chosen = _chosen(workspace, run_id)
     folder = workspace.root / "runs" / run_id
     make_folder(folder)
-    ended = is_final("run", workspace.ledger.run(run_id).state)
     with sole_writer(folder, waits=ended) as sole:
         if sole:
             standing, troubles = Standing(folder), []

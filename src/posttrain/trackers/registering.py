@@ -20,7 +20,8 @@ from typing import Any
 from posttrain.control.lineage import run_lineage
 from posttrain.decision.releases import moves
 from posttrain.domain.errors import InputError, IntegrityError, PosttrainError, TrackerError
-from posttrain.domain.records import ReleaseEntry
+from posttrain.domain.places import PROJECT_VARIABLE
+from posttrain.domain.records import DEFAULT_PROJECT, ReleaseEntry
 from posttrain.domain.trackers import Trackers
 from posttrain.store.atomic import make_folder, read_json, write_json
 from posttrain.telemetry.tracking import ChannelState, Registry, Version
@@ -57,11 +58,11 @@ def register_channel(workspace: OpenWorkspace, channel: str) -> list[TrackerStat
         InputError: no registry is chosen by the workspace or a run that the channel served.
         TrackerError: one could not be written; the others were.
     """
-    folder = _folder(workspace, channel)
-    make_folder(folder)
     chosen = list(_registries(workspace, channel))
     if not chosen:
         raise InputError(f"channel {channel}: no model registry is chosen; name one: posttrain init --tracker mlflow")
+    folder = _folder(workspace, channel)
+    make_folder(folder)
     troubles = []
     with ExitStack() as held:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -123,7 +124,7 @@ def announce(workspace: OpenWorkspace, channel: str) -> None:
             subprocess.Popen(
                 [sys.executable, "-s", "-P", "-m", "posttrain", "track", channel],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env={**os.environ, VARIABLE: str(workspace.root)},
+                env={**os.environ, VARIABLE: str(workspace.root), PROJECT_VARIABLE: workspace.ledger.project},
             )  # fmt: skip
         finally:
             os.close(log)
@@ -173,4 +174,5 @@ def _where(words: Any) -> str:
 
 
 def _folder(workspace: OpenWorkspace, channel: str) -> Path:
-    return workspace.root / "channels" / channel
+    project = workspace.ledger.project
+    return workspace.root / "channels" / (channel if project == DEFAULT_PROJECT else f"{project}@{channel}")

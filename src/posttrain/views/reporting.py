@@ -49,10 +49,10 @@ def write_report(workspace: OpenWorkspace, run_id: str) -> Written:
     Raises:
         WorkspaceError: the folder cannot be written.
     """
+    watcher = RunWatcher(workspace, run_id, cached=True)
+    status = watcher.read()  # of a run that is there
     folder = workspace.root / "runs" / run_id
     folder.mkdir(parents=True, exist_ok=True)
-    watcher = RunWatcher(workspace, run_id, cached=True)
-    status = watcher.read()
     manifest = workspace.stores.manifest(status.run)
     curves = main_curves(workspace, watcher, status, manifest, run_id)
     if curves.series:

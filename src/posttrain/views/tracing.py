@@ -131,8 +131,13 @@ def recorded_sample(workspace: OpenWorkspace, run_id: str, sample_id: str, stage
 def stage_attempts(
     workspace: OpenWorkspace, run_id: str, stage: str | None
 ) -> list[tuple[str, AttemptRecord, AttemptFolder]]:
-    """The attempts of a run in order; of a reused stage, those that computed it."""
-    rows = workspace.ledger.stages(run_id)
+    """The attempts of a run in order; of a reused stage, those that computed it.
+
+    Raises:
+        NotFoundError: there is no such run or stage.
+    """
+    with workspace.ledger.snapshot() as now:
+        rows = now.stages(now.run(run_id).id)
     if stage is not None and stage not in {row.name for row in rows}:
         raise NotFoundError(f"run {run_id} has no stage {stage!r}{nearest(stage, [row.name for row in rows])}")
     found = []

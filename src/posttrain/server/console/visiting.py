@@ -15,11 +15,10 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from posttrain._version import __version__
-from posttrain.api.problems import problem
 from posttrain.domain.errors import AuthenticationError, PosttrainError
 from posttrain.domain.roles import Role
 from posttrain.server.console import CONSOLE, sessions
-from posttrain.server.logs import facts
+from posttrain.server.logs import logged_problem
 from posttrain.server.workers import Refused
 from posttrain.web.pages import template
 
@@ -137,10 +136,8 @@ def redirect(place: str) -> Response:
 def failed(request: Request, error: Exception, visit: Visit | None) -> Response:
     """The page of an error. One that nobody meant to raise tells its request's id and nothing else."""
     status = 401 if isinstance(error, AuthenticationError) else None
-    document = error.document if isinstance(error, Refused) else problem(error, request.state.id, status)
+    document = error.document if isinstance(error, Refused) else logged_problem(error, request.state.id, status=status)
     status = int(document["status"])
-    if not isinstance(error, PosttrainError | Refused):
-        log.error("a page that nobody meant to fail", exc_info=error, extra=facts(request=request.state.id))
     words = {"title": _TITLES.get(status, "That did not work"), "detail": str(document["detail"])}
     if visit is None:
         return html("error", status, **words)

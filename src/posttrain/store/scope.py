@@ -1,0 +1,245 @@
+"""Which project a statement reads: none runs that could reach rows of another one.
+
+A row belongs to a project by its own column, by its run, or by its event. `Scope` adds the condition; `guard` refuses,
+before it is sent, a statement without one, unless its connection was opened for rows of every project, with the reason.
+The verdict is kept with the compiled statement, so a statement that runs again costs one look-up.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from sqlalchemy import Column, ColumnElement, Engine, Select, Table, delete, event, exists, select, update
+from sqlalchemy.sql import operators
+from sqlalchemy.sql.base import Executable
+from sqlalchemy.sql.dml import Delete, Update
+from sqlalchemy.sql.elements import (
+    BinaryExpression,
+    BindParameter,
+    BooleanClauseList,
+    ClauseElement,
+    Grouping,
+    TextClause,
+    UnaryExpression,
+)
+from sqlalchemy.sql.selectable import AliasedReturnsRows, FromClause, Join, SelectBase
+
+from posttrain.store.schema import attempts, events, grants, leaves, metadata, payloads, runs, stages, unsealed, watches
+
+ACROSS = "across_projects"  # the execution option: why statements may reach rows of every project
+PROJECT = "project"
+CHILDREN: Mapping[str, tuple[str, Table]] = {  # table without a project of its own → its column, and what that names
+    **{table.name: ("run_id", runs) for table in (stages, attempts, watches, grants)},
+    **{table.name: ("event", events) for table in (leaves, payloads, unsealed)},
+}
+OWN = frozenset(name for name, table in metadata.tables.items() if PROJECT in table.c)
+Executes = TypeVar("Executes", bound=Executable)
+_VERDICT = "posttrain_unscoped"  # attribute of a compiled statement
+_WORDS = re.compile(r"[a-z_]+")
+
+
+def of_project(table: Table, project: str | BindParameter[str]) -> ColumnElement[bool]:
+    """Which rows of a table belong to a project."""
+    if table.name in OWN:
+        return table.c[PROJECT] == project
+    column, above = CHILDREN[table.name]
+    return exists().where(above.c.id == table.c[column], above.c[PROJECT] == project)
+
+
+def across(statement: Executes, why: str) -> Executes:
+    """A statement that may reach rows of every project, with the reason."""
+    return statement.execution_options(**{ACROSS: why})
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The rows of one project."""
+
+    project: str
+
+    def select(self, table: Table, *columns: Any) -> Select[Any]:
+        """These columns, or all, of the project's rows of a table."""
+        return select(*(columns or (table,))).where(of_project(table, self.project))
+
+    def update(self, table: Table) -> Update:
+        """Change rows of the project."""
+        return update(table).where(of_project(table, self.project))
+
+    def delete(self, table: Table) -> Delete:
+        """Delete rows of the project."""
+        return delete(table).where(of_project(table, self.project))
+
+
+class UnscopedStatementError(RuntimeError):
+    """A statement over rows of a project names no project: a bug in Posttrain."""
+
+
+def guard(engine: Engine) -> None:
+    """Refuse statements of this engine that name no project where they must.
+
+    Raises:
+        UnscopedStatementError: from whatever executes one; nothing of it reaches the database.
+    """
+    event.listen(engine, "before_cursor_execute", _refuse)
+
+
+def _refuse(_: Any, __: Any, sent: str, ___: Any, context: Any, ____: bool) -> None:
+    if context.execution_options.get(ACROSS):
+        return
+    compiled = context.compiled
+    if compiled is None:
+        found = _named(sent)
+    else:
+        kept = vars(compiled)
+        found = kept.get(_VERDICT)
+        if found is None:
+            found = kept[_VERDICT] = unscoped(compiled.statement)
+    if found:
+        raise UnscopedStatementError(f"a statement reaches rows of {found} of every project: {sent}")
+
+
+@functools.lru_cache(1000)
+def _named(sent: str) -> str:
+    """The first project table that plain SQL names, unless all it does is to add rows."""
+    words = _WORDS.findall(sent.lower())
+    if words[:1] in (["pragma"], ["insert"]) and "select" not in words:
+        return ""
+    return next((word for word in words if word in OWN or word in CHILDREN), "")
+
+
+def unscoped(statement: ClauseElement) -> str:
+    """The name of a table of which a statement reaches rows of any project; empty: there is none."""
+    if isinstance(statement, Select):
+        return _unscoped_select(statement, frozenset())
+    if isinstance(statement, Update | Delete):
+        conditions = list(_conjuncts(statement._where_criteria))
+        froms = {statement.table, *_tables(conditions)}
+        about = [(one, froms) for one in conditions]
+        _opened(froms, about)
+        held = _held(froms, about)
+        return _first(froms - held) or _nested(statement, held)
+    if isinstance(statement, TextClause) and PROJECT in statement._bindparams:
+        return ""
+    return _named(str(statement)) if isinstance(statement, TextClause) else _nested(statement, frozenset())
+
+
+def _unscoped_select(statement: Select[Any], outer: frozenset[FromClause] | set[FromClause]) -> str:
+    """Of one SELECT inside others, which hold rows of one project each."""
+    froms: set[FromClause] = set()
+    conditions = [(one, froms) for one in _conjuncts(statement._where_criteria)]
+    for part in statement.get_final_froms():
+        _joined(part, froms, conditions)
+    _opened(froms, conditions)
+    mine = froms if froms <= outer else froms - outer  # SQLAlchemy correlates unless nothing would remain
+    held = _held(mine, conditions, froms - mine)
+    return _first(mine - held) or _nested(statement, held | outer)
+
+
+def _joined(part: FromClause, froms: set[FromClause], conditions: list[tuple[Any, set[FromClause]]]) -> None:
+    """Add what a FROM consists of. The condition of an outer join says nothing about its left side."""
+    if not isinstance(part, Join):
+        froms.add(part)
+        return
+    right: set[FromClause] = set()
+    _joined(part.left, froms, conditions)
+    _joined(part.right, right, conditions)
+    froms |= right
+    about = right if part.isouter else froms
+    conditions += [(one, about) for one in _conjuncts([part.onclause])]
+
+
+def _opened(froms: set[FromClause], conditions: list[tuple[Any, set[FromClause]]]) -> None:
+    """Add what EXISTS asks for, which restricts the rows outside as a join does."""
+    for one, _ in list(conditions):
+        inner = _bare(one.element) if isinstance(one, UnaryExpression) and one.operator is operators.exists else None
+        if isinstance(inner, Select):
+            for part in inner.get_final_froms():
+                _joined(part, froms, conditions)
+            conditions += [(within, froms) for within in _conjuncts(inner._where_criteria)]
+
+
+def _held(
+    froms: set[FromClause],
+    conditions: list[tuple[Any, set[FromClause]]],
+    given: Iterable[FromClause] = (),
+) -> set[FromClause]:
+    """What holds rows of one project only: it is compared with a value, or with what holds such rows."""
+    held = {one for one in froms if not _key(one)} | set(given)
+    grown = True
+    while grown:
+        grown = False
+        for condition, about in conditions:
+            for left, right in _compared(condition):
+                table = getattr(left, "table", None)
+                if table in held or table not in about:
+                    continue
+                chosen = isinstance(right, SelectBase)  # a subquery, which is looked at itself
+                value = left.name == PROJECT and isinstance(right, BindParameter)
+                named = left.name == _key(table) and (value or chosen or getattr(right, "table", None) in held)
+                if named or (chosen and left.primary_key and len(left.table.primary_key) == 1):
+                    held.add(table)
+                    grown = True
+    return held
+
+
+def _key(part: Any) -> str:
+    """The column that says whose the rows are; empty: they are nobody's, or a subquery, which is looked at itself."""
+    while isinstance(part, AliasedReturnsRows):
+        part = part.element
+    name = getattr(part, "name", "") if isinstance(part, Table) else ""
+    return PROJECT if name in OWN else CHILDREN[name][0] if name in CHILDREN else ""
+
+
+def _compared(condition: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(condition, BinaryExpression) and condition.operator in (operators.eq, operators.in_op):
+        sides = [_bare(condition.left), _bare(condition.right)]
+        yield from ((one, other) for one, other in (sides, sides[::-1]) if isinstance(one, Column))
+
+
+def _bare(side: Any) -> Any:
+    while isinstance(side, Grouping) or (hasattr(side, "element") and isinstance(side.element, SelectBase)):
+        side = side.element
+    return side
+
+
+def _conjuncts(conditions: Iterable[Any]) -> Iterator[Any]:
+    for one in conditions:
+        if isinstance(one, BooleanClauseList) and one.operator is operators.and_:
+            yield from _conjuncts(one.clauses)
+        elif isinstance(one, Grouping):
+            yield from _conjuncts([one.element])
+        else:
+            yield one
+
+
+def _tables(conditions: Iterable[Any]) -> Iterator[FromClause]:
+    waiting = list(conditions)
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Column):
+            yield one.table
+        elif not isinstance(one, SelectBase):
+            waiting += one.get_children()
+
+
+def _nested(statement: ClauseElement, held: Iterable[FromClause]) -> str:
+    """Of the statements inside one."""
+    waiting: list[tuple[Any, frozenset[FromClause]]] = [(one, frozenset(held)) for one in statement.get_children()]
+    while waiting:
+        one, outer = waiting.pop()
+        if isinstance(one, Select):
+            found = _unscoped_select(one, outer)
+            if found:
+                return found
+        else:  # a subquery in FROM sees nothing of what stands around it
+            outer = frozenset() if isinstance(one, AliasedReturnsRows) else outer
+            waiting += [(inner, outer) for inner in one.get_children()]
+    return ""
+
+
+def _first(froms: Iterable[FromClause]) -> str:
+    return next(iter(sorted(str(getattr(one, "name", one)) for one in froms)), "")

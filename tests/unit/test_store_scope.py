@@ -1,0 +1,120 @@
+"""No statement reaches rows of a project that it does not name."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import and_, bindparam, event, exists, func, insert, or_, select, text, true, union_all, update
+
+from posttrain.domain.lifecycle import RunState
+from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.store import scope
+from posttrain.store.database import Database
+from posttrain.store.ledger import Ledger
+from posttrain.store.schema import attempts, events, leaves, metadata, requests, runs, stages, watches, work
+from posttrain.store.scope import CHILDREN, OWN, Scope, UnscopedStatementError, across, of_project, unscoped
+
+OF_NOBODY = frozenset(  # tables whose rows belong to no project; what is in them is named by ids that are
+    ("projects", "principals", "tokens", "sessions", "hosts", "tree_head", "tiles", "chain_head", "events_before")
+)
+A = Scope("a")
+LATER = attempts.alias()
+SCOPED: dict[str, Any] = {
+    "own column": A.select(runs),
+    "by its run": A.select(stages),
+    "by its event": A.select(leaves),
+    "changed": A.update(stages),
+    "deleted": A.delete(watches),
+    "joined": select(stages).join(runs, runs.c.id == stages.c.run_id).where(runs.c.project == bindparam("p")),
+    "alias": select(LATER).join(runs, and_(LATER.c.run_id == runs.c.id, runs.c.project == "a")),
+    "subquery": A.select(runs).where(runs.c.id.in_(A.select(stages, stages.c.run_id))),
+    "of the same rows": update(work).where(work.c.id.in_(A.select(work, work.c.id))),
+    "correlated": A.select(runs, runs.c.id, A.select(attempts, func.count()).scalar_subquery()),
+    "added": insert(requests),
+    "other tables": text("PRAGMA journal_mode"),
+}
+UNSCOPED: dict[str, Any] = {
+    "no condition": select(stages),
+    "another condition": select(stages).where(stages.c.run_id == "x"),
+    "changed": update(stages).where(stages.c.run_id == "x"),
+    "joined": select(stages).join(runs, runs.c.id == stages.c.run_id),
+    "or": select(runs).where(or_(runs.c.project == "a", runs.c.id == "x")),
+    "child or": select(stages).where(or_(of_project(stages, "a"), true())),
+    "not": select(runs).where(runs.c.project != "a"),
+    "negated": select(runs).where(~exists().where(runs.c.project == "a")),
+    "outer join": select(runs).outerjoin(work, and_(runs.c.project == work.c.project, runs.c.project == "a")),
+    "subquery": A.select(runs).where(runs.c.id.in_(select(stages.c.run_id))),
+    "subquery of the same rows": A.select(runs).where(runs.c.id.in_(select(runs.c.id))),
+    "counted": select(select(func.count()).select_from(runs).scalar_subquery()),
+    "in the list of columns": select(true()).where(exists(select(runs.c.id))),
+    "union": union_all(select(runs.c.id), A.select(runs, runs.c.id)),
+    "cte": select(select(runs).cte()),
+    "text": text("SELECT * FROM runs"),
+}
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    made = Ledger(Database(tmp_path / "ledger.db"), project="a")
+    yield made
+    made.close()
+
+
+def test_audit_1_a_statement_without_its_project_is_refused() -> None:
+    assert {name: unscoped(one) for name, one in SCOPED.items()} == dict.fromkeys(SCOPED, "")
+    assert {name for name, one in UNSCOPED.items() if not unscoped(one)} == set()
+
+
+def test_audit_1_no_table_is_left_out() -> None:
+    assert OWN | CHILDREN.keys() | OF_NOBODY == metadata.tables.keys()
+    assert not OWN & OF_NOBODY
+
+
+def test_audit_1_every_connection_refuses_and_sends_nothing(ledger: Ledger) -> None:
+    sent: list[str] = []
+    with ledger.database.read() as connection:
+        engine = connection.engine
+        event.listen(engine, "after_cursor_execute", lambda *words: sent.append(words[2]))
+        for statement in UNSCOPED.values():
+            with pytest.raises(UnscopedStatementError, match="of every project"):
+                connection.execute(statement)
+        with pytest.raises(UnscopedStatementError, match="runs"):
+            connection.exec_driver_sql("SELECT * FROM runs")
+        assert sent == []
+        connection.execute(across(select(runs), "a test"))
+        with pytest.raises(UnscopedStatementError):
+            connection.execute(select(runs))  # which is compiled already, and not marked
+    with ledger.database.read(across="a test") as connection:
+        connection.execute(select(runs))
+    with ledger.database.write() as connection:
+        connection.execute(across(select(runs), "a test"))
+    with ledger.database.read() as connection, pytest.raises(UnscopedStatementError):
+        connection.execute(select(runs))  # a connection of the pool does not stay marked
+
+
+def test_audit_1_the_verdict_is_found_once(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = itertools.count()
+    known = scope.unscoped
+    monkeypatch.setattr(scope, "unscoped", lambda statement: (next(looked), known(statement))[1])
+    with ledger.database.read() as connection:
+        for number in range(50):
+            connection.execute(A.select(events).where(events.c.at == number))
+    assert next(looked) == 1
+
+
+def test_audit_1_rows_of_a_run_of_another_project_are_absent(ledger: Ledger) -> None:
+    other = Ledger(ledger.database, project="b")
+    with other.transaction("user:ben") as transaction:
+        stage = StageRecord("r-1", "sft", 0, "sft", "pending")
+        transaction.insert_run(RunRecord("r-1", "r", "sha256:" + "a" * 64, RunState.PENDING, "ben", 1.0), [stage])
+    assert [one.name for one in other.stages("r-1")] == ["sft"]
+    assert (ledger.stages("r-1"), ledger.attempts("r-1")) == ([], [])
+    with ledger.snapshot() as now:
+        assert (now.stages("r-1", "r-2"), now.attempts_of("r-1", "r-2"), now.watches("r-1")) == ([], [], [])
+        assert (now.last_said("r-1"), now.last_said("r-1/sft")) == (None, None)
+    with ledger.transaction("user:ann") as transaction, pytest.raises(Exception, match="changed since"):
+        transaction.update_stage(other.stages("r-1")[0], state="skipped", finished_at=1.0)
