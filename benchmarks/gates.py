@@ -26,8 +26,10 @@ from scipy import stats
 
 from posttrain.data.rows import distinct_items
 from posttrain.decision.gates import Evidence, judge
+from posttrain.decision.looks import Look
 from posttrain.domain.gates import GateRule, Outcome
 from posttrain.domain.measures import RATE, SHARE, ItemRange
+from posttrain.domain.policies import LookBudget
 
 Array = NDArray[np.float64]
 DRAWS, QUICK_DRAWS, BOOTSTRAPS = 2000, 200, 400  # simulated data sets per case; of them judged by the bootstrap too
@@ -156,6 +158,35 @@ def tango(gained: int, lost: int, items: int, difference: float) -> float:
     variance = items * (2 * (root - linear) / (4 * items) + difference * (1 - difference))
     excess = gained - lost - items * difference
     return excess / math.sqrt(variance) if variance > 1e-12 else (0.0 if excess <= 0 else math.inf)
+
+
+# --- looks ------------------------------------------------------------------------------------------------------------
+
+
+def rate_looks(items: int, looks: int) -> Level:
+    """How often one of several models on the threshold passes; customary: each judged as if it were the first."""
+    counts, rule = np.arange(items + 1), GateRule(name="g", metric="m", at_least=0.8)
+    chances = stats.binom.pmf(counts, items, 0.8)
+
+    def any_passes(budget: LookBudget) -> float:
+        missed = 1.0
+        for number in range(1, looks + 1):
+            judged = Look(number, budget).rule(rule)
+            missed *= 1 - float(chances @ [passes(judged, bits(int(right), items), None, RATE) for right in counts])
+        return 1 - missed
+
+    what = f"rate, at_least .8, one of {looks} looks"
+    return Level(what, items, 0.05, any_passes("corrected"), 0.0, any_passes("warn"), "exact, independent models")
+
+
+def paired_looks(items: int, looks: int) -> Level:
+    """The same of models that are as good as the channel's, at the worst rate of losses of each look."""
+    rule = GateRule(name="g", metric="m", better_than="channel")
+    each = [Look(number, "corrected").rule(rule).confidence for number in range(1, looks + 1)]
+    corrected = 1 - math.prod(1 - paired_levels(items, 0.0, confidence).level for confidence in each)
+    customary = 1 - (1 - paired_levels(items, 0.0).level) ** looks
+    what = f"paired rates, better_than, by 0, one of {looks} looks"
+    return Level(what, items, 0.05, corrected, 0.0, customary, f"exact, {NUISANCE} rates of losses")
 
 
 # --- means ------------------------------------------------------------------------------------------------------------
@@ -287,6 +318,11 @@ def table(quick: bool, draws: int) -> Iterator[Level]:
     yield paired_levels(50, 0.02, lower=True)
     if not quick:
         yield from (paired_levels(100, -0.05, confidence) for confidence in (0.9, 0.99))
+    yield rate_looks(20, 10)
+    yield paired_looks(20, 5)
+    if not quick:
+        yield from (rate_looks(200, looks) for looks in (10, 20))
+        yield paired_looks(50, 5)
     yield from simulated(quick, draws)
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from sqlalchemy import Connection
 
 from posttrain.domain.errors import (
+    ChannelClosedError,
     ConflictError,
     InfrastructureError,
     InputError,
@@ -334,6 +335,19 @@ def test_what_was_rolled_back_is_quarantined_until_somebody_says_why(ledger: Led
     said = [event.payload["changes"]["reason"] for event in told(ledger, "prod") if event.kind.endswith("_lifted")]
     assert said == ["the prompt was wrong", "so was the answer"]
     verify_rows(ledger)
+
+
+def test_a_quarantine_of_a_protected_channel_is_lifted_by_approval_only(ledger: Ledger) -> None:
+    with ledger.transaction("ann") as transaction:
+        transaction.append_release("prod", MODEL, "run1", "promote", expected=0)
+        transaction.append_release("prod", OTHER, "run2", "promote", expected=1)
+        transaction.append_release("prod", MODEL, "run1", "rollback", expected=2)
+        record = transaction.snapshot.channel_record("prod")
+        transaction.set_channel(record, "channel.protected", protected=True)
+        with pytest.raises(ChannelClosedError, match="lifting the quarantine of sha256:"):
+            transaction.append_release("prod", OTHER, "run2", "rollback", expected=3, lift="hush")
+        transaction.append_release("prod", OTHER, "run2", "rollback", expected=3, lift="a slip", approved=MANIFEST)
+    assert [one.model_digest for one in ledger.quarantine("prod")] == [MODEL]
 
 
 def test_a_cache_key_is_answered_by_the_stage_put_last(ledger: Ledger) -> None:
