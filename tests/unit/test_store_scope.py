@@ -15,7 +15,7 @@ from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.store import scope
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
-from posttrain.store.schema import attempts, events, leaves, metadata, requests, runs, stages, watches, work
+from posttrain.store.schema import attempts, events, leaves, metadata, projects, requests, runs, stages, watches, work
 from posttrain.store.scope import CHILDREN, OWN, Scope, UnscopedStatementError, across, of_project, unscoped
 
 OF_NOBODY = frozenset(  # tables whose rows belong to no project; what is in them is named by ids that are
@@ -42,6 +42,7 @@ UNSCOPED: dict[str, Any] = {
     "another condition": select(stages).where(stages.c.run_id == "x"),
     "changed": update(stages).where(stages.c.run_id == "x"),
     "joined": select(stages).join(runs, runs.c.id == stages.c.run_id),
+    "joined with a table of nobody": select(runs).join(projects, projects.c.id == runs.c.project),
     "or": select(runs).where(or_(runs.c.project == "a", runs.c.id == "x")),
     "child or": select(stages).where(or_(of_project(stages, "a"), true())),
     "not": select(runs).where(runs.c.project != "a"),

@@ -168,7 +168,7 @@ def _held(
     given: Iterable[FromClause] = (),
 ) -> set[FromClause]:
     """What holds rows of one project only: it is compared with a value, or with what holds such rows."""
-    held = {one for one in froms if not _key(one)} | set(given)
+    held = {one for one in froms if _key(one) is None} | set(given)
     grown = True
     while grown:
         grown = False
@@ -186,12 +186,13 @@ def _held(
     return held
 
 
-def _key(part: Any) -> str:
-    """The column that says whose the rows are; empty: they are nobody's, or a subquery, which is looked at itself."""
+def _key(part: Any) -> str | None:
+    """The column that says whose the rows are; empty: nobody's. None: a subquery, which is looked at itself."""
     while isinstance(part, AliasedReturnsRows):
         part = part.element
-    name = getattr(part, "name", "") if isinstance(part, Table) else ""
-    return PROJECT if name in OWN else CHILDREN[name][0] if name in CHILDREN else ""
+    if not isinstance(part, Table):
+        return None
+    return PROJECT if part.name in OWN else CHILDREN[part.name][0] if part.name in CHILDREN else ""
 
 
 def _compared(condition: Any) -> Iterator[tuple[Any, Any]]:
@@ -242,4 +243,4 @@ def _nested(statement: ClauseElement, held: Iterable[FromClause]) -> str:
 
 
 def _first(froms: Iterable[FromClause]) -> str:
-    return next(iter(sorted(str(getattr(one, "name", one)) for one in froms)), "")
+    return min((str(getattr(one, "name", one)) for one in froms if _key(one)), default="")
