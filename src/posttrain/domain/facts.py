@@ -94,6 +94,7 @@ class Sample:
     returns: Sequence[float] = ()
     earned: Sequence[float] = ()  # what of the reward stands where; empty: all of it at the end
     observed: Sequence[bool] = ()  # whether the policy did not sample it; empty: it sampled all
+    temperature: float | None = None  # that it was sampled at, and that its log-probabilities are of; None: not known
 
 
 Fact = Metric | Progress | Span | Note | Sample

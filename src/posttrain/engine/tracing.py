@@ -116,6 +116,7 @@ class SampleTracer:
                     status=score.status,
                     earned=_earned(answer, score),
                     observed=() if answer.sampled.all() else (~answer.sampled).tolist(),
+                    temperature=answer.temperature,
                 )
                 yield self._with_update(known, *self._consumed[name]) if name in self._consumed else known
 

@@ -28,7 +28,7 @@ from posttrain.engine.loop.learning import Learning
 from posttrain.engine.loop.recipe import Reserve, free
 from posttrain.engine.loop.roles import Roles
 from posttrain.engine.loop.rollout_metrics import engine_metrics, rollout_metrics, turn_metrics
-from posttrain.engine.recipes.algorithm import PROXIMAL, RolloutAlgorithm, ScoredGroup
+from posttrain.engine.recipes.algorithm import PROXIMAL, RolloutAlgorithm, ScoredGroup, with_temperature
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.scoring import Scorer
@@ -184,7 +184,8 @@ class OnPolicy:
         return self._probe.max_tokens(step)
 
     def _form(self, step: int) -> Form:
-        return partial(self._algorithm.form, seed=derive_seed(self._seed, "form", step))
+        form = partial(self._algorithm.form, seed=derive_seed(self._seed, "form", step))
+        return lambda groups: with_temperature(form(groups), groups)
 
     def _offer(self, group: ScoredGroup) -> None:
         """What a kept group makes whole is predicted while others are sampled."""

@@ -84,7 +84,7 @@ def answers(
             found: list[tuple[Generation, Trajectory]] = []
             for done in _next(engine, waiting, patience):
                 asked = _asked(engine.name, done, waiting, known)
-                found.append((asked, done.trajectory))
+                found.append((asked, done.trajectory.sampled_at(asked.sampling.temperature)))
                 _check(engine.name, done.trajectory, asked, prompts[asked.tokens], version)
             _check_numbers(engine.name, found)
             for asked, _ in found:
