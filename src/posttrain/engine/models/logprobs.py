@@ -10,16 +10,17 @@ from torch import Tensor
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.models.language_model import LanguageModel, OutputHead
+from posttrain.engine.models.language_model import HALF, LanguageModel, OutputHead, float32_logits
 from posttrain.engine.wide import TopK
 
 # Above this many logits (128 MiB in float32) they are computed in chunks and again in backward: at a vocabulary of 32 k
-# that takes 0.3 of the memory, at 150 k 0.2. Below it the plain path is faster.
+# that takes 0.3 of the memory, at 150 k 0.2. Below it the plain path is faster. A head in half precision always is
+# computed in chunks: a plain path to float32 logits would keep a float32 copy of it.
 CHUNKED_ABOVE = 2**25
 # A chunk's temporaries may take as many bytes as the weight's gradient in float32, which is there anyway: every chunk
 # reads and writes all of that gradient, so few chunks are fast. Within these bounds:
 CHUNK_BYTES = (2**27, 2**31)
-_BYTES_PER_LOGIT = 16  # scaled logits, probabilities and gradient in float32, two of them in the weight's type
+_BYTES_PER_LOGIT = 16  # logits, scaled logits, probabilities and their gradient in float32
 
 
 def token_logprobs(
@@ -141,12 +142,15 @@ def _compute(
         index, given = index[places], given[places]
     targets = torch.cat([batch.tokens[index][:, None], given], 1)
     warmths = _warmths(batch, index, temperature)
-    if model.head is not None and len(index) * model.vocab_size > CHUNKED_ABOVE:
-        hidden = model.hidden_states(batch.tokens, batch.positions, batch.lengths)[index - 1]
-        logprobs, entropies = chunked_logprobs(model.head, hidden, targets, warmths, entropy=entropy)
+    packed = batch.tokens, batch.positions, batch.lengths
+    if (head := model.head) is None:
+        logprobs, entropies = logprobs_of(model.logits(*packed, index - 1), targets, warmths, entropy=entropy)
     else:
-        logits = model.logits(batch.tokens, batch.positions, batch.lengths, index - 1)
-        logprobs, entropies = logprobs_of(logits, targets, warmths, entropy=entropy)
+        hidden = model.hidden_states(*packed)[index - 1]
+        if hidden.dtype in HALF or len(index) * model.vocab_size > CHUNKED_ABOVE:
+            logprobs, entropies = chunked_logprobs(head, hidden, targets, warmths, entropy=entropy)
+        else:
+            logprobs, entropies = logprobs_of(head.logits(hidden), targets, warmths, entropy=entropy)
     zeros = logprobs.new_zeros(len(batch.tokens))
     spread = zeros.index_copy(0, index, logprobs[:, 0])
     spread_entropies = zeros.index_copy(0, index, entropies) if entropy else zeros
@@ -309,7 +313,7 @@ def _scaled_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float | Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor | float]:
     """Soft-capped logits over the temperature, in float32, and their derivative by the raw logits."""
-    logits = _precise(F.linear(hidden, weight, bias))
+    logits = float32_logits(hidden, weight, bias)
     if isinstance(temperature, Tensor):
         temperature = temperature.to(logits.dtype)
     if softcap is None:
