@@ -308,7 +308,7 @@ class DAPOConfig(OnPolicyConfig):
 
     group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 16  # samples per prompt
     clip_high: float = Field(default=0.28, gt=0, le=1e6)
-    refills: NonNegative = 3  # rounds in which dropped groups are replaced, at the most
+    refills: NonNegative = 3  # how often the place of a dropped group is filled again, at the most
     overlong: OverlongConfig | None = None  # None: a response is worth its reward, however long
 
     @property

@@ -128,7 +128,11 @@ class OnPolicy:
         """
         ahead = self._ahead
         ahead.mark()
-        groups = ahead.collected(step, trace, lambda spent, more: reserve(spent, more + self._training(step)))
+
+        def asked(spent: int, more: int, refuse: bool) -> bool:
+            return reserve(spent, more + self._training(step), refuse=refuse)
+
+        groups = ahead.collected(step, trace, asked)
         dropped = ahead.dropped.pop(step, [])
         every = [*groups, *(group for group, _ in dropped)]
         tracer = self._tracer(every, {group.group.key: why for group, why in dropped}, step)
@@ -139,7 +143,7 @@ class OnPolicy:
         by_group = form if self._algorithm.groupwise else None
         learned = self._learning.learn(batch, step, trace, tracer, groups, by_group)
         left = tracer.report(trace, self._text or (self._scorer.text if self._scorer else _unread))
-        ahead.finish(step, trace, lambda spent, more: reserve(spent + learned.tokens, more, refuse=False))
+        ahead.finish(step, trace, lambda spent, more, _: reserve(spent + learned.tokens, more, refuse=False))
         tokens = ahead.spent + learned.tokens
         if self._most is not None and tokens > self._most:
             raise InputError(

@@ -36,7 +36,7 @@ class PromptSource:
     samples: int  # of each prompt
     max_tokens: int  # of a response
     temperature: float = 1.0  # it travels with each sample, and the learner divides its logits by it
-    refills: int = 0  # rounds in which dropped groups are replaced, at the most
+    refills: int = 0  # how often the place of a dropped group is filled again, at the most
     turns: int = 1  # responses of one sample, at the most; between two of them an environment is observed
     observed: int = 0  # tokens of one observation, at the most
     stop: tuple[str, ...] = ()  # strings that a response ends at
