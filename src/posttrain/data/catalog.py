@@ -33,6 +33,7 @@ from posttrain.store.ledger import Ledger
 from posttrain.store.trees import (
     file_digest,
     files_digest,
+    materialise,
     put_files,
     put_tree,
     stored_sizes,
@@ -325,6 +326,19 @@ class Catalog:
         self._local[digest] = (path, partial(self._put, path, form, files))
         name = str(ref) if ref.source is Source.HUB else f"path:{path.name}"
         return InputRef(source="asset", name=name, digest=digest, form=form)
+
+    def located(self, ref: InputRef, cache: Path) -> Path | bytes:
+        """A planned input as it lies on disk: a folder; of a file its bytes.
+
+        Raises:
+            NotFoundError, IntegrityError: it is missing or corrupt.
+        """
+        path, _ = self._local.get(ref.digest, (None, None))
+        if ref.form == "tree":
+            return path or materialise(self._blobs, ref.digest, cache)
+        if path == Path(SOURCE):
+            return imported_reward(ref.name).source
+        return path.read_bytes() if path else self._blobs.get(ref.digest)
 
     def publish(self, manifest: Manifest) -> None:
         """Put what a manifest names by path into the store, before the run is recorded.
