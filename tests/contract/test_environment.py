@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from posttrain.control.environments import closure
 from posttrain.domain.errors import WorkspaceError
 from posttrain.domain.jobs import JobOrder, JobState
 from posttrain.domain.requests import JobRequest
@@ -48,6 +49,79 @@ def packages(tmp_path: Path) -> Path:
 
 def read(packages: Path) -> Environment:
     return read_environment([str(packages)])
+
+
+def make(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder
+
+
+def install(packages: Path, name: str, *files: str, text: str = "") -> None:
+    """A package as pip leaves it."""
+    info = packages / f"{name}-1.0.dist-info"
+    info.mkdir()
+    for file in files:
+        (packages / file).parent.mkdir(parents=True, exist_ok=True)
+        (packages / file).write_text(text)
+    (info / "RECORD").write_text("".join(f"{file},sha256=x,1\n" for file in (*files, f"{info.name}/RECORD")))
+
+
+class TestPackagesThatNoJobImports:
+    """Those beside the ones that are named."""
+
+    def test_audit_23_installing_changing_and_removing_them_is_no_change(self, packages: Path) -> None:
+        install(packages, "Num_Bers", "numbers_/__init__.py", "numbers_/more.py")
+        install(packages, "beside", "beside/__init__.py")
+        begun = read_environment([str(packages)], ["num-bers"])
+        assert not any("beside" in path for path in begun.files)
+        assert any("evil_or_not" in path for path in begun.files), "what nobody claims is compared"
+        install(packages, "later", "later/__init__.py", "later/fast.so")
+        (packages / "beside" / "__init__.py").write_text("changed = 1")
+        assert read_environment(begun.roots, begun.packages, begun.files) == begun
+        (packages / "numbers_" / "more.py").write_text("changed = 1")
+        assert "more.py changed" in read_environment(begun.roots, begun.packages, begun.files).differs(begun)
+
+    @pytest.mark.parametrize("file", ["numbers_/__init__.py", "evil_or_not.py"])
+    def test_audit_23_a_record_cannot_claim_what_the_run_began_with(self, packages: Path, file: str) -> None:
+        install(packages, "numbers", "numbers_/fast.so")
+        begun = read_environment([str(packages)], ["numbers"])
+        install(packages, "claims", file, text="WORD = 'evil'")
+        assert f"{file} changed" in read_environment(begun.roots, begun.packages, begun.files).differs(begun)
+
+    @pytest.mark.parametrize("file", ["evil.pth", "sitecustomize.py", "usercustomize/__init__.py"])
+    def test_audit_23_what_runs_at_every_start_of_python_is_compared(self, packages: Path, file: str) -> None:
+        begun = read_environment([str(packages)], ["numbers"])
+        install(packages, "starts", file)
+        assert f"{file} is new" in read_environment(begun.roots, begun.packages, begun.files).differs(begun)
+
+    def test_audit_23_the_listing_keeps_whose_files_it_has(self, packages: Path, tmp_path: Path) -> None:
+        begun = read_environment([str(packages)], ["numbers"])
+        assert begun.digest != read(packages).digest
+        pin(begun, make(tmp_path / "cache"))
+        assert pinned(begun.digest, tmp_path / "cache") == begun
+
+    def test_audit_23_the_closure_follows_requirements_markers_extras_and_entry_points(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def package(name: str, requires: Sequence[str] = (), points: str = "") -> None:
+            info = make(tmp_path / "site" / f"{name}-1.0.dist-info")
+            lines = [f"Requires-Dist: {one}" for one in requires]
+            (info / "METADATA").write_text(
+                "\n".join(["Metadata-Version: 2.1", f"Name: {name}", "Version: 1.0", *lines])
+            )
+            (info / "entry_points.txt").write_text(points)
+
+        package("mine", ["Needs_One>=1", "helper[fast]", 'not-here; python_version < "3"', 'opt; extra == "all"'])
+        package("needs-one", ["mine"])
+        package("helper", ['quick; extra == "fast"', 'slow; extra == "slow"'])
+        package("quick", ["gone-away"])
+        package("adds", ["needed-by-adds"], "[mine.plugins]\nit = adds:it\n")
+        package("console", (), "[console_scripts]\nit = console:it\n")
+        monkeypatch.syspath_prepend(str(tmp_path / "site"))
+        found = closure({"mine"}) - closure(set())
+        assert found == {"mine", "needs-one", "helper", "quick", "gone-away", "adds", "needed-by-adds"}
+        assert {"posttrain", "torch", "numpy"} <= closure(set())
+        assert "pytest" not in closure(set())
 
 
 class TestReading:

@@ -188,6 +188,7 @@ UNMOVED: dict[str, str] = {
     "runtime.checkpoint_every": "what is lost by a crash",
     "runtime.stall_after": "when a job is taken for hung",
     "trace.groups": "what a trace tells",
+    "trace.bytes": "what a trace tells",
     "reward_errors_max": "when a stage gives up on its reward; nothing fails here",
 }
 SKIPPED = ("runtime.device=cuda", "runtime.threads=2")  # sums of two threads differ in their last bits
@@ -197,6 +198,7 @@ UNMOVED_VALUES: dict[str, Any] = {
     "runtime.checkpoint_every": 1,
     "runtime.stall_after": 60.0,
     "trace.groups": "all",
+    "trace.bytes": 1000,
 }
 
 
@@ -390,11 +392,14 @@ def _shelf(kind: str, slot: str) -> str:
     return {"rewards.held": "reward", "held": "probe", "data": learnt}.get(name, name)
 
 
+TIMES_AND_TRACES = (*CONTROLLER_METRICS, "trace/dropped")
+
+
 def _digest(folder: AttemptFolder) -> str:
     result = folder.read_result()
     assert result is not None
     told = [
-        {name: value for name, value in fact.values.items() if name not in CONTROLLER_METRICS}
+        {name: value for name, value in fact.values.items() if name not in TIMES_AND_TRACES}
         for fact in folder.facts()[0]
         if isinstance(fact, Metric)
     ]

@@ -336,7 +336,7 @@ def test_with_lag_0_there_is_next_to_nothing_to_correct(model: ModelSource, tmp_
 
 
 def test_in_half_precision_there_is_something_to_correct(model: ModelSource, tmp_path: Path) -> None:
-    """Training rounds its logits to bfloat16, the rollout does not: the same weights, other log-probabilities."""
+    """Training and rollout round their hidden states differently: the same weights, other log-probabilities."""
     half = ModelSource(model.folder, "bfloat16")
     lag = {"steps": 0, "cap": 1.5}
     desk = Desk(tmp_path, recipe(half, lag=lag, placement=TOGETHER, runtime={"dtype": "bfloat16"}))

@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, quiet, scalar, weights
 
 from posttrain.domain.errors import BudgetExceededError, InputError
@@ -37,12 +39,16 @@ from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.backends.native import NativeRollout
+from posttrain.engine.rollout.batched import BatchedEngine
 from posttrain.engine.rollout.batches import Rollouts
+from posttrain.engine.rollout.port import Completion, Generation
 from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.samples import Trajectory
 from posttrain.engine.scoring import ModelScorer
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.tracing import StepReport, Trace
 from posttrain.engine.weights.checkpoint import read_state
+from posttrain.pacing.admission import Buffer, InOrder
 
 
 class Picky(Dataflow):
@@ -194,11 +200,84 @@ def test_everything_sampled_is_counted_and_reserved_before_it_is_asked_for() -> 
     recipe, _ = stage(Counting)
     spent = recipe.step(0, quiet(0), reserve).tokens
     prompt, limit, samples = 3, 4, 2
-    for missing, there, (_, more) in zip((2, 1), (sum(kept[:3]), sum(kept[:5])), asked, strict=True):
-        generated = missing * samples * limit
-        assert more == missing * prompt + generated + there + missing * samples * prompt + generated
-    assert 0 < asked[0][0] < asked[1][0] < spent
+    sampled, trained = prompt + samples * limit, samples * (prompt + limit)
+    # group 1 is dropped while 2 is in work, 2 while 3 is, and 4 when nothing else is; each time one prompt joins
+    for going, there, lacking, (_, more) in zip((1, 1, 0), (1, 1, 4), (2, 2, 1), asked, strict=True):
+        assert more == (going + 1) * sampled + sum(kept[:there]) + lacking * trained
+    assert 0 < asked[0][0] < asked[1][0] < asked[2][0] < spent
     assert sum(asked[-1]) >= spent, "what nothing was dropped of any more"
+
+
+class OneByOne(BatchedEngine):
+    """Answers one prompt's samples at a time, the newest prompt first, and keeps a record."""
+
+    def __init__(self) -> None:
+        super().__init__("one by one", 64, self._answers)
+        self.record: list[str] = []
+
+    def submit(self, work: Sequence[Generation]) -> None:
+        self.record += [f"begins {key}" for key in dict.fromkeys(one.key for one in work)]
+        super().submit(work)
+
+    def completed(self, timeout: float) -> list[Completion]:
+        first = [one for one in self._waiting if one.key != 2] or self._waiting  # prompt 2 is the slow one
+        self._waiting = [
+            *(one for one in first if one.key == first[0].key),
+            *(w for w in self._waiting if w.key != first[0].key),
+        ]
+        return super().completed(timeout)
+
+    def _answers(self, work: Sequence[Generation]) -> list[Trajectory]:
+        self.record.append(f"ends {work[0].key}")
+        assert len({one.key for one in work}) == 1
+        return [Trajectory.answer(one.tokens, [7, 2], [-0.5, -0.5], truncated=False) for one in work]
+
+    def _holding(self, batch: list[Generation]) -> list[Generation]:
+        return [one for one in batch if one.key == self._waiting[0].key]
+
+
+def test_audit_18_a_replacement_starts_as_soon_as_a_group_is_dropped() -> None:
+    """Group 1 is dropped while 2 is decoded: its replacement 3 begins, and ends, before 2 does."""
+
+    class First(Picky):
+        dropped = frozenset({1})
+
+    engine = OneByOne()
+    options = {"recipe": "a:b", "data": "d", "reward": "r", "steps": 4, "prompts_per_step": 3, "group_size": 2}
+    config = DataflowConfig(**options, max_new_tokens=4)  # type: ignore[arg-type]
+    roles = open_roles(config, adopt_module(initial_model(TINY, TOKENIZER, 0)), 11, inline(), engine=engine)
+    picky, scorer = First(config), EvenTokens()
+    scorer.groups = lambda prompts, tokens: 1  # type: ignore[method-assign]  # each is scored when it is there
+    OnPolicy(config, picky, roles, PROMPTS, scorer, 11).step(0, quiet(0))
+    assert picky.formed == [[0, 2, 3]]
+    assert engine.record == [
+        "begins 0", "begins 1", "begins 2", "ends 0", "ends 1", "begins 3", "ends 3", "ends 2",
+    ]  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(verdicts=st.lists(st.booleans(), min_size=14, max_size=14), refills=st.integers(0, 3), prompts=st.integers(1, 3))
+def test_audit_18_replacing_at_once_trains_the_groups_that_rounds_train(
+    verdicts: list[bool], refills: int, prompts: int
+) -> None:
+    """Against rounds by hand: every round replaces what the one before it dropped, so often at the most."""
+    buffer: Buffer[int] = Buffer(InOrder(0), prompts, 1, refills)
+    started, judged = 0, 0
+    while admitted := buffer.admit(0, 0):
+        buffer.start(range(started, started + admitted.count), 0, 0)
+        started += admitted.count
+        while judged < started:  # in the order of the stream; a dropped group's place is filled before the next verdict
+            (buffer.complete(judged, judged) if verdicts[judged] else buffer.drop(judged))
+            judged += 1
+            if more := buffer.admit(0, 0):
+                buffer.start(range(started, started + more.count), 0, 0)
+                started += more.count
+    found = [key for _, key in buffer.ready()]
+    kept, begin, size = list[int](), 0, prompts
+    for _ in range(refills + 1):
+        kept += [key for key in range(begin, begin + size) if verdicts[key]]
+        begin, size = begin + size, sum(not verdicts[key] for key in range(begin, begin + size))
+    assert (found, started) == (kept, begin)
 
 
 def test_what_replaces_a_group_must_be_affordable(tmp_path: Path) -> None:
@@ -425,16 +504,16 @@ class TestWhoLearnsIsHeldAgainstWhoSampled:
         notes = [fact.message for fact in facts if isinstance(fact, Note) and fact.level == "warning"]
         return notes, reports[0].metrics["mismatch_kl"]
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_one_that_decodes_as_it_should_is_not_told_of(
         self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
     ) -> None:
         notes, found = self.told(monkeypatch, 0.0, dtype)
         assert notes == []
-        assert found < (1e-9 if dtype == torch.float32 else 5e-3)
+        assert found < {torch.float32: 1e-9, torch.bfloat16: 1e-3, torch.float16: 1e-5}[dtype]
 
-    @pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 3e-3), (torch.bfloat16, 0.3)])
-    def test_one_that_does_not_is_told_of_once(
+    @pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 3e-3), (torch.bfloat16, 0.08), (torch.float16, 0.02)])
+    def test_audit_19_one_that_does_not_is_told_of_once_by_the_threshold_of_its_type(
         self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, off: float
     ) -> None:
         notes, found = self.told(monkeypatch, off, dtype)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.rollout import SamplingParams
@@ -161,3 +170,48 @@ def test_of_numbers_that_are_none_some_token_of_the_vocabulary_is_drawn(size: in
     token, logprob = draw(torch.full((3, size), number), uniform, 1.0)
     assert bool(((token >= 0) & (token < size)).all())
     assert bool(logprob.isnan().all())
+
+
+_TRUNCATIONS: list[dict[str, Any]] = [
+    {"top_k": 10, "top_p": 0.5},
+    {"top_k": 3, "top_p": 0.8, "min_p": 0.3},
+    {"top_p": 0.7, "min_p": 0.05},
+    {"top_k": 5, "min_p": 0.2},
+    {"top_k": 10_000, "top_p": 0.3},
+    {"top_k": 4},
+    {"top_p": 0.9},
+    {"min_p": 0.02},
+]
+
+
+@pytest.mark.parametrize("truncation", _TRUNCATIONS, ids=str)
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_audit_21_truncation_keeps_the_tokens_that_hugging_face_keeps(
+    truncation: dict[str, Any], temperature: float
+) -> None:
+    """`top_k`, then `top_p` of what it left, then `min_p`: in the order and with the processors of `generate`."""
+    processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    for name, made in (("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper), ("min_p", MinPLogitsWarper)):
+        if name in truncation:
+            processors.append(made(truncation[name]))
+    generator = torch.Generator().manual_seed(7)
+    uniform = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    for spread in (1.0, 3.0, 6.0):
+        logits = torch.randn(50, generator=generator) * spread
+        wanted = processors(torch.zeros(1, 1, dtype=torch.int64), logits[None].clone())[0].softmax(-1)
+        tokens, logprobs = choose(
+            logits.expand(4000, -1), uniform, SamplingParams(1, temperature=temperature, **truncation)
+        )
+        shares = torch.bincount(tokens, minlength=50) / 4000
+        # every token that is kept has at least one draw where its share is more than one of the evenly spaced numbers
+        assert set(tokens.tolist()) <= set(wanted.nonzero()[:, 0].tolist())
+        torch.testing.assert_close(shares, wanted, atol=5e-4, rtol=0)
+        torch.testing.assert_close(logprobs, (logits / temperature).log_softmax(-1)[tokens])
+
+
+def test_audit_21_top_k_keeps_tokens_as_likely_as_the_last_one() -> None:
+    logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0])
+    uniform = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    kept = TopKLogitsWarper(2)(torch.zeros(1, 1, dtype=torch.int64), logits[None])[0].isfinite().nonzero()[:, 0]
+    tokens, _ = choose(logits.expand(1000, -1), uniform, SamplingParams(1, top_k=2))
+    assert set(tokens.tolist()) == set(kept.tolist()) == {0, 1, 2, 3}

@@ -20,6 +20,7 @@ COMMANDS = {
         "--executor",
         "--from",
         "--job-variable",
+        "--model-limit",
         "--ledger",
         "--rewards",
         "--tracker",

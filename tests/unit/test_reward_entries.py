@@ -153,16 +153,20 @@ def test_a_function_of_a_package_is_named_by_its_ref(bench: Bench, monkeypatch: 
     (site / "rated_pairs-1.dist-info" / "top_level.txt").write_text("rated_pairs\n")
     (site / "rated_pairs.py").write_text("def exact(completion, completions): ...\ndef odd(solution_str): ...\n")
     monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setattr("posttrain.app.runs.check_imports", lambda *_: None)  # a job would not find it
     said = planned(bench, uses(ref="rated_pairs:exact", dialect="areal"))
     assert said.meta["dialect"] == "areal"
     assert "entry must not stand beside rated_pairs:exact" in bench.refused(uses(ref="rated_pairs:exact", entry="odd"))
     assert "(dialect slime)" in bench.refused(uses(ref="rated_pairs:exact", dialect="slime"))
 
 
-def test_nothing_of_it_is_executed(bench: Bench) -> None:
-    (bench.folder / "reward.py").write_text(TWO + "\nraise SystemExit('a plan must not execute')\n")
+def test_nothing_of_it_is_executed_outside_of_its_cell(bench: Bench) -> None:
+    leak = bench.folder / "leak"
+    mark = f"\ntry:\n    open({str(leak)!r}, 'w')\nexcept OSError:\n    pass\n"
+    (bench.folder / "reward.py").write_text(TWO + mark)
     submitted = submit(bench.file(uses(ref="reward.py", entry="brief")), workspace=bench.workspace)
     stored = submitted.manifest.stage("grpo").inputs["reward"]
+    assert not leak.exists()
     assert bench.workspace.blobs.get(str(stored.digest)) == Path(bench.folder / "reward.py").read_bytes()
 
 

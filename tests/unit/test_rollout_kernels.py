@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from posttrain.engine.rollout.head_logits import float32_logits
+from posttrain.engine.models.language_model import float32_logits
 from posttrain.engine.rollout.row_products import padded_width, weigh
 
 WIDEST = 1104
@@ -51,7 +51,7 @@ def test_logits_of_bfloat16_weights_are_added_up_and_told_in_float32(
     vocabulary: int, hidden: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against float64, within the rounding of a float32 sum; told in bfloat16 they would be 0.06 off."""
-    monkeypatch.setattr("posttrain.engine.rollout.head_logits._BLOCK", 1000 * hidden)
+    monkeypatch.setattr("posttrain.engine.models.language_model._BLOCK", 1000 * hidden)
     generator = torch.Generator().manual_seed(vocabulary)
     head = torch.randn(vocabulary, hidden, generator=generator).bfloat16()
     states = torch.randn(17, hidden, generator=generator).bfloat16()

@@ -34,8 +34,8 @@ class Assets(Protocol):
     def add_external(self, uri: Word, name: Word, *, checksum: Word, version: Word) -> Asset:
         """Register a data set that stays where it is: one object, its checksum, its version in its store or empty."""
 
-    def add_model(self, folder: Path, name: Word) -> Asset:
-        """Register a model's folder."""
+    def add_model(self, folder: Path, name: Word, *, progress: Callable[[str], None] = lambda _: None) -> Asset:
+        """Register a model's folder. `progress` is told how many files and bytes were stored."""
 
     def add_reward(self, path: Path, name: Word, *, entry: str | None, dialect: str, guideline: Path | None) -> Asset:
         """Register a reward's source file, with the guideline that it implements."""

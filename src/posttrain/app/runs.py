@@ -29,7 +29,7 @@ from posttrain.domain.rewards import AS_FOUND, Called
 from posttrain.domain.runspec import RunSpec, load_run_spec
 from posttrain.domain.trackers import Trackers
 from posttrain.drivers.requests import forget_request
-from posttrain.preflight.confinement import check_confinement
+from posttrain.preflight.confinement import check_confinement, check_imports
 from posttrain.preflight.counting import counter
 from posttrain.preflight.fitting import check_fit
 from posttrain.preflight.images import refuse_image
@@ -149,6 +149,7 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
     same = tuple(check_teachers(planned.manifest, workspace, source, spec.model))
     refuse_infeasible(planned.manifest, loads, workspace, source, spec.model)
     found = (*check_confinement(planned, workspace), *check_fit(planned, spec, workspace, source))
+    check_imports(planned, workspace, source)
     found = (*same, *found, *_frozen(spec, workspace), *barred, *_unheard(workspace))
     return replace(planned, warnings=(*planned.warnings, *found), trackers=_trackers(spec, workspace, source))
 

@@ -15,6 +15,7 @@ from posttrain.access.ports import OS
 from posttrain.control.jobs import Access, AttemptFolders, Jobs
 from posttrain.control.owners import process_alive
 from posttrain.control.stores import Stores
+from posttrain.data.assets import model_limits
 from posttrain.data.catalog import Catalog
 from posttrain.domain.errors import ConflictError, InputError, WorkspaceError
 from posttrain.domain.kinds import Driver, kind_of
@@ -43,6 +44,7 @@ from posttrain.workspace.settings import (
     CHANNEL,
     EXECUTOR,
     FOLDER,
+    LIMITS,
     LOCAL,
     OWN_EXECUTORS,
     OWN_STORE,
@@ -51,6 +53,7 @@ from posttrain.workspace.settings import (
     STORE_VARIABLE,
     VARIABLE,
     VARIABLES,
+    record_limits,
     record_places,
     record_variables,
     settings_lock,
@@ -116,7 +119,7 @@ class Workspace(OpenWorkspace):
             workspace=self.place,
             hosts=self.hosts,
         )
-        self.catalog = Catalog(self.ledger, self.blobs, self.actor)
+        self.catalog = Catalog(self.ledger, self.blobs, self.actor, model_limits(self.settings.get(LIMITS, {})))
 
 
 def find_workspace(start: Path | None = None) -> Path:
@@ -185,6 +188,7 @@ def init_workspace(
     executor: str | None = None,
     channel: str | None = None,
     job_variables: Collection[str] | None = None,
+    limits: Mapping[str, int] | None = None,
 ) -> Workspace:
     """Make a workspace below `path` (default: here). Doing it again changes nothing but what is given.
 
@@ -195,6 +199,7 @@ def init_workspace(
         executor: who runs its jobs: `local`, `podman`, which runs those that name an image in containers of it, or one
             that an installed package adds.
         channel: URL below which the jobs of a new workspace and its drivers talk to each other; None: in its folder.
+        limits: of a model folder (`data.assets.ModelLimits`), in place of those before.
         job_variables: names of variables that its jobs get of its server's environment, in place of those before.
 
     Raises:
@@ -210,9 +215,11 @@ def init_workspace(
         InstalledExecutor(executor, OWN_EXECUTORS, root / "runs").load()
     workspace = Workspace(root, create=True, rewards=rewards, trackers=trackers, ledger=ledger, channel=channel)
     other = executor not in (None, workspace.settings.get(EXECUTOR, LOCAL))
-    if not other and job_variables is None:
+    if not other and job_variables is None and limits is None:
         return workspace
     try:
+        if limits is not None:
+            record_limits(root, limits)
         if job_variables is not None:
             record_variables(root, job_variables)
         if executor is not None and other:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -78,13 +79,26 @@ def add(
     if external:
         asset = control.add_external(external, name, checksum=checksum, version=version)
     elif kind == "dataset":
-        asset = control.add_dataset(path[0], name, *path[1:])
+        asset = control.add_dataset(path[0], name, *path[1:], progress=_now_and_then())
     elif kind == "model":
-        asset = control.add_model(path[0], name)
+        asset = control.add_model(path[0], name, progress=_now_and_then())
     else:
         asset = control.add_reward(path[0], name, entry=entry, dialect=dialect, guideline=guideline)
     say(f"{asset.ref}  {digest(asset.digest)}  {summary(asset)}")
     control.close()
+
+
+def _now_and_then() -> Callable[[str], None]:
+    """Says how far something is, at most once in a while."""
+    last = time.monotonic()
+
+    def tell(line: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _QUIET:
+            last = time.monotonic()
+            aside(line)
+
+    return tell
 
 
 def _refuse_external(

@@ -163,11 +163,12 @@ def _show_sample(one: RecordedSample, output: Output) -> None:
     components = ", ".join(f"{name} {number(value)}" for name, value in it.components.items())
     reward = f"{number(it.reward)} ({it.status})" + (f": {components}" if components else "")
     cut = ", cut at the longest allowed" if it.truncated else ""
+    warmth = "" if it.temperature is None else f", at temperature {it.temperature:g}"
     say(
         f"sample:   {it.id} of stage {one.stage}, attempt {one.attempt}, step {it.step}",
         f"prompt:   {it.prompt!r} ({len(it.prompt_tokens)} tokens)",
         f"response: {it.response!r} ({len(it.tokens)} tokens{cut})",
-        f"version:  {', '.join(it.versions)} sampled it (incarnation.step)",
+        f"version:  {', '.join(it.versions)} sampled it (incarnation.step){warmth}",
         f"reward:   {reward}",
         f"fate:     {it.fate}",
         quoted=True,

@@ -82,6 +82,28 @@ JobVariableOption = Annotated[
         show_default=False,
     ),
 ]
+ModelLimitOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model-limit",
+        metavar="NAME=N",
+        help="Most files, depth (folders in each other) or bytes of a model folder, as files=20000; none: defaults.",
+        show_default=False,
+    ),
+]
+
+
+def _limits(words: list[str] | None) -> dict[str, int] | None:
+    if not words:
+        return None
+    from posttrain.data.assets import model_limits
+
+    pairs = [word.partition("=")[::2] for word in words if words != ["none"]]
+    if odd := next((f"{name}={number}" for name, number in pairs if not number.isdecimal()), None):
+        raise InputError(f"init: --model-limit must be NAME=N, such as files=20000, got {odd[:60]!r}")
+    limits = {name: int(number) for name, number in pairs}
+    model_limits(limits)
+    return limits
 
 
 def init(
@@ -95,6 +117,7 @@ def init(
     executor: ExecutorOption = None,
     attempt_channels: AttemptChannelsOption = None,
     job_variable: JobVariableOption = None,
+    model_limit: ModelLimitOption = None,
 ) -> None:
     """Make a workspace (.posttrain); doing it again changes nothing but what is given."""
     from posttrain.app.choices import chosen_places, read_choice, refuse_unwritable_choice
@@ -109,7 +132,7 @@ def init(
     variables = None if not job_variable else [] if job_variable == ["none"] else job_variable
     workspace = init_workspace(
         folder, rewards=rewards, trackers=chosen, ledger=ledger, executor=executor, channel=attempt_channels,
-        job_variables=variables,
+        job_variables=variables, limits=_limits(model_limit),
     )  # fmt: skip
     if workspace.trusts_rewards:
         say("its rewards are trusted: where the kernel cannot confine them they run with your rights")

@@ -153,7 +153,7 @@ def _code_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRe
 def _environment_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord) -> bool:
     """Refuse to compute with other libraries than the run began with: somebody may have written them."""
     image = manifest.image_of(manifest.stage(stage.name))
-    message = "" if image else environments.differs(jobs, stage.run_id)  # an image brings its own
+    message = "" if image else environments.differs(stores, jobs, manifest, stage.run_id)  # an image brings its own
     if not message:
         return False
     with stores.ledger.transaction(stores.actor) as transaction:

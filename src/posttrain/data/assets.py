@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import struct
+import zipfile
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,7 @@ _SIZES = (  # of config.json
     *("max_position_embeddings", "n_positions", "n_ctx", "vocab_size", "hidden_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"),
 )
+_PICKLED = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))  # how pickles of these protocols begin
 _MAX_HEADER = 100 * 2**20  # bytes; a safetensors header is JSON
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
@@ -209,7 +213,37 @@ def _guideline_text(path: Path) -> str:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def inspect_model(folder: Path) -> Meta:
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a model folder may hold at the most, hidden files apart: `ModelLimits(files=20_000)`.
+
+    Raises:
+        InputError: a limit below 1.
+    """
+
+    files: int = 10_000
+    depth: int = 16  # folders in each other
+    bytes: int = 4 * 2**40
+
+    def __post_init__(self) -> None:
+        for name in ("files", "depth", "bytes"):
+            if not _is_count(given := getattr(self, name)) or not given:
+                raise InputError(f"model limit {name} must be a whole number from 1, got {given!r:.60}")
+
+
+def model_limits(given: Mapping[str, Any]) -> ModelLimits:
+    """Those that are given, and the defaults of the others: `model_limits({"files": 20_000})`.
+
+    Raises:
+        InputError: an unknown one, or one below 1.
+    """
+    known = ModelLimits.__slots__
+    if odd := sorted(given.keys() - set(known)):
+        raise InputError(f"model limits must be among {', '.join(known)}, got {odd[0][:60]!r}")
+    return ModelLimits(**given)
+
+
+def inspect_model(folder: Path, limits: ModelLimits | None = None) -> Meta:
     """`{"architecture", "model_type", "context_length", "vocab_size", "parameters", "dtypes", "tokenizer",
     "chat_template"}`.
 
@@ -218,15 +252,12 @@ def inspect_model(folder: Path) -> Meta:
 
     Raises:
         NotFoundError: no such folder, no config.json, no weights, a shard missing.
-        InputError: pickled files, code to execute, a config or header that cannot be read.
+        InputError: pickled files at any depth, more than the limits allow, code to execute, a config or header that
+            cannot be read, tensors that overlap.
     """
     if not folder.is_dir():
         raise NotFoundError(f"model folder {folder} does not exist; check the path")
-    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLES)
-    if pickles:
-        raise InputError(
-            f"model {folder.name} must not hold pickled files, got {pickles[0]}; convert it to safetensors"
-        )
+    _survey(folder, limits or ModelLimits())
     config = _json_file(folder / "config.json", folder.name)
     if "auto_map" in config:
         raise InputError(
@@ -261,6 +292,43 @@ def inspect_model(folder: Path) -> Meta:
         "tokenizer": any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json", "vocab.json")),
         "chat_template": templated,
     }
+
+
+def _survey(folder: Path, limits: ModelLimits) -> None:
+    """Refuse what the folder holds before anything is hashed."""
+    how = "; give the model's own folder, or raise it: posttrain init --model-limit"
+    files, total = 0, 0
+    waiting = [(folder, 1)]
+    while waiting:
+        here, depth = waiting.pop()
+        if depth > limits.depth:
+            raise InputError(
+                f"model {folder.name} must have at most {limits.depth} folders in each other, got more{how} depth=N"
+            )
+        for path in sorted(here.iterdir()):
+            if path.is_dir() and not path.is_symlink():
+                waiting.append((path, depth + 1))
+            elif path.is_file():
+                files, total = files + 1, total + path.stat().st_size
+                _refuse_pickle(path, folder)
+            if files > limits.files or total > limits.bytes:
+                word, most = ("files", limits.files) if files > limits.files else ("bytes", limits.bytes)
+                raise InputError(f"model {folder.name} must hold at most {most} {word}, got more{how} {word}=N")
+
+
+def _refuse_pickle(path: Path, folder: Path) -> None:
+    """By its name, and by how it begins: also inside an archive, as torch saves."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(4)
+        inside = zipfile.ZipFile(path).namelist() if start == b"PK\x03\x04" else []
+    except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError):
+        start, inside = b"", []  # what cannot be read is told where it is hashed
+    if path.suffix in _PICKLES or start.startswith(_PICKLED) or any(name.endswith(_PICKLES) for name in inside):
+        raise InputError(
+            f"model {folder.name} must not hold pickled files, got {path.relative_to(folder)}; convert it to "
+            "safetensors"
+        )
 
 
 _TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -325,10 +393,27 @@ def _header(path: Path) -> Mapping[str, Any]:
     for name, tensor in tensors.items():
         if not _is_tensor(tensor):
             raise InputError(f"{path.name} is not safetensors: {name[:60]} must have dtype, shape and data_offsets")
-    wanted = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, after = tensor["data_offsets"]
+        if begin != end or after - begin != _stored(tensor):
+            raise InputError(
+                f"{path.name} is not safetensors: {name[:60]} must be {_stored(tensor)} bytes from {end} on by its "
+                f"shape and the tensors before it, got {begin} to {after}; save it again"
+            )
+        end = after
+    wanted = 8 + length + end
     if size != wanted:
         raise InputError(f"{path.name} must be {wanted} bytes by its header, got {size}; copy it again")
     return tensors
+
+
+def _stored(tensor: Mapping[str, Any]) -> int:
+    """Bytes of a tensor by dtype and shape; of a dtype that is not known, as its offsets say."""
+    bits = re.fullmatch(r"(?:F|BF|I|U)(\d+)(?:_.*)?", tensor["dtype"])
+    width = 8 if tensor["dtype"] == "BOOL" else int(bits[1]) if bits else 0
+    begin, after = tensor["data_offsets"]
+    return _size(tensor["shape"]) * width // 8 if width else after - begin
 
 
 def _is_tensor(value: Any) -> bool:

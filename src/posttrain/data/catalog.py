@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 from posttrain.data.assets import (
+    ModelLimits,
     inspect_called,
     inspect_imported,
     inspect_model,
@@ -32,6 +33,7 @@ from posttrain.store.ledger import Ledger
 from posttrain.store.trees import (
     file_digest,
     files_digest,
+    materialise,
     put_files,
     put_tree,
     stored_sizes,
@@ -58,8 +60,8 @@ class Resolver(Protocol):
 class Catalog:
     """Assets of one workspace. Versions are immutable; the same content under the same name is the same version."""
 
-    def __init__(self, ledger: Ledger, blobs: BlobStore, actor: str) -> None:
-        self._ledger, self._blobs, self._actor = ledger, blobs, actor
+    def __init__(self, ledger: Ledger, blobs: BlobStore, actor: str, limits: ModelLimits | None = None) -> None:
+        self._ledger, self._blobs, self._actor, self._limits = ledger, blobs, actor, limits
         self._local: dict[str, tuple[Path, Callable[[], str]]] = {}  # digest → path, publishes it: not published yet
 
     def add_dataset(
@@ -116,18 +118,26 @@ class Catalog:
         return self._register("reward", name, path, meta, form="tree" if path.is_dir() else "file")
 
     def add_model(
-        self, folder: Path, name: str, *, origin: dict[str, Any] | None = None, parents: tuple[str, ...] = ()
+        self,
+        folder: Path,
+        name: str,
+        *,
+        origin: dict[str, Any] | None = None,
+        parents: tuple[str, ...] = (),
+        progress: Callable[[str], None] = lambda _: None,
     ) -> Asset:
         """Register a model folder in Hugging Face format with safetensors weights.
 
         Args:
             origin: what made it, e.g. `{"run": "tiny-sort-1f2e3d4c"}`.
             parents: digests it was made from.
+            progress: is told how many files and bytes were stored.
 
         Raises:
-            InputError: pickled weights, code in the folder, an unreadable config or header.
+            InputError: see `inspect_model`.
         """
-        return self._register("model", name, folder, {**inspect_model(folder), **(origin or {})}, parents=parents)
+        meta = {**inspect_model(folder, self._limits), **(origin or {})}
+        return self._register("model", name, folder, meta, parents=parents, progress=progress)
 
     def _register(
         self,
@@ -139,11 +149,13 @@ class Catalog:
         form: str = "",
         files: Mapping[str, Path] | None = None,
         parents: tuple[str, ...] = (),
+        progress: Callable[[str], None] = lambda _: None,
     ) -> Asset:
         refuse_name(kind, name)
         form = form or _FORMS[kind]
         with self._blobs.holding():
-            return self.add_together(self.version(kind, name, self._put(path, form, files), form, meta, parents))[0]
+            digest = self._put(path, form, files, progress=progress)
+            return self.add_together(self.version(kind, name, digest, form, meta, parents))[0]
 
     def version(
         self, kind: str, name: str, digest: str, form: str, meta: Mapping[str, Any], parents: tuple[str, ...] = ()
@@ -164,12 +176,20 @@ class Catalog:
         with self._ledger.transaction(self._actor) as transaction:
             return [transaction.insert_asset(version, sizes) for version in versions]
 
-    def _put(self, path: Path, form: str, files: Mapping[str, Path] | None = None, *, hub: bool = False) -> str:
+    def _put(
+        self,
+        path: Path,
+        form: str,
+        files: Mapping[str, Path] | None = None,
+        *,
+        hub: bool = False,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> str:
         """Store a file, a data set's files, or a folder."""
         if files is not None:
             return put_files(self._blobs, files) if form == "tree" else self._blobs.put_file(*files.values())
         if form == "tree":
-            return put_tree(self._blobs, path, follow_links=hub, skip=_left_behind)
+            return put_tree(self._blobs, path, follow_links=hub, skip=_left_behind, progress=progress)
         return self._blobs.put_file(path)
 
     def find(self, text: str, kind: str | None = None) -> Asset:
@@ -277,7 +297,7 @@ class Catalog:
         if ref.kind == "dataset":
             return self._dataset(ref, path)
         if ref.kind == "model":
-            found = inspect_model(path)
+            found = inspect_model(path, self._limits)
         elif path.is_file() and ":" in (called.entry or ""):
             raise InputError(f"{path.name} is one file, so entry must be a function's name, got {called.entry!r}")
         else:
@@ -306,6 +326,19 @@ class Catalog:
         self._local[digest] = (path, partial(self._put, path, form, files))
         name = str(ref) if ref.source is Source.HUB else f"path:{path.name}"
         return InputRef(source="asset", name=name, digest=digest, form=form)
+
+    def located(self, ref: InputRef, cache: Path) -> Path | bytes:
+        """A planned input as it lies on disk: a folder; of a file its bytes.
+
+        Raises:
+            NotFoundError, IntegrityError: it is missing or corrupt.
+        """
+        path, _ = self._local.get(ref.digest, (None, None))
+        if ref.form == "tree":
+            return path or materialise(self._blobs, ref.digest, cache)
+        if path == Path(SOURCE):
+            return imported_reward(ref.name).source
+        return path.read_bytes() if path else self._blobs.get(ref.digest)
 
     def publish(self, manifest: Manifest) -> None:
         """Put what a manifest names by path into the store, before the run is recorded.

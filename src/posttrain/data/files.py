@@ -68,7 +68,7 @@ def file_format(path: Path) -> str:
     if kind in ("parquet", "arrow"):
         return kind
     with _opened(path, path.name, kind) as file:
-        return _text_form(file) + (f"+{kind}" if kind else "")
+        return _text_form(file, path.name) + (f"+{kind}" if kind else "")
 
 
 def _kind(path: Path, name: str) -> str:
@@ -100,7 +100,7 @@ def _texts(path: Path, name: str, packed: str) -> Iterator[Row]:
         start = file.peek(8)
         if packed and (start.startswith((_PARQUET, _STREAM, _ARROW)) or start[:2] in _PACKED or start[:4] in _PACKED):
             raise InputError(f"{name} must hold text inside {packed}, got bytes; unpack it once")
-        form = _text_form(file)
+        form = _text_form(file, name)
         if form == "csv":
             yield from _csv_rows(file, name)
         elif form == "json":
@@ -113,7 +113,12 @@ def _opened(path: Path, name: str, packed: str) -> io.BufferedReader:
     return io.BufferedReader(_Unpacked(path, name, packed), _CHUNK)
 
 
-def _text_form(file: io.BufferedReader) -> str:
+def _text_form(file: io.BufferedReader, name: str) -> str:
+    if b"\0" in file.peek(_CHUNK).partition(b"\n")[0]:  # a later cell of a CSV may hold one
+        raise InputError(
+            f"{name} must be text (JSON lines, a JSON list or CSV in UTF-8), Parquet or Arrow, got a NUL byte; give "
+            "the file itself, or save it as UTF-8"
+        )
     start = file.peek(_CHUNK).removeprefix(codecs.BOM_UTF8).lstrip(_BLANK)[:1]
     return {b"[": "json", b"{": "jsonl", b"": "jsonl"}.get(start, "csv")
 
@@ -325,7 +330,10 @@ def _chained(first: str, text: io.TextIOWrapper, name: str) -> Iterator[str]:
 def _delimiter(line: str, name: str) -> str:
     """What separates the cells of the header: the first with which it names a column that makes a row."""
     for delimiter in (",", "\t", ";"):
-        cells = next(csv.reader([line.rstrip("\r\n")], delimiter=delimiter), [])
+        try:
+            cells = next(csv.reader([line.rstrip("\r\n")], delimiter=delimiter), [])
+        except csv.Error as error:
+            raise InputError(f"{name}:1 is not CSV: {error}; mend it, or save it as UTF-8") from error
         if any(cell.strip() in COLUMNS for cell in cells):
             return delimiter
     raise InputError(

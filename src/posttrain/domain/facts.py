@@ -5,6 +5,8 @@ The engine makes them and knows neither store nor telemetry; whoever reads them 
 
 from __future__ import annotations
 
+from array import array
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -94,18 +96,42 @@ class Sample:
     returns: Sequence[float] = ()
     earned: Sequence[float] = ()  # what of the reward stands where; empty: all of it at the end
     observed: Sequence[bool] = ()  # whether the policy did not sample it; empty: it sampled all
+    temperature: float | None = None  # that it was sampled at, and that its log-probabilities are of; None: not known
 
 
 Fact = Metric | Progress | Span | Note | Sample
 FactSink = Callable[[Fact], None]
 _KINDS: dict[str, type[Any]] = {"metric": Metric, "progress": Progress, "span": Span, "note": Note, "sample": Sample}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
+_ARRAYS = {"Sequence[int]": "i", "Sequence[float]": "f", "Sequence[bool]": "b"}
+_CODES = {f.name: _ARRAYS[str(f.type)] for f in fields(Sample) if str(f.type) in _ARRAYS}
 
 
 def fact_to_json(fact: Fact) -> dict[str, Any]:
-    """A JSON object whose `type` names the fact."""
-    # not asdict, which copies every number of every list: a millisecond for a sample of 256 tokens
-    return {"type": _NAMES[type(fact)], **{f.name: getattr(fact, f.name) for f in fields(fact)}}
+    """A JSON object whose `type` names the fact. A sample's numbers are bytes in base64, by their type code.
+
+    That takes a fifth of the time of decimal numbers, and half of the bytes.
+    """
+    said = {f.name: getattr(fact, f.name) for f in fields(fact)}  # not asdict, which copies every list
+    if isinstance(fact, Sample):
+        said |= {name: _packed(code, said[name]) for name, code in _CODES.items() if len(said[name])}
+    return {"type": _NAMES[type(fact)], **said}
+
+
+def _packed(code: str, numbers: Sequence[float]) -> dict[str, str]:
+    return {code: b64encode(array(code, numbers).tobytes()).decode("ascii")}
+
+
+def _unpacked(given: Any) -> Any:
+    """The numbers of `_packed`; what a release before it wrote is a list already."""
+    if not isinstance(given, Mapping):
+        return given
+    [(code, text)] = given.items()
+    numbers = array(code)
+    numbers.frombytes(b64decode(text, validate=True))
+    if code == "f":
+        return [float(f"{value:.7g}") for value in numbers]  # seven digits: what float32 holds
+    return list(map(bool, numbers)) if code == "b" else numbers.tolist()
 
 
 def fact_from_json(value: Mapping[str, Any]) -> Fact:
@@ -116,6 +142,8 @@ def fact_from_json(value: Mapping[str, Any]) -> Fact:
     """
     try:
         given = {key: item for key, item in value.items() if key != "type"}
+        if value["type"] == "sample":
+            given |= {name: _unpacked(given[name]) for name in _CODES.keys() & given.keys()}
         fact: Fact = shaped(_KINDS[value["type"]], given)
     except (KeyError, TypeError, ValueError) as error:
         raise IntegrityError(

@@ -41,6 +41,7 @@ class Document:
     logprobs: Sequence[float] | npt.NDArray[np.float32] | None = None  # of the policy that sampled each response token
     sampled: Sequence[bool] | npt.NDArray[np.bool_] | None = None  # which response tokens it sampled; None: all
     versions: tuple[str, ...] = ()  # of the policies that sampled it, oldest first
+    temperature: float | None = None  # that the response was sampled at; None: the stage's
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +65,7 @@ class TokenBatch:
     returns             what the critic is to learn
     advantages          0 outside the response
     candidates          wide: a teacher's likeliest tokens and their log-probabilities
+    temperature         per document: what its logits are divided by; without it the stage's temperature
     ==================  ===========================================================================
     """
 
@@ -96,8 +98,8 @@ class TokenBatch:
 
         Raises:
             InputError: no documents, an empty prompt (its first token has nothing to be predicted from),
-                log-probabilities that do not fit the response, only some documents with log-probabilities, or a number
-                of documents that units do not divide.
+                log-probabilities that do not fit the response, only some documents with log-probabilities or a
+                temperature, or a number of documents that units do not divide.
         """
         scored = _check_documents(documents)
         if sample_ids and len(sample_ids) != len(documents):
@@ -120,6 +122,7 @@ class TokenBatch:
                 sampled_of(response, [d.sampled for d in documents], [len(d.response) for d in documents])
             ),
             token_columns={"behaviour_logprobs": torch.from_numpy(logprobs)} if scored else {},
+            document_columns=_temperatures(documents),
             units=None if unit is None else (unit,) * (len(documents) // unit),
             unit=unit or 2,
             sample_ids=tuple(sample_ids),
@@ -370,6 +373,14 @@ def _inverse(order: Sequence[int]) -> list[int]:
     """Where each of 0, 1, … stands in `order`."""
     places: list[int] = np.argsort(order).tolist()
     return places
+
+
+def _temperatures(documents: Sequence[Document]) -> dict[str, Tensor]:
+    """The column `temperature`, [D] float64, where the documents have one; all of them or none."""
+    found = [d.temperature for d in documents if d.temperature is not None]
+    if len(found) not in (0, len(documents)):
+        raise InputError(f"a temperature must be given for all {len(documents)} documents or none, got {len(found)}")
+    return {"temperature": torch.tensor(found, dtype=torch.float64)} if found else {}
 
 
 def _check_documents(documents: Sequence[Document]) -> bool:

@@ -43,6 +43,7 @@ class Segment:
     source: Source
     logprobs: Floats | None = None  # [n]: of sampled tokens, under the policy that sampled, at its temperature
     version: str = ""  # of the policy that sampled
+    temperature: float | None = None  # that sampled tokens were drawn at; None: not known
 
     def __post_init__(self) -> None:
         given = None if self.logprobs is None else len(self.logprobs)
@@ -90,6 +91,11 @@ class Trajectory:
         marked = tuple(replace(s, version=version) if s.source == "sampled" else s for s in self.segments)
         return replace(self, segments=marked)
 
+    def sampled_at(self, temperature: float) -> Trajectory:
+        """The same, of which every sampled token was drawn at this temperature."""
+        marked = tuple(replace(s, temperature=temperature) if s.source == "sampled" else s for s in self.segments)
+        return replace(self, segments=marked)
+
     def ended(self, status: Status, fault: str = "") -> Trajectory:
         """The same, with this status."""
         return replace(self, status=status, fault=fault)
@@ -124,6 +130,19 @@ class Trajectory:
     def versions(self) -> tuple[str, ...]:
         """Of the policies that sampled, in the order of the response."""
         return tuple(dict.fromkeys(s.version for s in self.segments if s.source == "sampled" and s.version))
+
+    @property
+    def temperature(self) -> float | None:
+        """That its tokens were drawn at; None: not known.
+
+        Raises:
+            InputError: its turns were drawn at different ones.
+        """
+        found = list(dict.fromkeys(s.temperature for s in self.segments if s.source == "sampled"))
+        if len(found) > 1:
+            told = ", ".join(map(str, found))
+            raise InputError(f"the turns of a sample must have one temperature, got {told}; return one in source")
+        return found[0] if found else None
 
     @property
     def truncated(self) -> bool:
@@ -176,7 +195,8 @@ class Trajectory:
     def document(self) -> Document:
         """As a document with behaviour log-probabilities, of which observed tokens are not trained."""
         observed = any(segment.source == "observed" for segment in self.segments)
-        return Document(self.prompt, self.response, self.logprobs, self.sampled if observed else None, self.versions)
+        sampled = self.sampled if observed else None
+        return Document(self.prompt, self.response, self.logprobs, sampled, self.versions, self.temperature)
 
 
 @final

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,12 +14,14 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from posttrain.domain.facts import FactSink, Sample, Span
+from posttrain.domain.facts import FactSink, Note, Sample, Span, fact_to_json
 from posttrain.engine.algorithms.losses import is_clipped
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.recipes.algorithm import ScoredGroup
 from posttrain.engine.rewards.port import Score
 from posttrain.engine.samples import Trajectory
+
+_FEW, _LEAST = 500, 20  # bytes of a sample besides its tokens, and of a token with two numbers and its text
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +53,39 @@ class Trace:
 
 @final
 @dataclass(slots=True)
+class TraceBudget:
+    """The bytes that the samples of a stage may take in its trace.
+
+    A tenth is there for the first step, the rest comes evenly with the steps. Whoever resumes at a step takes what was
+    there before it for spent, so that all attempts together stay within the bytes too.
+    """
+
+    most: int
+    steps: int
+    _spent: int | None = None
+    dropped: int = 0  # samples, since the stage began or was resumed
+
+    def takes(self, step: int, size: int, *, spend: bool) -> bool:
+        """Whether a sample of so many bytes fits in at a step, 0-based."""
+        if self._spent is None:
+            self._spent = self._there(step - 1) if step else 0
+        fits = self._spent + size <= self._there(step)
+        self._spent += size if fits and spend else 0
+        return fits
+
+    def _there(self, step: int) -> int:
+        return self.most * (self.steps + 9 * (step + 1)) // (10 * self.steps)
+
+
+@final
+@dataclass(slots=True)
 class SampleTracer:
-    """Follows the first groups of a step.
+    """Follows the first groups of a step, as far as the stage's bytes reach.
 
     Args:
         groups: those that it follows.
         step: 0-based.
+        budget: of the stage.
         unused: why a sample with a score may be in no update.
         clip: how far a ratio may leave 1, downwards and upwards; None: the loss has no such clip.
         dropped: why groups were dropped, by their place in the data stream.
@@ -63,14 +93,24 @@ class SampleTracer:
 
     groups: Sequence[ScoredGroup]
     step: int
+    budget: TraceBudget
     unused: str
     clip: tuple[float, float] | None = None
     dropped: Mapping[int, str] = field(default_factory=dict)
-    _names: frozenset[str] = frozenset()
+    _names: set[str] = field(default_factory=set)
+    _left: int = 0
     _consumed: dict[str, tuple[str, TokenBatch]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._names = frozenset(name for group in self.groups for name in group.ids)
+        each = ((name, answer) for group in self.groups for name, answer in zip(group.ids, group.answers, strict=True))
+        size = 0
+        for name, answer in each:
+            more = _FEW + _LEAST * len(answer)
+            if self.budget.takes(self.step, size + more, spend=False):
+                size += more
+                self._names.add(name)
+            else:
+                self._left += 1
 
     def wants(self, batch: TokenBatch) -> bool:
         """Whether a mini-batch holds a sample that is followed."""
@@ -85,18 +125,37 @@ class SampleTracer:
                 alone = replace(batch, units=None).select([place])
                 self._consumed[name] = (f"update {self.step}, mini-batch {part}", alone)
 
-    def report(self, trace: Trace, text: Callable[[Trajectory], str]) -> None:
+    def report(self, trace: Trace, text: Callable[[Trajectory], str]) -> int:
         """Say what became of every sample that is followed.
 
         Args:
             text: what a response says.
+
+        Returns:
+            How many samples were left out because the stage's bytes are spent.
         """
         for fact in self._samples(text):
-            trace.sink(fact)
+            if self.budget.takes(self.step, _size(fact), spend=True):
+                trace.sink(fact)
+            else:
+                self._left += 1
+        if self._left and not self.budget.dropped:
+            line = (
+                f"{self._left} samples of step {self.step} leave no trace: trace.bytes must hold all samples that a "
+                f"stage traces, got {self.budget.most}; raise it, or lower trace.groups. trace/dropped counts them"
+            )
+            trace.sink(Note(line, time.time(), "warning"))
+        self.budget.dropped += self._left
+        if self.budget.dropped and self.step == self.budget.steps - 1:
+            told = f"{self.budget.dropped} samples left no trace, because trace.bytes is {self.budget.most}"
+            trace.sink(Note(told, time.time(), "warning"))
+        return self._left
 
     def _samples(self, text: Callable[[Trajectory], str]) -> Iterator[Sample]:
         for group in self.groups:
             for name, answer, score in zip(group.ids, group.answers, group.scores, strict=True):
+                if name not in self._names:
+                    continue
                 fate = self.dropped.get(group.group.key, self.unused)
                 if score.score is None:
                     fate = f"no score{score.message and ': ' + score.message}"
@@ -107,7 +166,7 @@ class SampleTracer:
                     response=text(answer),
                     prompt_tokens=answer.prompt.tolist(),
                     tokens=answer.response.tolist(),
-                    behaviour_logprobs=_rounded(answer.logprobs.tolist()),
+                    behaviour_logprobs=answer.logprobs.tolist(),
                     truncated=answer.truncated,
                     versions=answer.versions,
                     reward=score.score,
@@ -116,6 +175,7 @@ class SampleTracer:
                     status=score.status,
                     earned=_earned(answer, score),
                     observed=() if answer.sampled.all() else (~answer.sampled).tolist(),
+                    temperature=answer.temperature,
                 )
                 yield self._with_update(known, *self._consumed[name]) if name in self._consumed else known
 
@@ -144,20 +204,23 @@ class SampleTracer:
         )
 
 
+def _size(sample: Sample) -> int:
+    """Bytes of the sample as it is written."""
+    return len(json.dumps(fact_to_json(sample), ensure_ascii=False).encode())
+
+
 def _earned(answer: Trajectory, score: Score) -> Sequence[float]:
     """[r] what of the reward stands where; nothing where all of it stands at the end."""
     if score.score is None or not score.at:
         return ()
     found = [score.at.get(token, 0.0) for token in range(len(answer.response))]
     found[answer.turn_spans[-1][1] - 1] += score.score - math.fsum(score.at.values())
-    return _rounded(found)
+    return found
 
 
 def _column(values: Tensor | None, mask: Tensor, response: slice) -> Sequence[float]:
     """[r], 0 at observed tokens."""
-    return () if values is None else _rounded(values.masked_fill(~mask, 0)[response].to(torch.float64).tolist())
-
-
-def _rounded(values: Sequence[float]) -> list[float]:
-    """Seven digits: what float32 holds."""
-    return [float(f"{value:.7g}") for value in values]
+    if values is None:
+        return ()
+    found: list[float] = values.masked_fill(~mask, 0)[response].tolist()
+    return found

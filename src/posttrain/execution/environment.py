@@ -2,7 +2,8 @@
 
 A file in site-packages decides what a job does as much as the manifest does, and whoever can write one there (a `.pth`
 file runs at every start of Python) is inside every later job. So a run pins its environment when its first job starts;
-every later launch, and every job before it imports anything from there, compares.
+every later launch, and every job before it imports anything from there, compares. Files that the record of another
+package claims are left out: of packages that no job of the run imports. What runs at every start of Python is not.
 
 Reading a gigabyte for every job would be slow: digests are remembered per user by size, times and inode of a file.
 Standard library only: a job imports this before it trusts its site-packages.
@@ -11,13 +12,15 @@ Standard library only: a job imports this before it trusts its site-packages.
 from __future__ import annotations
 
 import contextlib
+import csv
 import hashlib
 import json
 import os
+import re
 import site
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +32,7 @@ _IMPORTABLE = (".py", ".pyc", ".pth", ".so", ".pyd", ".dylib", ".zip", ".egg", "
 _NOT_THE_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "idlelib", "turtledemo"}
 )  # directly below a root
+_AT_START = frozenset({"sitecustomize", "usercustomize", "site"})
 _TRIES = 3  # walks over folders in which somebody else adds and removes names
 _SHOWN = 3
 
@@ -39,11 +43,12 @@ class Environment:
 
     roots: tuple[str, ...]
     files: Mapping[str, str]  # path → SHA-256, hex
+    packages: tuple[str, ...] = ()  # normalised names of those whose files are listed; none: of all
 
     @property
     def digest(self) -> str:
         """SHA-256 over paths and contents."""
-        listed = json.dumps([self.roots, sorted(self.files.items())])
+        listed = json.dumps([self.roots, sorted(self.files.items()), *([self.packages] if self.packages else [])])
         return f"sha256:{hashlib.sha256(listed.encode()).hexdigest()}"
 
     def differs(self, pinned: Environment) -> str:
@@ -58,22 +63,62 @@ class Environment:
         return ", ".join(named[:_SHOWN]) + more
 
 
-def read_environment(roots: Sequence[str] | None = None) -> Environment:
+def read_environment(
+    roots: Sequence[str] | None = None, packages: Sequence[str] = (), known: Collection[str] = ()
+) -> Environment:
     """The environment as it is now.
 
     Args:
         roots: folders; by default this interpreter's standard library, its site-packages and this package.
+        packages: normalised names; files that only the records of others claim are left out. None: nothing is.
+        known: files that are listed whoever claims them.
     """
     places = _own_roots() if roots is None else tuple(roots)
     for attempt in range(_TRIES):
         try:
-            return _read(places)
+            found = _read(places)
+            others = _of_others(places, packages, set(known)) if packages else set()
+            kept = {path: digest for path, digest in found.files.items() if path not in others}
+            return Environment(places, kept, tuple(sorted(packages)))
         except FileNotFoundError:
             if attempt == _TRIES - 1:
                 raise InfrastructureError(
                     "the environment changes while it is read: is something being installed?"
                 ) from None
     raise AssertionError("the loop returns or raises")
+
+
+def normalised(name: str) -> str:
+    """A package's name as the index compares it: `typing_extensions` is `typing-extensions`."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _of_others(places: Sequence[str], packages: Collection[str], known: set[str]) -> set[str]:
+    """The files that records of other packages claim, but for those that are known or, where none is, that records of
+    these packages claim too.
+    """
+    claimed: tuple[set[str], set[str]] = (set(), set())
+    for place in places:
+        with contextlib.suppress(OSError):
+            for folder in os.listdir(place):
+                name, _, kind = folder.rpartition(".")
+                own = normalised(name.rpartition("-")[0]) in packages
+                if kind == "dist-info" and not (own and known):
+                    claimed[own].update(_recorded(place, folder))
+    return claimed[False] - claimed[True] - known
+
+
+def _recorded(place: str, folder: str) -> Iterator[str]:
+    """What a package's record lists, but for what Python runs or imports by itself when it starts."""
+    try:
+        with open(os.path.join(place, folder, "RECORD"), encoding="utf-8", newline="") as file:
+            names = [row[0] for row in csv.reader(file) if row]
+    except (OSError, ValueError, csv.Error):
+        return
+    for name in names:
+        top = name.partition("/")[0]
+        if not name.endswith(".pth") and top.partition(".")[0] not in _AT_START:
+            yield os.path.normpath(os.path.join(place, name))
 
 
 def _read(places: tuple[str, ...]) -> Environment:
@@ -110,14 +155,15 @@ def pin(environment: Environment, folder: Path) -> None:
     path = _listing(folder, environment.digest)
     if not path.exists():
         make_folder(path.parent, within=folder)
-        write_atomic(path, json.dumps({"roots": environment.roots, "files": dict(environment.files)}).encode())
+        value = {"roots": environment.roots, "files": dict(environment.files), "packages": environment.packages}
+        write_atomic(path, json.dumps(value).encode())
 
 
 def pinned(digest: str, folder: Path) -> Environment | None:
     """The environment of that digest; None when its listing is gone or is not it."""
     try:
         value = json.loads(_listing(folder, digest).read_bytes())
-        found = Environment(tuple(value["roots"]), value["files"])
+        found = Environment(tuple(value["roots"]), value["files"], tuple(value.get("packages", ())))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if found.digest == digest else None

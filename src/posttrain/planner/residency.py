@@ -379,7 +379,7 @@ class _Pool:
         if backward:
             yield "backward", self._tokens * layer * self._width, True
         if head:
-            yield "logits", _logits(self._tokens, shape, backward=backward), True
+            yield "logits", _logits(self._tokens, shape, backward=backward, half=self._width < 4), True
 
 
 def _read_values(shape: Shape) -> int:
@@ -388,11 +388,11 @@ def _read_values(shape: Shape) -> int:
     return 2 * shape.hidden + max(2 * heads, 3 * shape.intermediate)
 
 
-def _logits(tokens: int, shape: Shape, *, backward: bool) -> int:
+def _logits(tokens: int, shape: Shape, *, backward: bool, half: bool) -> int:
     """Bytes of log-probabilities of so many tokens."""
-    if tokens * shape.vocabulary <= CHUNKED_LOGITS:
-        return 2 * 4 * tokens * shape.vocabulary
     gradient, (least, most) = 4 * shape.vocabulary * shape.hidden, CHUNK_BYTES
+    if tokens * shape.vocabulary <= CHUNKED_LOGITS:
+        return 2 * 4 * tokens * shape.vocabulary + (gradient if backward and half else 0)
     return max(min(gradient, most), least) + (gradient if backward else 0)
 
 

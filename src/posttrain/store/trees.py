@@ -37,19 +37,33 @@ class TreeFile:
 
 
 def put_tree(
-    blobs: BlobStore, folder: Path, *, follow_links: bool = False, skip: Callable[[str], bool] = lambda name: False
+    blobs: BlobStore,
+    folder: Path,
+    *,
+    follow_links: bool = False,
+    skip: Callable[[str], bool] = lambda name: False,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> str:
     """Store every file below `folder` and the listing; the listing's digest.
 
     Args:
         follow_links: take a symbolic link to a file as that file (a hub's cache is made of them); else it is refused.
         skip: whether a file, by its path in the tree, does not belong to it.
+        progress: is told after each file how many files and bytes are stored.
 
     Raises:
         InputError: no such folder, a link or special file, or a name that is not portable.
         WorkspaceError: the store is full or read-only.
     """
-    return blobs.put(_listing(folder, blobs.put_file, follow_links, skip))
+    done = [0, 0]
+
+    def store(path: Path) -> str:
+        digest = blobs.put_file(path)
+        done[0], done[1] = done[0] + 1, done[1] + path.stat().st_size
+        progress(f"{done[0]} files, {done[1] / 2**20:.1f} MiB stored")
+        return digest
+
+    return blobs.put(_listing(folder, store, follow_links, skip))
 
 
 def tree_digest(folder: Path, *, follow_links: bool = False, skip: Callable[[str], bool] = lambda name: False) -> str:

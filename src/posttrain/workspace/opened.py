@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from posttrain.control.jobs import Jobs
 from posttrain.control.owners import process_alive, process_name
 from posttrain.control.stores import Stores
+from posttrain.data.assets import model_limits
 from posttrain.data.catalog import Catalog
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import PosttrainError
@@ -29,7 +30,7 @@ from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal
 from posttrain.workspace.ledgers import recorded
 from posttrain.workspace.served import is_served
-from posttrain.workspace.settings import CHANNEL, SETTINGS, TRUSTED, fresh_record, settings_lock
+from posttrain.workspace.settings import CHANNEL, LIMITS, SETTINGS, TRUSTED, fresh_record, settings_lock
 
 if TYPE_CHECKING:
     from posttrain.control.reconciler import Reconciler
@@ -170,7 +171,7 @@ class OpenWorkspace:
             mine.database, mine.clock, project=project, entropy=mine.entropy, auth=auth, request=request
         )
         other.stores = Stores(other.ledger, self.blobs, other.ledger.clock, actor)
-        other.catalog = Catalog(other.ledger, self.blobs, actor)
+        other.catalog = Catalog(other.ledger, self.blobs, actor, model_limits(self.settings.get(LIMITS, {})))
         return other
 
     def close(self) -> None:

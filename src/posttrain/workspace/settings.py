@@ -3,7 +3,7 @@
 ::
 
     {"format": …, "store": …, "ledger": …, "id": …, "rewards": …, "trackers": …, "executor": …, "channel": …,
-     "job_variables": …}
+     "job_variables": …, "model_limits": …}
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ LOCAL, PODMAN = "local", "podman"
 OWN_EXECUTORS = (LOCAL, PODMAN)
 EXECUTOR = "executor"  # the key of one that is not local
 VARIABLES = "job_variables"  # the key of names of variables that jobs of a server get besides
+LIMITS = "model_limits"  # the key of what a model folder may hold (`data.assets.ModelLimits`)
 CHANNEL = "channel"  # the key of a URL below which attempts have their channels; absent: in their folders
 _FORMAT = "posttrain.workspace/1"
 OWN_STORE = "blobs"  # below the workspace, which can then be moved as a whole
@@ -73,6 +74,13 @@ def record_variables(root: Path, names: Collection[str]) -> None:
     with settings_lock(root):
         record = {key: value for key, value in read_json(root / SETTINGS).items() if key != VARIABLES}
         write_json(root / SETTINGS, record | ({VARIABLES: sorted(set(names))} if names else {}))
+
+
+def record_limits(root: Path, limits: Mapping[str, int]) -> None:
+    """What a model folder may hold, in place of what was recorded before; empty: the defaults."""
+    with settings_lock(root):
+        record = {key: value for key, value in read_json(root / SETTINGS).items() if key != LIMITS}
+        write_json(root / SETTINGS, record | ({LIMITS: dict(limits)} if limits else {}))
 
 
 @contextmanager

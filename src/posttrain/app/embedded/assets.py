@@ -37,9 +37,9 @@ class Assets:
         with scratch(self.workspace.root / "cache" / "scratch", "posttrain-external-") as scratched:
             return self._sealed(self.workspace.catalog.add_external(place, checksum, name, scratched))
 
-    def add_model(self, folder: Path, name: str) -> Asset:
+    def add_model(self, folder: Path, name: str, *, progress: Callable[[str], None] = lambda _: None) -> Asset:
         """See `Assets.add_model`."""
-        return self._sealed(self.workspace.catalog.add_model(folder, name))
+        return self._sealed(self.workspace.catalog.add_model(folder, name, progress=progress))
 
     def add_reward(self, path: Path, name: str, *, entry: str | None, dialect: str, guideline: Path | None) -> Asset:
         """See `Assets.add_reward`."""

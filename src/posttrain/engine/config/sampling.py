@@ -25,11 +25,20 @@ from posttrain.engine.settings import (
     Word,
 )
 
+TRACE_BYTES = 10_000_000
+
 
 class TraceConfig(Frozen):
     """Which samples leave their whole way in the trace (`posttrain trace RUN --sample ID`)."""
 
     groups: NonNegative | Literal["all"] = 1  # prompts per step, with all their samples
+    bytes: Annotated[int, Field(ge=0, le=10**12)] = TRACE_BYTES  # of samples that a stage records; others are counted
+
+    @model_serializer(mode="wrap")
+    def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without the default number of bytes: equal stages have equal digests, also beside releases without it."""
+        said: dict[str, Any] = handler(self)
+        return {name: value for name, value in said.items() if name != "bytes" or value != TRACE_BYTES}
 
     def followed(self, prompts: int) -> int:
         """Groups to follow of a step with so many prompts."""
@@ -299,7 +308,7 @@ class DAPOConfig(OnPolicyConfig):
 
     group_size: Annotated[int, Field(ge=2, le=MOST_ROWS)] = 16  # samples per prompt
     clip_high: float = Field(default=0.28, gt=0, le=1e6)
-    refills: NonNegative = 3  # rounds in which dropped groups are replaced, at the most
+    refills: NonNegative = 3  # how often the place of a dropped group is filled again, at the most
     overlong: OverlongConfig | None = None  # None: a response is worth its reward, however long
 
     @property

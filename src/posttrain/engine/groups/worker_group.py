@@ -25,6 +25,7 @@ from posttrain.engine.groups.port import Answer, Backend, Call, Flow, Gatherable
 from posttrain.engine.groups.recording import Recorder
 from posttrain.pacing.balancing import Assignment, CostModel, balance
 
+_TURN = 0.02  # seconds that ranks which have ended a call wait for others
 _FETCH = 5.0  # seconds that an answer has to come from where it lies, however late somebody asks for it
 
 W = TypeVar("W")
@@ -119,12 +120,102 @@ class Stream(Generic[R]):
             handle.recorder.call(*words)
         self._silent = 0.0 if found or self._recorded else self._silent + time.perf_counter() - begin
         if self._silent > handle.deadline:
-            handle.backend.give_up(f"{handle.role} said nothing in {self._method}")
-            raise DeadlineError(
-                f"{handle.role} must answer {self._method} within {handle.deadline:g} seconds, said nothing for "
-                f"{self._silent:.3g}; give the call a longer deadline (runtime.call_timeout)"
-            )
+            raise _silence(handle, self._method, self._silent)
         return found
+
+
+@final
+class Feed(Generic[B, R]):
+    """The answers of all ranks to calls of a generator that takes more items on while others are in work.
+
+    Args:
+        handle: of the group.
+        call: begins it on a rank with some items, none of them too.
+        method: its name, for errors and the record.
+        covers: by which rank an answer is, and how many items it answers.
+    """
+
+    def __init__(
+        self,
+        handle: GroupHandle,
+        call: Callable[[int, B], Flow[R]],
+        method: str,
+        covers: Callable[[R], tuple[int, int]],
+    ) -> None:
+        self._handle, self._call, self._method, self._covers = handle, call, method, covers
+        ranks = range(handle.backend.ranks)
+        self._coming: list[list[B]] = [[] for _ in ranks]
+        self._left, self._added, self._silent, self._imbalance = [0 for _ in ranks], 0, 0.0, 1.0
+        self._flows: dict[int, Flow[R]] = {}
+        self._took = [Answer(0, time.time(), 0.0) for _ in ranks]
+        self._begun = time.time(), time.perf_counter()
+
+    @property
+    def ended(self) -> bool:
+        """Whether everything was answered that was added."""
+        return not (self._flows or any(self._left) or any(self._coming))
+
+    def begin(self, batch: B) -> None:
+        """The first items, split by cost."""
+        assignment = balance(self._handle.costs.costs(batch.item_lengths), len(self._coming))
+        self._imbalance = assignment.imbalance
+        for coming, shard in zip(self._coming, assignment.shards, strict=True):
+            coming.append(batch.select_items(shard))
+
+    def add(self, batch: B) -> None:
+        """More items, all for one rank: in turn."""
+        self._coming[self._added % len(self._coming)].append(batch)
+        self._added += 1
+
+    def take(self, timeout: float) -> list[R]:
+        """What has come since; waits `timeout` seconds at most for the first of it.
+
+        Raises:
+            DeadlineError, WorkerLostError, Exception: see `Stream.take`.
+        """
+        begin, found = time.perf_counter(), list[R]()
+        while not (found or self.ended):
+            self._call_ranks()
+            left = timeout - (time.perf_counter() - begin)
+            found = self._handle.backend.take(list(self._flows.values()), max(0.0, min(left, _TURN)))
+            self._settle(found)
+            if left <= 0:
+                break
+        self._silent = 0.0 if found or self.ended else self._silent + time.perf_counter() - begin
+        if self._silent > self._handle.deadline:
+            raise _silence(self._handle, self._method, self._silent)
+        return found
+
+    def _call_ranks(self) -> None:
+        """Every rank that has something to do and is not called."""
+        for rank, coming in enumerate(self._coming):
+            if rank not in self._flows and coming:
+                self._left[rank] += len(coming[0].item_lengths)
+                self._last = coming[0]
+                self._flows[rank] = self._call(rank, coming.pop(0))
+            elif rank not in self._flows and self._left[rank]:
+                self._flows[rank] = self._call(rank, self._last.select_items(()))
+
+    def _settle(self, found: Sequence[R]) -> None:
+        for rank, items in map(self._covers, found):
+            self._left[rank] -= items
+        for rank, flow in [(rank, flow) for rank, flow in self._flows.items() if flow.ended]:
+            told, before = flow.taken(), self._took[rank]
+            sizes = before.bytes_out + told.bytes_out, before.bytes_in + told.bytes_in
+            self._took[rank] = Answer(before.value + told.value, before.started, before.seconds + told.seconds, *sizes)
+            del self._flows[rank]
+        if self.ended:
+            words = self._handle.role, self._handle.backend.pool, self._method, range(len(self._took)), self._took
+            self._handle.recorder.call(*words, self._begun, self._imbalance)
+
+
+def _silence(handle: GroupHandle, method: str, seconds: float) -> DeadlineError:
+    """The group is given up."""
+    handle.backend.give_up(f"{handle.role} said nothing in {method}")
+    return DeadlineError(
+        f"{handle.role} must answer {method} within {handle.deadline:g} seconds, said nothing for {seconds:.3g}; give "
+        "the call a longer deadline (runtime.call_timeout)"
+    )
 
 
 @final
@@ -304,6 +395,24 @@ class WorkerGroup(Generic[W]):
             part = (batch.select_items(shard), *args)
             flows += handle.backend.submit_stream(handle.role, (rank,), method, part, kwargs)
         return Stream(handle, method.__name__, flows, begun, assignment.imbalance)
+
+    def feed(
+        self,
+        covers: Callable[[R], tuple[int, int]],
+        method: Callable[Concatenate[W, B, P], Iterator[R]],
+        batch: B,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Feed[B, R]:
+        """As `stream`, of a method that leaves work undone for its next call: items may be added meanwhile."""
+        handle = self._handle
+
+        def call(rank: int, part: B) -> Flow[R]:
+            return handle.backend.submit_stream(handle.role, (rank,), method, (part, *args), kwargs)[0]
+
+        found = Feed(handle, call, method.__name__, covers)
+        found.begin(batch)
+        return found
 
     def each(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Every rank with the same arguments; the answers in rank order."""

@@ -6,8 +6,9 @@
       ▲                                                                        │ drop: its place is free again
       └────────────────────────────────────────────────────────────────────────┘
 
-One call of the rollout runs at a time, and what it samples is scored before the next one begins; so what comes is a
-function of the seed and the policies, and never of how long a call takes.
+One call of the rollout runs at a time. Its groups are kept or dropped in the order of the data stream, and what takes a
+dropped group's place joins the call at once; so what comes is a function of the seed and the policies, and never of
+how long a call takes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from posttrain.engine.loop.held_groups import Held, read_held, write_held
 from posttrain.engine.loop.incoming import Incoming
 from posttrain.engine.loop.roles import Roles
 from posttrain.engine.recipes.algorithm import RolloutAlgorithm, ScoredGroup
-from posttrain.engine.rollout.batches import PromptBatch
+from posttrain.engine.rollout.batches import PromptBatch, Rollouts
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Group, Prompt, Trajectory
@@ -37,7 +38,7 @@ from posttrain.engine.scoring import Scorer
 from posttrain.engine.tracing import Trace
 from posttrain.pacing.admission import Buffer, Pace
 
-Ask = Callable[[int, int], bool]  # tokens spent here, and those that may be: whether the budget has them
+Ask = Callable[[int, int, bool], bool]  # tokens spent here, and those that may be; raise where the budget lacks them
 
 
 @final
@@ -83,6 +84,7 @@ class Collector:
     _marked: _Standing | None = None
     _taken: list[ScoredGroup] = field(default_factory=list)  # by the step that goes on
     _told: bool = False  # that an environment failed
+    _asked: tuple[int, Ask] = (0, lambda spent, more, refuse: True)  # the step that was begun last, and its budget
 
     def collected(self, step: int, trace: Trace, reserve: Ask) -> list[ScoredGroup]:
         """The groups that a step trains, in the order of the data stream; when it returns the next ones are sampled.
@@ -175,12 +177,12 @@ class Collector:
 
     def _begin(self, step: int, trace: Trace, reserve: Ask) -> None:
         """Start what may start, unless something runs."""
-        source = self.algorithm.source
+        source, self._asked = self.algorithm.source, (step, reserve)
         if self._running is None and (admitted := self.buffer.admit(step, self.version)):
             if admitted.again:
                 rows = self.journal.peek(self.missing(step))  # it, and what is begun after it
                 more = sum(source.sampling(len(self.prompts[row].tokens)) for row in rows)
-                if not reserve(self.spent, more):
+                if not reserve(self.spent, more, True):
                     return  # the next step, which lacks it, is refused before it begins
             self._running = self._sampling(admitted.batch, admitted.count)
 
@@ -192,15 +194,19 @@ class Collector:
         asked = PromptBatch(tuple(tuple(prompt.tokens) for prompt in chosen), keys)
         drawn = self._drawn(derive_seed(self.seed, "rollout"))  # a position in the stream never repeats
         longest = max(source.document(len(prompt)) for prompt in asked.tokens)
+        early = source.turns == 1 and (scorer is None or scorer.early)
+        grows, sampler, words = early and source.refills > 0, self.roles.sampler, (asked, drawn, source.samples)
         return Incoming(
             batch,
-            keys,
-            chosen,
-            self.roles.sampler.stream(RolloutWorker.stream, asked, drawn, source.samples),
+            list(keys),
+            list(chosen),
+            sampler.feed(_covers, RolloutWorker.feed, *words)
+            if grows
+            else sampler.stream(RolloutWorker.stream, *words),
             source.samples,
             scorer,
             together=scorer.groups(count, longest * source.samples) if scorer else 1,
-            early=source.turns == 1 and (scorer is None or scorer.early),
+            early=early,
             went_on=partial(self._all_turns, chosen) if source.turns > 1 else None,
         )
 
@@ -287,10 +293,31 @@ class Collector:
             else:
                 self.buffer.drop(group.group.key)
                 self.dropped.setdefault(running.batch, []).append((group, verdict.reason))
+                self._replace(running)
+
+    def _replace(self, running: Incoming) -> None:
+        """Sample what takes the place of a dropped group while others go on. What the budget does not surely have waits
+        until it is known what they cost.
+        """
+        (step, reserve), source = self._asked, self.algorithm.source
+        admitted = self.buffer.admit(step, self.version) if running.grows else None
+        if admitted is None or admitted.batch != running.batch:
+            return
+        going = [self.journal.row(entry.key) for entry in self._pace(step).held if not entry.ready]
+        rows = [*going, *self.journal.peek(self.missing(step))]
+        if not reserve(self.spent, sum(source.sampling(len(self.prompts[row].tokens)) for row in rows), False):
+            return
+        for key, row in self.journal.take(admitted.count):
+            self.buffer.start((key,), running.batch, self.version)
+            running.add(key, self.prompts[row])
 
     def _ended(self, running: Incoming) -> None:
         self.counts.update(running.counts)
         self._running = None
+
+
+def _covers(found: Rollouts) -> tuple[int, int]:
+    return found.provenance.rank, len(found.groups)
 
 
 def _replaced(groups: Sequence[Group], last: Mapping[tuple[int, int], Trajectory]) -> list[Group]:

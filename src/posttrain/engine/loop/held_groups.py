@@ -87,14 +87,14 @@ class _Cursor:
     at: int = 0
     sampled: int = 0
 
-    def segment(self, source: Any, size: int, version: str) -> Segment:
+    def segment(self, source: Any, size: int, version: str, temperature: float | None = None) -> Segment:
         """The next one."""
         tokens, logprobs = self.tokens[self.at : self.at + size], None
         self.at += size
         if source == "sampled":
             logprobs = self.logprobs[self.sampled : self.sampled + size]
             self.sampled += size
-        return Segment(tokens, source, logprobs, version)
+        return Segment(tokens, source, logprobs, version, temperature)
 
 
 def _segments(group: ScoredGroup) -> Iterator[tuple[Segment, bool]]:
@@ -112,7 +112,7 @@ def _written(one: Held) -> dict[str, Any]:
 
     def place() -> list[Any] | None:
         segment, again = next(places)
-        return None if again else [segment.source, len(segment.tokens), segment.version]
+        return None if again else [segment.source, len(segment.tokens), segment.version, segment.temperature]
 
     samples = [
         [

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import final
 
 from posttrain.domain.facts import Note, Span
-from posttrain.engine.groups.worker_group import Future, Stream
+from posttrain.engine.groups.worker_group import Feed, Future, Stream
 from posttrain.engine.recipes.algorithm import ScoredGroup
 from posttrain.engine.rewards.port import Score
-from posttrain.engine.rollout.batches import Rollouts
+from posttrain.engine.rollout.batches import PromptBatch, Rollouts
 from posttrain.engine.samples import Group, Prompt
 from posttrain.engine.scoring import Scorer, Stretch
 from posttrain.engine.tracing import Trace
@@ -47,9 +47,9 @@ class Incoming:
     """
 
     batch: int
-    keys: Sequence[int]
-    prompts: Sequence[Prompt]
-    stream: Stream[Rollouts]
+    keys: list[int]
+    prompts: list[Prompt]
+    stream: Stream[Rollouts] | Feed[PromptBatch, Rollouts]
     samples: int
     scorer: Scorer | None
     together: int
@@ -59,21 +59,39 @@ class Incoming:
     _begun: tuple[float, float] = field(default_factory=lambda: (time.time(), time.perf_counter()))
     _came: dict[int, Group] = field(default_factory=dict)
     _sampled: bool = False
-    _places: dict[int, int] = field(init=False)  # of keys
+    _stretches: list[range] = field(init=False)  # of places among the keys
+    _stretch: dict[int, int] = field(init=False)  # of keys
     _lacking: Counter[int] = field(init=False)  # groups that have not come yet, by stretch
+    _told: int = 0  # keys whose sampling a span covers
+    _next: int = 0  # the stretch that is handed on next
     _whole: list[int] = field(default_factory=list)  # stretches that the scorer may have
     _scoring: dict[int, tuple[list[ScoredGroup], Future[Sequence[Score]]]] = field(default_factory=dict)
     _taken: int = 0
+    _first: int = field(init=False)  # keys that it began with
     _waits: tuple[float, float] | None = None  # since when only scores are waited for
 
     def __post_init__(self) -> None:
-        self._places = {key: place for place, key in enumerate(self.keys)}
-        self._lacking = Counter(place // self.together for place in self._places.values())
+        self._first = count = len(self.keys)
+        size = self.together
+        self._stretches = [range(first, min(first + size, count)) for first in range(0, count, size)]
+        self._stretch = {key: place // size for place, key in enumerate(self.keys)}
+        self._lacking = Counter(self._stretch.values())
 
     @property
-    def _next(self) -> int:
-        """The stretch that is handed on next."""
-        return self._taken // self.together
+    def grows(self) -> bool:
+        """Whether prompts may be added while it goes on: what is sampled is judged meanwhile."""
+        return self.early and isinstance(self.stream, Feed)
+
+    def add(self, key: int, prompt: Prompt) -> None:
+        """Sample one prompt more, in the place of a group that was dropped; it is a stretch of its own."""
+        assert isinstance(self.stream, Feed)
+        if self._sampled:
+            self._sampled, self._begun, self._waits = False, (time.time(), time.perf_counter()), None
+        self._stretch[key], self._lacking[len(self._stretches)] = len(self._stretches), 1
+        self._stretches.append(range(len(self.keys), len(self.keys) + 1))
+        self.keys.append(key)
+        self.prompts.append(prompt)
+        self.stream.add(PromptBatch((tuple(prompt.tokens),), (key,)))
 
     @property
     def over(self) -> bool:
@@ -115,14 +133,15 @@ class Incoming:
             self.counts.update(found.counts)
             self._came |= {group.key: group for group in found.groups}
             for group in found.groups:
-                stretch = self._places[group.key] // self.together
+                stretch = self._stretch[group.key]
                 self._lacking[stretch] -= 1
                 if not self._lacking[stretch]:
                     self._whole.append(stretch)
         if not self.stream.ended:
             return
         self._sampled = True
-        groups = [self._came[key] for key in self.keys]
+        groups = [self._came[key] for key in self.keys[self._told :]]
+        self._told = len(self.keys)
         rows = [sample for group in groups for sample in group.samples]
         told = {"trajectories": len(rows), "tokens": sum(row.generated for row in rows), "batch": self.batch}
         started, begin = self._begun
@@ -147,20 +166,20 @@ class Incoming:
         if not (self._sampled or self.early):
             return
         for stretch in sorted(self._whole):
-            first = stretch * self.together
-            chosen = range(first, min(first + self.together, len(self.keys)))
+            chosen = self._stretches[stretch]
             none = (Score(None),) * self.samples
             groups = [ScoredGroup(self.prompts[at], self._came[self.keys[at]], none, self.batch) for at in chosen]
-            self._scoring[stretch] = groups, self._begin(groups, first)
+            self._scoring[stretch] = groups, self._begin(groups, chosen)
         self._whole.clear()
 
-    def _begin(self, groups: Sequence[ScoredGroup], first: int) -> Future[Sequence[Score]]:
+    def _begin(self, groups: Sequence[ScoredGroup], places: range) -> Future[Sequence[Score]]:
         scores = [score for group in groups for score in group.scores]
         if self.scorer is None:
             return Future(lambda: scores, lambda: True)
         prompts = [group.prompt for group in groups for _ in group.scores]
         answers = [answer for group in groups for answer in group.answers]
-        stretch = Stretch(first * self.samples, len(self.keys) * self.samples)
+        total = max(self._first, places.stop)  # of those added later each counts when it is scored
+        stretch = Stretch(places.start * self.samples, total * self.samples)
         return self.scorer.begin(prompts, answers, stretch)
 
     def _scored(self, trace: Trace, *, wait: bool) -> list[ScoredGroup]:
@@ -173,6 +192,7 @@ class Incoming:
             scores = iter(answer.result())
             found += [group.scored(tuple(next(scores) for _ in group.scores)) for group in groups]
             self._taken += len(groups)
+            self._next += 1
         if found and self._taken == len(self.keys) and self.scorer:  # what scoring takes when the rollout has ended
             started, begin = self._waits or (time.time(), time.perf_counter())
             trace.sink(Span("reward", trace.step, started, time.perf_counter() - begin, {"batch": self.batch}))

@@ -26,8 +26,9 @@ from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.roles.update import Update as Done
 from posttrain.engine.tracing import SampleTracer, Trace
 
-# k3 is about half the square of how far two log-probabilities are apart: root mean squares of 1e-3, and of 0.1.
-_ROUNDING, _HALF_ROUNDING = 5e-7, 5e-3
+# k3 is about half the square of how far two log-probabilities are apart, root mean square. Rounding explains 8 times
+# the epsilon of the type that layers compute in (0.06 in bfloat16, 0.008 in float16), and 1e-3 in any type.
+_ROUNDING, _EPSILONS = 5e-7, 8
 _LOOK = 0.02  # seconds for what comes meanwhile, between two looks at an update
 
 Meanwhile = Callable[[Trace, float], bool]
@@ -182,7 +183,7 @@ class Learning:
         if not self._compares or found <= _ROUNDING:
             return
         learner = next(iter(self._roles.learners.values()))
-        rounding = _ROUNDING if learner.one(TrainWorker.wide) else _HALF_ROUNDING
+        rounding = max(_ROUNDING, (_EPSILONS * learner.one(TrainWorker.epsilon)) ** 2 / 2)
         if found <= rounding:
             return
         line = (

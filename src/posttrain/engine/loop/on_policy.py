@@ -28,11 +28,11 @@ from posttrain.engine.loop.learning import Learning
 from posttrain.engine.loop.recipe import Reserve, free
 from posttrain.engine.loop.roles import Roles
 from posttrain.engine.loop.rollout_metrics import engine_metrics, rollout_metrics, turn_metrics
-from posttrain.engine.recipes.algorithm import PROXIMAL, RolloutAlgorithm, ScoredGroup
+from posttrain.engine.recipes.algorithm import PROXIMAL, RolloutAlgorithm, ScoredGroup, with_temperature
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.scoring import Scorer
-from posttrain.engine.tracing import SampleTracer, StepReport, Trace
+from posttrain.engine.tracing import SampleTracer, StepReport, Trace, TraceBudget
 from posttrain.engine.weights.view import PolicyVersion
 from posttrain.pacing.admission import AdmissionPolicy, Buffer, InOrder
 
@@ -80,6 +80,7 @@ class OnPolicy:
         roles.rest()
         own = config if isinstance(config, OnPolicyConfig) else None
         self._trace: TraceConfig = getattr(config, "trace", TraceConfig(groups=0))
+        self._budget = TraceBudget(self._trace.bytes, config.steps)
         self._most = config.tokens_per_step if isinstance(config, DataflowConfig) else None
         lag = own.lag.steps if own and own.lag else 0
         streams = bool(own and own.stream_gradients)
@@ -127,7 +128,11 @@ class OnPolicy:
         """
         ahead = self._ahead
         ahead.mark()
-        groups = ahead.collected(step, trace, lambda spent, more: reserve(spent, more + self._training(step)))
+
+        def asked(spent: int, more: int, refuse: bool) -> bool:
+            return reserve(spent, more + self._training(step), refuse=refuse)
+
+        groups = ahead.collected(step, trace, asked)
         dropped = ahead.dropped.pop(step, [])
         every = [*groups, *(group for group, _ in dropped)]
         tracer = self._tracer(every, {group.group.key: why for group, why in dropped}, step)
@@ -137,8 +142,8 @@ class OnPolicy:
             span |= {"groups": len(groups), "dropped": len(dropped), "documents": len(batch) if batch else 0}
         by_group = form if self._algorithm.groupwise else None
         learned = self._learning.learn(batch, step, trace, tracer, groups, by_group)
-        tracer.report(trace, self._text or (self._scorer.text if self._scorer else _unread))
-        ahead.finish(step, trace, lambda spent, more: reserve(spent + learned.tokens, more, refuse=False))
+        left = tracer.report(trace, self._text or (self._scorer.text if self._scorer else _unread))
+        ahead.finish(step, trace, lambda spent, more, _: reserve(spent + learned.tokens, more, refuse=False))
         tokens = ahead.spent + learned.tokens
         if self._most is not None and tokens > self._most:
             raise InputError(
@@ -155,7 +160,8 @@ class OnPolicy:
             "updates": float(learned.updates),
         }
         metrics = {**told, **learned.metrics}
-        return StepReport(tokens, metrics, engine_metrics(ahead.counts))
+        took = engine_metrics(ahead.counts) | ({"trace/dropped": float(left)} if left else {})
+        return StepReport(tokens, metrics, took)
 
     def publish_weights(self, version: PolicyVersion) -> None:
         """The rollout samples with the weights of the last update; nothing runs then."""
@@ -184,7 +190,8 @@ class OnPolicy:
         return self._probe.max_tokens(step)
 
     def _form(self, step: int) -> Form:
-        return partial(self._algorithm.form, seed=derive_seed(self._seed, "form", step))
+        form = partial(self._algorithm.form, seed=derive_seed(self._seed, "form", step))
+        return lambda groups: with_temperature(form(groups), groups)
 
     def _offer(self, group: ScoredGroup) -> None:
         """What a kept group makes whole is predicted while others are sampled."""
@@ -209,7 +216,7 @@ class OnPolicy:
     def _tracer(self, groups: Sequence[ScoredGroup], dropped: dict[int, str], step: int) -> SampleTracer:
         followed = groups[: self._trace.followed(len(groups))]
         clip = next((update.clip for update in self._algorithm.updates(step) if update.clip), None)
-        return SampleTracer(followed, step, self._algorithm.unused(step), clip, dropped)
+        return SampleTracer(followed, step, self._budget, self._algorithm.unused(step), clip, dropped)
 
 
 def _untold(group: ScoredGroup) -> None:

@@ -24,6 +24,9 @@ from posttrain.engine.models.backbone import (
     probe_documents,
 )
 
+HALF = (torch.bfloat16, torch.float16)
+_BLOCK = 2**24  # values of a head in half precision that are widened at a time on the CPU
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputHead:
@@ -33,8 +36,8 @@ class OutputHead:
     softcap: float | None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden] → [N, vocabulary]."""
-        logits = F.linear(hidden, self.layer.weight, self.layer.bias)
+        """[N, hidden] → [N, vocabulary], see `float32_logits`."""
+        logits = float32_logits(hidden, self.layer.weight, self.layer.bias)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
@@ -77,6 +80,28 @@ class LanguageModel(Backbone):
         return self.run(_logits(self.module), tokens, positions, lengths)[keep]
 
 
+def float32_logits(hidden: Tensor, head: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Logits in float32 from weights in half precision, without a float32 copy of the head.
+
+    Rounded to bfloat16, logits of 16 and more lie 0.125 apart, and log-probabilities with them. The products of
+    bfloat16 numbers are exact in float32, so what is left is the rounding of float32 sums. Rollout and training both
+    compute their logits here.
+
+    Returns:
+        [N, vocabulary] of [N, hidden] and [vocabulary, hidden]; in float64 of float64.
+    """
+    if hidden.dtype not in HALF:
+        return F.linear(hidden, head, bias)
+    if hidden.device.type == "cuda":
+        out = torch.mm(hidden, head.t(), out_dtype=torch.float32)
+    else:
+        out = hidden.new_empty(len(hidden), len(head), dtype=torch.float32)
+        wide, rows = hidden.float(), max(1, _BLOCK // head.shape[1])
+        for begin in range(0, len(head), rows):
+            out[:, begin : begin + rows] = F.linear(wide, head[begin : begin + rows].float())
+    return out if bias is None else out + bias.float()
+
+
 def adopt_module(module: PreTrainedModel) -> LanguageModel:
     """Find out what a module can do and wrap it. The module is put into evaluation mode.
 
@@ -108,7 +133,7 @@ def _find_head(module: PreTrainedModel) -> OutputHead | None:
     with torch.no_grad():
         try:
             wanted = _logits(module)(**inputs)
-            found = head.logits(last_hidden_states(module)(**inputs))
+            found = head.logits(last_hidden_states(module)(**inputs)[0])[None]
         except (TypeError, AttributeError, RuntimeError, ValueError):
             return None
-    return head if agree(found, wanted) else None
+    return head if agree(found.to(wanted.dtype), wanted) else None

@@ -10,16 +10,17 @@ from torch import Tensor
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.models.language_model import LanguageModel, OutputHead
+from posttrain.engine.models.language_model import HALF, LanguageModel, OutputHead, float32_logits
 from posttrain.engine.wide import TopK
 
 # Above this many logits (128 MiB in float32) they are computed in chunks and again in backward: at a vocabulary of 32 k
-# that takes 0.3 of the memory, at 150 k 0.2. Below it the plain path is faster.
+# that takes 0.3 of the memory, at 150 k 0.2. Below it the plain path is faster. A head in half precision always is
+# computed in chunks: a plain path to float32 logits would keep a float32 copy of it.
 CHUNKED_ABOVE = 2**25
 # A chunk's temporaries may take as many bytes as the weight's gradient in float32, which is there anyway: every chunk
 # reads and writes all of that gradient, so few chunks are fast. Within these bounds:
 CHUNK_BYTES = (2**27, 2**31)
-_BYTES_PER_LOGIT = 16  # scaled logits, probabilities and gradient in float32, two of them in the weight's type
+_BYTES_PER_LOGIT = 16  # logits, scaled logits, probabilities and their gradient in float32
 
 
 def token_logprobs(
@@ -31,7 +32,7 @@ def token_logprobs(
     part in gathering weights and reducing gradients.
 
     Args:
-        temperature: logits are divided by it, as in sampling.
+        temperature: logits are divided by it, as in sampling, where the batch has no column `temperature`.
         response_only: compute the response tokens only; the others are 0.
 
     Returns:
@@ -105,8 +106,11 @@ def likeliest_tokens(
         whole = model.hidden_states(batch.tokens, batch.positions, batch.lengths)[index - 1]
         rows = chunk_rows(*head.layer.weight.shape)
     ids, logprobs = [], []
-    for part in torch.split(whole, rows):
-        logits = _precise(part if head is None else head.logits(part)) / temperature
+    warmths = _warmths(batch, index, temperature)
+    for start in range(0, len(whole), rows) or (0,):
+        part = whole[start : start + rows]
+        logits = _precise(part if head is None else head.logits(part))
+        logits = _divided(logits, _at(warmths, slice(start, start + rows)))
         values, places = logits[:, :most].topk(top)
         ids.append(places.to(torch.int32))
         logprobs.append(values - logits.logsumexp(-1, keepdim=True))
@@ -137,12 +141,16 @@ def _compute(
         places = places[model.sequence.owns(index - 1, len(batch.tokens))]
         index, given = index[places], given[places]
     targets = torch.cat([batch.tokens[index][:, None], given], 1)
-    if model.head is not None and len(index) * model.vocab_size > CHUNKED_ABOVE:
-        hidden = model.hidden_states(batch.tokens, batch.positions, batch.lengths)[index - 1]
-        logprobs, entropies = chunked_logprobs(model.head, hidden, targets, temperature, entropy=entropy)
+    warmths = _warmths(batch, index, temperature)
+    packed = batch.tokens, batch.positions, batch.lengths
+    if (head := model.head) is None:
+        logprobs, entropies = logprobs_of(model.logits(*packed, index - 1), targets, warmths, entropy=entropy)
     else:
-        logits = model.logits(batch.tokens, batch.positions, batch.lengths, index - 1)
-        logprobs, entropies = logprobs_of(logits, targets, temperature, entropy=entropy)
+        hidden = model.hidden_states(*packed)[index - 1]
+        if hidden.dtype in HALF or len(index) * model.vocab_size > CHUNKED_ABOVE:
+            logprobs, entropies = chunked_logprobs(head, hidden, targets, warmths, entropy=entropy)
+        else:
+            logprobs, entropies = logprobs_of(head.logits(hidden), targets, warmths, entropy=entropy)
     zeros = logprobs.new_zeros(len(batch.tokens))
     spread = zeros.index_copy(0, index, logprobs[:, 0])
     spread_entropies = zeros.index_copy(0, index, entropies) if entropy else zeros
@@ -153,9 +161,30 @@ def _compute(
     return total(spread), total(spread_entropies) if entropy else zeros, at if candidates is None else total(at)
 
 
-def logprobs_of(logits: Tensor, targets: Tensor, temperature: float, *, entropy: bool) -> tuple[Tensor, Tensor]:
-    """[N, V] logits, [N, K] tokens → [N, K] log-probabilities, [N] entropies, in float32 and by plain autograd."""
-    scaled = _precise(logits) if temperature == 1.0 else _precise(logits) / temperature
+def _warmths(batch: TokenBatch, index: Tensor, temperature: float) -> float | Tensor:
+    """What the logits of the tokens at `index` are divided by: one number, or [N, 1] where documents differ.
+
+    Raises:
+        InputError: a document's temperature is not positive.
+    """
+    if "temperature" not in batch.document_columns or not len(index):
+        return temperature
+    rows = batch.column("temperature")[batch.document_index[index]]
+    least, most = torch.stack(rows.aminmax()).tolist()
+    if not 0 < least < float("inf"):
+        raise InputError(f"the temperature of a document must be > 0, got {least}; give what it was sampled at")
+    return least if least == most else rows[:, None]
+
+
+def logprobs_of(
+    logits: Tensor, targets: Tensor, temperature: float | Tensor, *, entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """[N, V] logits, [N, K] tokens → [N, K] log-probabilities, [N] entropies, in float32 and by plain autograd.
+
+    Args:
+        temperature: of all rows, or [N, 1].
+    """
+    scaled = _divided(_precise(logits), temperature)
     if not entropy and targets.shape[1] == 1:
         logprobs = -F.cross_entropy(scaled, targets[:, 0], reduction="none")
         return logprobs[:, None], torch.zeros_like(logprobs)
@@ -171,8 +200,24 @@ def _precise(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
+def _at(temperature: float | Tensor, part: slice) -> float | Tensor:
+    return temperature[part] if isinstance(temperature, Tensor) else temperature
+
+
+def _divided(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    if isinstance(temperature, Tensor):
+        return logits / temperature.to(logits.dtype)
+    return logits if temperature == 1.0 else logits / temperature
+
+
 def chunked_logprobs(
-    head: OutputHead, hidden: Tensor, targets: Tensor, temperature: float, *, entropy: bool, chunk: int | None = None
+    head: OutputHead,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float | Tensor,
+    *,
+    entropy: bool,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`logprobs_of` the head's logits, without ever holding all of them: [N, hidden], [N, K] tokens → [N, K], [N].
 
@@ -210,7 +255,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        temperature: float,
+        temperature: float | Tensor,
         softcap: float | None,
         rows: int,
         entropy: bool,
@@ -220,7 +265,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         normalisers, entropies = (logprobs.new_zeros(len(hidden)) for _ in range(2))
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            scaled, _ = _scaled_logits(hidden[part], weight, bias, temperature, softcap)
+            scaled, _ = _scaled_logits(hidden[part], weight, bias, _at(temperature, part), softcap)
             normalisers[part] = scaled.logsumexp(-1)
             logprobs[part] = scaled.gather(1, targets[part]) - normalisers[part, None]
             if entropy:
@@ -240,7 +285,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=precise)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            scaled, slope = _scaled_logits(hidden[part], weight, bias, temperature, softcap)
+            scaled, slope = _scaled_logits(hidden[part], weight, bias, _at(temperature, part), softcap)
             logp = scaled.sub_(normalisers[part, None])
             probabilities = logp.exp()
             d_scaled = probabilities * -of_logprobs[part].sum(1, keepdim=True)
@@ -265,10 +310,12 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _scaled_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float | Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor | float]:
     """Soft-capped logits over the temperature, in float32, and their derivative by the raw logits."""
-    logits = _precise(F.linear(hidden, weight, bias))
+    logits = float32_logits(hidden, weight, bias)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(logits.dtype)
     if softcap is None:
         return logits / temperature, 1.0 / temperature
     squashed = torch.tanh(logits / softcap)

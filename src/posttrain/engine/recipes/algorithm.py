@@ -35,8 +35,8 @@ class PromptSource:
     prompts: int  # groups of one step
     samples: int  # of each prompt
     max_tokens: int  # of a response
-    temperature: float = 1.0
-    refills: int = 0  # rounds in which dropped groups are replaced, at the most
+    temperature: float = 1.0  # it travels with each sample, and the learner divides its logits by it
+    refills: int = 0  # how often the place of a dropped group is filled again, at the most
     turns: int = 1  # responses of one sample, at the most; between two of them an environment is observed
     observed: int = 0  # tokens of one observation, at the most
     stop: tuple[str, ...] = ()  # strings that a response ends at
@@ -287,6 +287,25 @@ def pack(
     batch = batch.with_document_columns(reward=torch.from_numpy(rewards), group=numbers)
     scores = [group.scores[i] for _, group, chosen in taken for i in chosen]
     return _earned(batch, [len(sample.last.prompt) for _, sample in samples], scores)
+
+
+def with_temperature(batch: TokenBatch | None, groups: Sequence[ScoredGroup]) -> TokenBatch | None:
+    """Documents that an algorithm formed without a temperature get the one that their groups were sampled at.
+
+    Raises:
+        InputError: the groups were sampled at several.
+    """
+    if batch is None or "temperature" in batch.document_columns:
+        return batch
+    told = {answer.temperature for group in groups for answer in group.answers}
+    found = sorted(one for one in told if one is not None)
+    if len(found) > 1:
+        raise InputError(
+            f"documents of groups sampled at several temperatures must each have its own, got {found} and a batch "
+            "without the column temperature; pack them with Trajectory.document"
+        )
+    every = [torch.full((len(batch),), one, dtype=torch.float64) for one in found]
+    return batch.with_document_columns(temperature=every[0]) if every else batch
 
 
 def _earned(batch: TokenBatch, prompts: Sequence[int], scores: Sequence[Score]) -> TokenBatch:

@@ -78,6 +78,23 @@ def load(path: Path) -> ModuleType:
     return module
 
 
+def try_import(path: Path, entry: str) -> None:
+    """Execute a dataflow's source, which a job would import outside of a cell: files and hosts that it does not find
+    here are no fault.
+
+    Raises:
+        ReportedError: it cannot be imported, or lacks the entry.
+    """
+    try:
+        module = load(path)
+    except ReportedError as error:
+        if isinstance(error.__cause__, OSError):
+            return
+        raise
+    if not hasattr(module, entry):
+        raise ReportedError("load", f"{path.name} has no {entry!r}")
+
+
 def entry_value(module: ModuleType, path: Path, entry: str | None) -> Any:
     """What `entry` names; without a name: `score`, `compute_score`, or the only public function.
 
@@ -296,11 +313,14 @@ def serve(channel: socket.socket, marker: mmap.mmap, source: str) -> None:
             if request["op"] == "open":
                 scorer = Scorer(Path(source, request["file"]), request["entry"], request["dialect"], marker)
                 answers: Iterator[dict[str, Any]] = iter([{"dialect": scorer.dialect, "where": scorer.where}])
+            elif request["op"] == "import":
+                try_import(Path(source, request["file"]), request["entry"])
+                answers = iter([{"dialect": "", "where": ""}])
             elif scorer is None:
                 raise ReportedError("load", "no reward is open")
             else:
                 answers = _own(scorer.score(request), own)
-            if request["op"] == "open":
+            if request["op"] in ("open", "import"):
                 send(channel, {"id": request["id"], **next(answers)})
             else:
                 send_answers(channel, request["id"], answers)

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import final
 
+import torch
+
 from posttrain.engine.algorithms.objectives import Objective
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.groups.rank_context import RankContext
@@ -55,7 +57,7 @@ class TrainWorker:
         first: int = 0,
     ) -> None:
         opened = model.open(context.device) if isinstance(model, ModelSource | ScalarSource) else model
-        self._wide: bool = next(opened.module.parameters()).dtype.itemsize >= 4
+        self._epsilon: float = torch.finfo(next(opened.module.parameters()).dtype).eps
         self.engine: TrainEngine = TorchEngine(
             context,
             opened,
@@ -135,9 +137,9 @@ class TrainWorker:
         """See `Backbone.fallbacks`."""
         return self.engine.model.fallbacks()
 
-    def wide(self) -> bool:
-        """Whether it computes in float32 or more; a float32 master of half-precision weights does not count."""
-        return self._wide
+    def epsilon(self) -> float:
+        """The rounding of the type that it computes in; a float32 master of half-precision weights does not count."""
+        return self._epsilon
 
     def vocabulary(self) -> int:
         """Tokens that the model has."""

@@ -7,7 +7,7 @@ too long, log-probabilities that are no numbers. Each ends the call in one line 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from itertools import count
 from typing import ClassVar
 
@@ -69,27 +69,42 @@ def generate(
 
 
 def answers(
-    engine: RolloutEngine, work: Sequence[Generation], version: str, patience: float = PATIENCE
-) -> Iterator[list[tuple[Generation, Trajectory]]]:
+    engine: RolloutEngine,
+    work: Sequence[Generation],
+    version: str,
+    patience: float = PATIENCE,
+    look: float = float("inf"),
+) -> Generator[list[tuple[Generation, Trajectory]], Sequence[Generation] | None, None]:
     """What an engine answers, as it does. What was not taken when this is closed is taken back.
+
+    Args:
+        work: what it answers; more of it may be sent whenever something is yielded.
+        look: seconds after which nothing is yielded, where nothing was answered.
 
     Raises:
         EngineError, SilentError, JobFailedError, IntegrityError: see `generate`.
     """
-    waiting, known = {generation.id: generation for generation in work}, dict[str, Generation]()
-    prompts = {tokens: segment.tokens for tokens, segment in prompt_segments(work).items()}
-    engine.submit(work)
+    waiting, known = dict[str, Generation](), dict[str, Generation]()
+    prompts: dict[tuple[int, ...], Ints] = {}
+    more: Sequence[Generation] | None = work
+    end = time.monotonic() + patience
     try:
-        while waiting:
+        while more or waiting:
+            if more:
+                prompts |= {tokens: segment.tokens for tokens, segment in prompt_segments(more).items()}
+                engine.submit(more)
+                waiting |= {generation.id: generation for generation in more}
             found: list[tuple[Generation, Trajectory]] = []
-            for done in _next(engine, waiting, patience):
+            for done in _next(engine, waiting, patience, end, look):
                 asked = _asked(engine.name, done, waiting, known)
-                found.append((asked, done.trajectory))
+                found.append((asked, done.trajectory.sampled_at(asked.sampling.temperature)))
                 _check(engine.name, done.trajectory, asked, prompts[asked.tokens], version)
-            _check_numbers(engine.name, found)
+            if found:
+                _check_numbers(engine.name, found)
+                end = time.monotonic() + patience
             for asked, _ in found:
                 del waiting[asked.id]
-            yield found
+            more = yield found
     finally:
         if waiting:
             engine.abort(list(waiting))
@@ -151,16 +166,20 @@ def plan_generations(
     ]
 
 
-def _next(engine: RolloutEngine, waiting: dict[str, Generation], patience: float) -> list[Completion]:
-    """The next answers; those to earlier calls, which were taken back or answered, are passed over.
+def _next(
+    engine: RolloutEngine, waiting: dict[str, Generation], patience: float, end: float, look: float
+) -> list[Completion]:
+    """The next answers, or none after `look` seconds; those to earlier calls, which were taken back or answered, are
+    passed over.
 
     Raises:
-        SilentError: none in `patience` seconds.
+        SilentError: none until `end`.
     """
-    end, asked = time.monotonic() + patience, next(iter(waiting))
+    asked, until = next(iter(waiting)), time.monotonic() + look
     while True:
-        came = engine.completed(max(0.0, end - time.monotonic()))
-        if found := [done for done in came if not _of_an_earlier_call(done.id, asked)]:
+        came = engine.completed(max(0.0, min(end, until) - time.monotonic()))
+        found = [done for done in came if not _of_an_earlier_call(done.id, asked)]
+        if found or until <= time.monotonic() < end:
             return found
         if time.monotonic() >= end:
             first = next(iter(waiting.values()))

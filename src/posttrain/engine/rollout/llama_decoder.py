@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.engine.models import LanguageModel
+from posttrain.engine.models.language_model import float32_logits
 from posttrain.engine.rollout.fused_weights import FusedLinear, FusedWeights, LayerWeights
-from posttrain.engine.rollout.head_logits import float32_logits
 from posttrain.engine.rollout.kv_store import KVShape, KVStore, Positions
 from posttrain.engine.rollout.page_attention import attend_packed_prompts, fits_varlen, why_not_varlen
 from posttrain.engine.rollout.prompt_attention import attend_prompts, longest_chunk, plan_prompts

@@ -30,9 +30,9 @@ class SamplingParams:
     seed: int = 0
     batch_size: int = 256  # rows decoded together; changes speed and memory, not what is drawn
     ignore_eos: bool = False  # decode to the limit; for measurements
-    top_k: int = 0  # draw among the k most likely tokens; 0: all. This and the next two: for evaluation, never training
-    top_p: float = 1.0  # draw among the most likely tokens that together have this probability
-    min_p: float = 0.0  # draw among tokens at least this times as likely as the most likely one
+    top_k: int = 0  # draw among the k most likely tokens; 0: all. This and the next two, in turn: never in training
+    top_p: float = 1.0  # of those, among the most likely that together have this share of their probability
+    min_p: float = 0.0  # of those, among the ones at least this times as likely as the most likely one
     stop: tuple[str, ...] = ()  # the response ends with the token that completes one of these in its text
 
     def __post_init__(self) -> None:

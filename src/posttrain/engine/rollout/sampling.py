@@ -104,14 +104,24 @@ def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def draw_likely(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-    """One token per row from the likely ones (top-k, top-p, min-p); its log-probability is of the whole softmax."""
-    probabilities = (logits.float() / sampling.temperature).softmax(-1)
+    """One token per row from the likely ones; its log-probability is of the whole softmax.
+
+    `top_k`, then `top_p`, then `min_p` leave tokens out, each of the renormalised distribution that the one before it
+    left, as Hugging Face and vLLM do; tokens as likely as the k-th stay. `min_p` compares with the most likely token,
+    so renormalising does not change it.
+    """
+    scaled = logits.float() / sampling.temperature
+    probabilities = scaled.softmax(-1)
     ordered, tokens = probabilities.sort(stable=True, dim=-1, descending=True)
     kept = ordered >= sampling.min_p * ordered[:, :1]
-    if sampling.top_p < 1:
-        kept &= ordered.cumsum(-1, dtype=torch.float64) - ordered < sampling.top_p
+    mass: Tensor | float = 1.0
     if sampling.top_k:
-        kept[:, sampling.top_k :] = False
+        least = scaled.topk(min(sampling.top_k, logits.shape[1])).values[:, -1:]
+        among = scaled.gather(1, tokens) >= least
+        kept &= among
+        mass = ordered.where(among, 0).sum(-1, keepdim=True, dtype=torch.float64)
+    if sampling.top_p < 1:
+        kept &= ordered.cumsum(-1, dtype=torch.float64) - ordered < sampling.top_p * mass
     kept[:, 0] = True
     token = tokens.gather(1, _invert(ordered.where(kept, 0), uniform)[0])
     return token[:, 0], probabilities.gather(1, token)[:, 0].log()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import final
 
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
@@ -16,12 +16,16 @@ from posttrain.engine.models.source import ModelSource
 from posttrain.engine.rollout.batches import PromptBatch, Rollouts
 from posttrain.engine.rollout.generating import PATIENCE, answers, generate, plan_generations
 from posttrain.engine.rollout.opening import decoding_fallbacks, open_rollout
-from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
+from posttrain.engine.rollout.port import Generation, RolloutEngine, SamplingParams
 from posttrain.engine.rollout.stopping import StopStrings
-from posttrain.engine.samples import Trajectory, groups_of
+from posttrain.engine.samples import Group, Trajectory, groups_of
 from posttrain.engine.weights.attestation import Attestation, attest_views, differing_aliases
 from posttrain.engine.weights.stream import Bucket, WeightSource, exchange
 from posttrain.engine.weights.view import PolicyVersion, Standing, View
+
+_LOOK = 0.25  # seconds until more prompts can be taken on, where nothing ends
+_Rows = dict[int, dict[int, Trajectory]]  # key → number of a sample → what has come
+_Answered = list[tuple[Generation, Trajectory]]
 
 
 @final
@@ -64,6 +68,8 @@ class RolloutWorker:
         self._fallbacks = {} if engine else decoding_fallbacks(model)
         self._patience = patience
         self._rank, self._version = context.rank, PolicyVersion()
+        self._open: Generator[_Answered, Sequence[Generation], None] | None = None  # of `feed`
+        self._rows: _Rows = {}  # of prompts that `feed` has in work
         self._served: tuple[str, Attestation] | None = None
         self._say(self._version)
 
@@ -175,15 +181,42 @@ class RolloutWorker:
         if prompts.first:
             raise InputError("samples that go on are asked for one by one, got a stream of them; generate them")
         work = plan_generations(prompts.tokens, samples, sampling, prompts.keys, context_length=length)
-        rows: dict[int, dict[int, Trajectory]] = {key: {} for key in prompts.keys}
+        rows: _Rows = {key: {} for key in prompts.keys}
         for found in answers(engine, work, str(self._version), self._patience):
-            for asked, answer in found:
-                rows[asked.key][asked.sample] = answer
-            whole = [key for key in dict.fromkeys(asked.key for asked, _ in found) if len(rows[key]) == samples]
-            if whole:
-                flat = [rows[key].pop(sample) for key in whole for sample in range(samples)]
+            if groups := _whole(rows, found, samples):
                 counts, before = self._counted(before), engine.counts()
-                yield Rollouts(groups_of(flat, whole, samples), Provenance(role="rollout", rank=self._rank), counts)
+                yield Rollouts(groups, Provenance(role="rollout", rank=self._rank), counts)
+
+    def feed(self, prompts: PromptBatch, sampling: SamplingParams, samples: int) -> Iterator[Rollouts]:
+        """Take prompts on besides those in work, and yield what ends first, or nothing after a moment. The rest stays
+        in work for the next call, until which it stands still.
+
+        Raises:
+            InputError, EngineError, SilentError, JobFailedError, IntegrityError: see `generating.generate`.
+        """
+        _refuse_truncated(sampling)
+        engine, work, before = self._engine, list[Generation](), self._engine.counts()
+        if len(prompts):
+            length = engine.context_length
+            work = plan_generations(prompts.tokens, samples, sampling, prompts.keys, context_length=length)
+        if not (work or self._rows):
+            return
+        self._rows |= {key: {} for key in prompts.keys}
+        try:
+            if self._open is None:
+                self._open = answers(engine, work, str(self._version), self._patience, _LOOK)
+                found = next(self._open)
+            else:
+                found = self._open.send(work)
+        except BaseException:
+            self._open = None
+            self._rows.clear()
+            raise
+        groups = _whole(self._rows, found, samples)
+        if not self._rows:
+            self._open.close()
+            self._open = None
+        yield Rollouts(groups, Provenance(role="rollout", rank=self._rank), self._counted(before))
 
     def _counted(self, before: Mapping[str, int]) -> dict[str, int]:
         return {name: count - before.get(name, 0) for name, count in self._engine.counts().items()}
@@ -200,6 +233,15 @@ class RolloutWorker:
         held = dict(self._module.named_parameters())
         for shard in bucket.shards():
             put(held, shard)
+
+
+def _whole(rows: _Rows, found: Sequence[tuple[Generation, Trajectory]], samples: int) -> tuple[Group, ...]:
+    """The groups whose last sample is among what was found; they leave `rows`."""
+    for asked, answer in found:
+        rows[asked.key][asked.sample] = answer
+    whole = [key for key in dict.fromkeys(asked.key for asked, _ in found) if len(rows[key]) == samples]
+    ended = {key: rows.pop(key) for key in whole}
+    return groups_of([ended[key][sample] for key in whole for sample in range(samples)], whole, samples)
 
 
 def _refuse_truncated(sampling: SamplingParams) -> None:

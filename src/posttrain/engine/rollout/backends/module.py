@@ -12,6 +12,7 @@ from torch import Tensor
 from posttrain.engine.models import LanguageModel
 from posttrain.engine.models.costs import key_value_bytes
 from posttrain.engine.models.exported import module_views
+from posttrain.engine.models.language_model import HALF
 from posttrain.engine.rollout.batched import BatchedEngine
 from posttrain.engine.rollout.decoding import Rows, decode_batch
 from posttrain.engine.rollout.port import Generation
@@ -65,11 +66,13 @@ class _ModuleSession:
     """
 
     def __init__(self, model: LanguageModel, rows: Rows) -> None:
-        self._module = model.module
+        half = next(model.module.parameters()).dtype in HALF
+        self._head = model.head if half else None  # its logits in float32, as in training; a wider module has its own
+        self._module = model.module.base_model if self._head else model.module
         self._rows = rows
         self._device = model.device
         self._cache: Any = None
-        self._parameters = frozenset(inspect.signature(model.module.forward).parameters)
+        self._parameters = frozenset(inspect.signature(self._module.forward).parameters)
         self.drop_share: float | None = _DROP_SHARE
         width = max(len(prompt) for prompt in rows.prompts)
         padding = [width - len(prompt) for prompt in rows.prompts]
@@ -112,6 +115,8 @@ class _ModuleSession:
         known = {name: value for name, value in optional.items() if name in self._parameters}
         output = self._module(input_ids=tokens, attention_mask=self._mask, use_cache=True, **known)
         self._cache = output.get("past_key_values")
+        if self._head:
+            return self._head.logits(output.last_hidden_state[:, -1])
         logits: Tensor = output.logits[:, -1]
         return logits
 
