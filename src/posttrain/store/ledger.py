@@ -6,40 +6,42 @@ Writing: `transaction(actor)`. Keep it short and do no work inside: on SQLite it
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Concatenate, ParamSpec, TypeVar
 
 from posttrain.domain.errors import ConflictError, InfrastructureError
 from posttrain.domain.ports import Clock
-from posttrain.domain.records import (
-    DEFAULT_PROJECT,
-    Artifact,
-    Asset,
-    AssetStatus,
-    AttemptRecord,
-    ChannelRecord,
-    Deployment,
-    Event,
-    Quarantine,
-    ReleaseEntry,
-    RunRecord,
-    Signal,
-    StageRecord,
-)
+from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.store.clock import SystemClock
 from posttrain.store.database import Database, LostAnswerError
 from posttrain.store.journal import Author, Entropy, new_request
 from posttrain.store.snapshot import Snapshot
 from posttrain.store.transaction import Transaction
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _DIGITS = 32  # of a transaction's id
 
 
 def numbered(request: str, number: int) -> str:
     """The id of one of a request's transactions: 32 hexadecimal digits, the last of them its number, from 0."""
     return f"{request}{number:0{_DIGITS - len(request)}x}"
+
+
+def _read(query: Callable[Concatenate[Snapshot, P], R]) -> Callable[Concatenate[Ledger, P], R]:
+    """The method of `Ledger` that asks one question of a snapshot of its own."""
+
+    def asked(self: Ledger, *words: P.args, **options: P.kwargs) -> R:
+        with self.snapshot() as now:
+            found: R = getattr(now, query.__name__)(*words, **options)
+        return found
+
+    functools.update_wrapper(asked, query)
+    return asked
 
 
 class Ledger:
@@ -120,122 +122,29 @@ class Ledger:
         with self.database.read() as connection:
             yield Snapshot(connection, self.project)
 
-    def run(self, run_id: str) -> RunRecord:
-        """See `Snapshot.run`."""
-        with self.snapshot() as now:
-            return now.run(run_id)
-
-    def runs(
-        self, limit: int | None = None, state: str | None = None, manifest_digest: str | None = None
-    ) -> list[RunRecord]:
-        """See `Snapshot.runs`."""
-        with self.snapshot() as now:
-            return now.runs(limit, state, manifest_digest)
-
-    def find_run(self, prefix: str) -> RunRecord:
-        """See `Snapshot.find_run`."""
-        with self.snapshot() as now:
-            return now.find_run(prefix)
-
-    def stages(self, run_id: str) -> list[StageRecord]:
-        """See `Snapshot.stages`."""
-        with self.snapshot() as now:
-            return now.stages(run_id)
-
-    def attempts(self, run_id: str, stage: str | None = None) -> list[AttemptRecord]:
-        """See `Snapshot.attempts`."""
-        with self.snapshot() as now:
-            return now.attempts(run_id, stage)
-
-    def asset(self, kind: str, name: str, version: int | None = None) -> Asset:
-        """See `Snapshot.asset`."""
-        with self.snapshot() as now:
-            return now.asset(kind, name, version)
-
-    def assets(self, kind: str | None = None, name: str | None = None) -> list[Asset]:
-        """See `Snapshot.assets`."""
-        with self.snapshot() as now:
-            return now.assets(kind, name)
-
-    def assets_by_digest(self, digest: str) -> list[Asset]:
-        """See `Snapshot.assets_by_digest`."""
-        with self.snapshot() as now:
-            return now.assets_by_digest(digest)
-
-    def find_artifact(self, prefix: str) -> Artifact:
-        """See `Snapshot.find_artifact`."""
-        with self.snapshot() as now:
-            return now.find_artifact(prefix)
-
-    def channel(self, name: str) -> ReleaseEntry | None:
-        """See `Snapshot.channel`."""
-        with self.snapshot() as now:
-            return now.channel(name)
-
-    def channel_record(self, name: str) -> ChannelRecord:
-        """See `Snapshot.channel_record`."""
-        with self.snapshot() as now:
-            return now.channel_record(name)
-
-    def channel_records(self) -> list[ChannelRecord]:
-        """See `Snapshot.channel_records`."""
-        with self.snapshot() as now:
-            return now.channel_records()
-
-    def deployments(self, name: str) -> list[Deployment]:
-        """See `Snapshot.deployments`."""
-        with self.snapshot() as now:
-            return now.deployments(name)
-
-    def channel_events(self, name: str, kind: str) -> list[Event]:
-        """See `Snapshot.channel_events`."""
-        with self.snapshot() as now:
-            return now.channel_events(name, kind)
-
-    def history(self, name: str) -> list[ReleaseEntry]:
-        """See `Snapshot.history`."""
-        with self.snapshot() as now:
-            return now.history(name)
-
-    def asset_status(self, status: str | None = None) -> list[tuple[AssetStatus, str]]:
-        """See `Snapshot.asset_status`."""
-        with self.snapshot() as now:
-            return now.asset_status(status)
-
-    def signals(self, run_id: str) -> list[Signal]:
-        """See `Snapshot.signals`."""
-        with self.snapshot() as now:
-            return now.signals(run_id)
-
-    def quarantine(self, name: str) -> list[Quarantine]:
-        """See `Snapshot.quarantine`."""
-        with self.snapshot() as now:
-            return now.quarantine(name)
-
-    def channels(self) -> list[str]:
-        """See `Snapshot.channels`."""
-        with self.snapshot() as now:
-            return now.channels()
-
-    def stages_by_key(self, cache_key: str) -> list[StageRecord]:
-        """See `Snapshot.stages_by_key`."""
-        with self.snapshot() as now:
-            return now.stages_by_key(cache_key)
-
-    def cached_stage(self, cache_key: str) -> StageRecord | None:
-        """See `Snapshot.cached_stage`."""
-        with self.snapshot() as now:
-            return now.cached_stage(cache_key)
-
-    def events(self, after: int = 0, subject_prefix: str | None = None, limit: int = 1000) -> list[Event]:
-        """See `Snapshot.events`."""
-        with self.snapshot() as now:
-            return now.events(after, subject_prefix, limit)
-
-    def pending_events(self, subject_prefix: str | None = None, limit: int = 1000) -> list[Event]:
-        """See `Snapshot.pending_events`."""
-        with self.snapshot() as now:
-            return now.pending_events(subject_prefix, limit)
+    run = _read(Snapshot.run)
+    runs = _read(Snapshot.runs)
+    find_run = _read(Snapshot.find_run)
+    stages = _read(Snapshot.stages)
+    attempts = _read(Snapshot.attempts)
+    asset = _read(Snapshot.asset)
+    assets = _read(Snapshot.assets)
+    assets_by_digest = _read(Snapshot.assets_by_digest)
+    find_artifact = _read(Snapshot.find_artifact)
+    channel = _read(Snapshot.channel)
+    channel_record = _read(Snapshot.channel_record)
+    channel_records = _read(Snapshot.channel_records)
+    deployments = _read(Snapshot.deployments)
+    channel_events = _read(Snapshot.channel_events)
+    history = _read(Snapshot.history)
+    asset_status = _read(Snapshot.asset_status)
+    signals = _read(Snapshot.signals)
+    quarantine = _read(Snapshot.quarantine)
+    channels = _read(Snapshot.channels)
+    stages_by_key = _read(Snapshot.stages_by_key)
+    cached_stage = _read(Snapshot.cached_stage)
+    events = _read(Snapshot.events)
+    pending_events = _read(Snapshot.pending_events)
 
     def close(self) -> None:
         """Close the database."""
