@@ -35,7 +35,7 @@ def numbered(request: str, number: int) -> str:
 def _read(query: Callable[Concatenate[Snapshot, P], R]) -> Callable[Concatenate[Ledger, P], R]:
     """The method of `Ledger` that asks one question of a snapshot of its own."""
 
-    def asked(self: Ledger, *words: P.args, **options: P.kwargs) -> R:
+    def asked(self: Ledger, /, *words: P.args, **options: P.kwargs) -> R:
         with self.snapshot() as now:
             found: R = getattr(now, query.__name__)(*words, **options)
         return found
