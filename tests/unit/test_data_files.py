@@ -311,7 +311,9 @@ def test_a_small_parquet_or_arrow_file_of_one_huge_shared_value_is_refused_befor
             assert path.stat().st_size < 1 << 18
             with pytest.raises(InputError, match="must hold at most"):
                 list(read_file(path, path.name))
-    many = pa.table({"prompt": ["q"], "numbers": pa.array([[0] * 40_000_000], pa.list_(pa.int64()))})
+    many = pa.table(
+        {"prompt": ["q"], "numbers": pa.ListArray.from_arrays([0, 40_000_000], pa.nulls(40_000_000, pa.int64()))}
+    )
     pq.write_table(many, tmp_path / "b.parquet", compression="zstd")
     with pytest.raises(InputError, match="must hold at most"):
         list(read_file(tmp_path / "b.parquet", "b.parquet"))
