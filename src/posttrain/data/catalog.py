@@ -328,7 +328,7 @@ class Catalog:
         return InputRef(source="asset", name=name, digest=digest, form=form)
 
     def located(self, ref: InputRef, cache: Path) -> Path | bytes:
-        """A planned input as it lies on disk: a folder; of a file its bytes.
+        """A planned input as it lies on disk; of a file that does not, its bytes.
 
         Raises:
             NotFoundError, IntegrityError: it is missing or corrupt.
@@ -339,7 +339,7 @@ class Catalog:
             return path or materialise(self._blobs, digest, cache)
         if path == Path(SOURCE):
             return imported_reward(ref.name).source
-        return path.read_bytes() if path else self._blobs.get(digest)
+        return path or self._blobs.get(digest)
 
     def publish(self, manifest: Manifest) -> None:
         """Put what a manifest names by path into the store, before the run is recorded.
