@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from posttrain.access.ports import OS
 from posttrain.control.jobs import Access, AttemptFolders, Jobs
 from posttrain.control.owners import process_alive
 from posttrain.control.stores import Stores
-from posttrain.data.assets import model_limits
+from posttrain.data.assets import ModelLimits, model_limits
 from posttrain.data.catalog import Catalog
 from posttrain.domain.errors import ConflictError, InputError, WorkspaceError
 from posttrain.domain.kinds import Driver, kind_of
@@ -119,7 +119,7 @@ class Workspace(OpenWorkspace):
             workspace=self.place,
             hosts=self.hosts,
         )
-        self.catalog = Catalog(self.ledger, self.blobs, self.actor, model_limits(self.settings.get(LIMITS, {})))
+        self.catalog = Catalog(self.ledger, self.blobs, self.actor, ModelLimits(**self.settings.get(LIMITS, {})))
 
 
 def find_workspace(start: Path | None = None) -> Path:
@@ -188,7 +188,7 @@ def init_workspace(
     executor: str | None = None,
     channel: str | None = None,
     job_variables: Collection[str] | None = None,
-    limits: Mapping[str, int] | None = None,
+    limits: Sequence[str] | None = None,
 ) -> Workspace:
     """Make a workspace below `path` (default: here). Doing it again changes nothing but what is given.
 
@@ -199,7 +199,7 @@ def init_workspace(
         executor: who runs its jobs: `local`, `podman`, which runs those that name an image in containers of it, or one
             that an installed package adds.
         channel: URL below which the jobs of a new workspace and its drivers talk to each other; None: in its folder.
-        limits: of a model folder (`data.assets.ModelLimits`), in place of those before.
+        limits: of a model folder (`data.assets.model_limits`), in place of those before.
         job_variables: names of variables that its jobs get of its server's environment, in place of those before.
 
     Raises:
@@ -209,17 +209,18 @@ def init_workspace(
     """
     named = os.environ.get(VARIABLE)
     root = path / FOLDER if path else Path(named) if named else Path.cwd() / FOLDER
+    chosen = None if limits is None else model_limits(limits)
     if executor == PODMAN:  # first: one that there is not leaves no workspace
         _refuse_without_podman()
     elif executor not in (None, LOCAL):
         InstalledExecutor(executor, OWN_EXECUTORS, root / "runs").load()
     workspace = Workspace(root, create=True, rewards=rewards, trackers=trackers, ledger=ledger, channel=channel)
     other = executor not in (None, workspace.settings.get(EXECUTOR, LOCAL))
-    if not other and job_variables is None and limits is None:
+    if not other and job_variables is None and chosen is None:
         return workspace
     try:
-        if limits is not None:
-            record_limits(root, limits)
+        if chosen is not None:
+            record_limits(root, chosen)
         if job_variables is not None:
             record_variables(root, job_variables)
         if executor is not None and other:

@@ -93,19 +93,6 @@ ModelLimitOption = Annotated[
 ]
 
 
-def _limits(words: list[str] | None) -> dict[str, int] | None:
-    if not words:
-        return None
-    from posttrain.data.assets import model_limits
-
-    pairs = [word.partition("=")[::2] for word in words if words != ["none"]]
-    if odd := next((f"{name}={number}" for name, number in pairs if not number.isdecimal()), None):
-        raise InputError(f"init: --model-limit must be NAME=N, such as files=20000, got {odd[:60]!r}")
-    limits = {name: int(number) for name, number in pairs}
-    model_limits(limits)
-    return limits
-
-
 def init(
     folder: Annotated[
         Path | None, typer.Argument(metavar="[DIR]", help="Where; here by default.", show_default=False)
@@ -132,7 +119,7 @@ def init(
     variables = None if not job_variable else [] if job_variable == ["none"] else job_variable
     workspace = init_workspace(
         folder, rewards=rewards, trackers=chosen, ledger=ledger, executor=executor, channel=attempt_channels,
-        job_variables=variables, limits=_limits(model_limit),
+        job_variables=variables, limits=model_limit,
     )  # fmt: skip
     if workspace.trusts_rewards:
         say("its rewards are trusted: where the kernel cannot confine them they run with your rights")

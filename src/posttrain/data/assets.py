@@ -11,7 +11,7 @@ import json
 import re
 import struct
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -231,16 +231,19 @@ class ModelLimits:
                 raise InputError(f"model limit {name} must be a whole number from 1, got {given!r:.60}")
 
 
-def model_limits(given: Mapping[str, Any]) -> ModelLimits:
-    """Those that are given, and the defaults of the others: `model_limits({"files": 20_000})`.
+def model_limits(words: Sequence[str]) -> dict[str, int]:
+    """Limits as a person writes them, such as `files=20000`; `none` alone: the defaults.
 
     Raises:
-        InputError: an unknown one, or one below 1.
+        InputError: an unknown one, or no whole number from 1.
     """
-    known = ModelLimits.__slots__
-    if odd := sorted(given.keys() - set(known)):
-        raise InputError(f"model limits must be among {', '.join(known)}, got {odd[0][:60]!r}")
-    return ModelLimits(**given)
+    pairs = [word.partition("=")[::2] for word in words if words != ["none"]]
+    if odd := next((one for one in pairs if one[0] not in ModelLimits.__slots__ or not one[1].isdecimal()), None):
+        known = ", ".join(f"{name}=N" for name in ModelLimits.__slots__)
+        raise InputError(f"init: --model-limit must be one of {known}, got {'='.join(odd)[:60]!r}")
+    limits = {name: int(number) for name, number in pairs}
+    ModelLimits(**limits)
+    return limits
 
 
 def inspect_model(folder: Path, limits: ModelLimits | None = None) -> Meta:

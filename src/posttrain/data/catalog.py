@@ -328,17 +328,18 @@ class Catalog:
         return InputRef(source="asset", name=name, digest=digest, form=form)
 
     def located(self, ref: InputRef, cache: Path) -> Path | bytes:
-        """A planned input as it lies on disk: a folder; of a file its bytes.
+        """A planned input as it lies on disk; of a file that does not, its bytes.
 
         Raises:
             NotFoundError, IntegrityError: it is missing or corrupt.
         """
-        path, _ = self._local.get(ref.digest, (None, None))
+        digest = str(ref.digest)
+        path = self._local[digest][0] if digest in self._local else None
         if ref.form == "tree":
-            return path or materialise(self._blobs, ref.digest, cache)
+            return path or materialise(self._blobs, digest, cache)
         if path == Path(SOURCE):
             return imported_reward(ref.name).source
-        return path.read_bytes() if path else self._blobs.get(ref.digest)
+        return path or self._blobs.get(digest)
 
     def publish(self, manifest: Manifest) -> None:
         """Put what a manifest names by path into the store, before the run is recorded.

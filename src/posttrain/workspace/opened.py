@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from posttrain.control.jobs import Jobs
 from posttrain.control.owners import process_alive, process_name
 from posttrain.control.stores import Stores
-from posttrain.data.assets import model_limits
+from posttrain.data.assets import ModelLimits
 from posttrain.data.catalog import Catalog
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import PosttrainError
@@ -171,7 +171,7 @@ class OpenWorkspace:
             mine.database, mine.clock, project=project, entropy=mine.entropy, auth=auth, request=request
         )
         other.stores = Stores(other.ledger, self.blobs, other.ledger.clock, actor)
-        other.catalog = Catalog(other.ledger, self.blobs, actor, model_limits(self.settings.get(LIMITS, {})))
+        other.catalog = Catalog(other.ledger, self.blobs, actor, ModelLimits(**self.settings.get(LIMITS, {})))
         return other
 
     def close(self) -> None:

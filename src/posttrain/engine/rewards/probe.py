@@ -24,7 +24,7 @@ from posttrain.engine.rewards.process import LOAD_TIMEOUT, open_reward
 from posttrain.engine.rewards.protocol import Fault
 from posttrain.engine.rewards.session import EndedError, LateError, NotConfinedError, Session
 
-_RECIPE_TIMEOUT = 4 * LOAD_TIMEOUT  # seconds: it imports the engine
+_RECIPE_TIMEOUT = 120.0  # seconds: it imports the engine
 
 
 def main() -> int:
