@@ -36,7 +36,7 @@ from posttrain.domain.jobs import ANOTHER_RUNS, Cause, Failure, JobResult, JobSt
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import AttemptState, RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
-from posttrain.domain.reasons import Reason
+from posttrain.domain.reasons import Reason, StopCause
 from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord, Watch
 from posttrain.domain.waits import span, told, wait_of
 
@@ -45,10 +45,18 @@ LEAVING_SECONDS = 120.0  # after a result, until a job that its executor does no
 BACKOFF_SECONDS = (0.5, 2.0, 8.0, 30.0)
 
 _DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
+_OVERTIME = "its maximum runtime, by budget.wall_clock, is over"
 _ENDED_FOR = {
-    Cause.OUT_OF_MEMORY: (FailureClass.OUT_OF_MEMORY, "out of memory"),
-    Cause.OVERTIME: (FailureClass.BUDGET, "its maximum runtime, by budget.wall_clock, is over"),
+    Cause.OUT_OF_MEMORY: (FailureClass.OUT_OF_MEMORY, "out of memory", StopCause.OUT_OF_MEMORY),
+    Cause.OVERTIME: (FailureClass.BUDGET, _OVERTIME, StopCause.BUDGET),
 }
+# by whoever runs jobs; a limit that the run does not declare says nothing about its budget
+_STOPPED_BY = {
+    Cause.PREEMPTED: StopCause.PREEMPTED,
+    Cause.DRAINED: StopCause.DRAINED,
+    Cause.OVERTIME: StopCause.PREEMPTED,
+}
+_TAKEN_AWAY = (StopCause.PREEMPTED, StopCause.DRAINED, StopCause.SUPERSEDED)  # these use no attempt up
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,42 +215,44 @@ def _launched(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sig
 
 
 def _why_stopped(view: View, stage: StageRecord, attempt: AttemptRecord, result: JobResult) -> JobResult:
-    """A job that stopped though no person asked: it was told to end for the budget, or from outside."""
+    """A job that stopped though no person asked: for the cause of the order; without an order it was preempted."""
     if result.status != "stopped" or view.run.desired == "stopped":
         return result
     if _condemned(view, stage, attempt):  # it was not so far gone that it did not hear SIGTERM
         return replace(result, status="failed", failure=_hung(view, stage, attempt))
-    asked = attempt.stop_requested_at is not None  # and a run that nobody stopped asks for the budget's sake only
-    preempted = Failure(FailureClass.PREEMPTED, "the job was told to end from outside (SIGTERM)", "")
-    spent = f"the budget ({budgets.declared(view.manifest)}) is spent; raise it in run.yaml and submit again"
-    over = Failure(FailureClass.BUDGET, spent, "budget")
-    return replace(result, status="failed", failure=over if asked else preempted)
+    if attempt.stop_cause == StopCause.BUDGET:
+        spent = f"the budget ({budgets.declared(view.manifest)}) is spent; raise it in run.yaml and submit again"
+        return replace(result, status="failed", failure=Failure(FailureClass.BUDGET, spent, "budget"))
+    told = "was told to end from outside (SIGTERM)"
+    if attempt.stop_cause is not None:
+        told = f"was told to stop: {StopCause(attempt.stop_cause).meaning}"
+    return replace(result, status="failed", failure=Failure(FailureClass.PREEMPTED, f"the job {told}", ""))
 
 
 def _without_word(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sight, now: float) -> Order | None:
-    """What becomes of a job without a result; it ends when a person or the budget says so."""
+    """What becomes of a job without a result; it ends when a person, the budget or another order says so."""
     seen = sight.job
     spent = budgets.spending(view.stages, view.attempts, running=seen.seconds or 0.0)
     over = budgets.exhausted(view.manifest, spent)
-    asked = attempt.stop_requested_at
-    ending = bool(over) or view.run.state == RunState.STOPPING
-    if ending and asked is None and (sight.another_runs or not seen.gone):
-        return AskToStop(stage, attempt)
-    ending = ending and asked is not None and now >= asked + STOP_GRACE_SECONDS
+    asked, stopping = attempt.stop_requested_at, view.run.state == RunState.STOPPING
+    if (over or stopping) and asked is None and (sight.another_runs or not seen.gone):
+        return AskToStop(stage, attempt, StopCause.PERSON if stopping else StopCause.BUDGET)
+    late = asked is not None and now >= asked + STOP_GRACE_SECONDS
     believed = seen.hidden and attempt.reason == Reason.ASSUMED_DEAD
     if not seen.gone and not believed:
-        if ending:
+        if late:
             return Kill(stage, attempt)
         quiet = _silence(view, stage, attempt, sight, now) if asked is None else None
         return _waits(stage, attempt, seen) or quiet
     if sight.another_runs:
         return _given_way(stage, attempt)
-    if not ending and view.run.state != RunState.STOPPING:  # a stage that a person stopped is not tried again
-        return _lost(view, stage, attempt, seen)
-    if over:
-        return End(stage, attempt, JobResult("failed", failure=Failure(FailureClass.BUDGET, over, "budget")))
-    before = "" if asked else f"stopped by a person; its job was gone before ({seen.why})"
-    return End(stage, attempt, JobResult("stopped", message=sight.unheeded or before))
+    if stopping:  # a stage that a person stopped is not tried again
+        before = "" if asked else f"stopped by a person; its job was gone before ({seen.why})"
+        return End(stage, attempt, JobResult("stopped", message=sight.unheeded or before))
+    if late and attempt.stop_cause == StopCause.BUDGET:
+        said = over or f"the budget ({budgets.declared(view.manifest)}) is spent"
+        return End(stage, attempt, JobResult("failed", failure=Failure(FailureClass.BUDGET, said, "budget")))
+    return _lost(view, stage, attempt, seen)
 
 
 def _waits(stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Order | None:
@@ -277,25 +287,28 @@ def _hung(view: View, stage: StageRecord, attempt: AttemptRecord) -> Failure:
 def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Order:
     """A job that is gone without a result."""
     detail = seen.why
-    if seen.cause in _ENDED_FOR:
-        kind, why = _ENDED_FOR[seen.cause]
+    declared = view.manifest.budget.wall_clock is not None
+    if seen.cause is Cause.OUT_OF_MEMORY or (seen.cause is Cause.OVERTIME and declared):
+        kind, why, cause = _ENDED_FOR[seen.cause]
         over = Failure(kind, f"the executor ended the job: {why} ({detail})", seen.cause.value)
-        return End(stage, attempt, JobResult("failed", failure=over))
-    if seen.cause is Cause.PREEMPTED:
-        gone = Failure(FailureClass.PREEMPTED, f"the executor preempted the job ({detail})", "")
-        return _again(view, stage, attempt, gone, AttemptState.LOST)
+        return End(stage, attempt, JobResult("failed", failure=over), cause=cause)
+    cause = StopCause(attempt.stop_cause) if attempt.stop_cause else seen.cause and _STOPPED_BY.get(seen.cause)
+    if cause in _TAKEN_AWAY:
+        gone = Failure(FailureClass.PREEMPTED, f"the job was stopped: {cause.meaning} ({detail})", "")
+        return _again(view, stage, attempt, gone, AttemptState.LOST, cause=cause)
     if _condemned(view, stage, attempt):
         return _again(view, stage, attempt, _hung(view, stage, attempt), AttemptState.LOST)
     # neither a kill nor a late start says anything about the job; an exit code does: twice the same comes a third time
     mute = seen.exit_code is None or seen.exit_code < 0 or seen.exit_code == ANOTHER_RUNS
     signature = "" if mute else f"exit {seen.exit_code}"
     failure = Failure(FailureClass.INFRASTRUCTURE, f"the job ended without a result ({detail})", signature)
-    return _again(view, stage, attempt, failure, AttemptState.LOST)
+    cause = StopCause.SUPERSEDED if seen.exit_code == ANOTHER_RUNS else StopCause.INFRASTRUCTURE
+    return _again(view, stage, attempt, failure, AttemptState.LOST, cause=cause)
 
 
 def not_launched(view: View, stage: StageRecord, attempt: AttemptRecord, failure: Failure) -> Order:
     """What becomes of an attempt that its executor refused."""
-    return _again(view, stage, attempt, failure, AttemptState.LOST)
+    return _again(view, stage, attempt, failure, AttemptState.LOST, cause=StopCause.INFRASTRUCTURE)
 
 
 def _again(
@@ -305,13 +318,17 @@ def _again(
     failure: Failure,
     ended: AttemptState,
     said: JobResult | None = None,
+    cause: StopCause | None = None,
 ) -> TryAgain:
     """Back off and try again, unless the attempts are used up or the same thing happened twice in a row."""
     tried = [one for one in view.tries(stage.name) if one.number > stage.retried_after]
     wait = BACKOFF_SECONDS[min(len(tried), len(BACKOFF_SECONDS)) - 1]
     over = why_not_again(view.manifest, tried, failure)
-    killed = failure.kind is FailureClass.INFRASTRUCTURE and _condemned(view, stage, attempt)
-    return TryAgain(stage, attempt, failure, ended, said or JobResult("failed"), wait, over, killed)
+    if failure.kind is FailureClass.INFRASTRUCTURE and _condemned(view, stage, attempt):
+        cause = StopCause.STALLED
+    elif failure.kind is FailureClass.PREEMPTED and cause is None:
+        cause = StopCause.PREEMPTED
+    return TryAgain(stage, attempt, failure, ended, said or JobResult("failed"), wait, over, cause)
 
 
 def hold_back(

@@ -113,7 +113,7 @@ def launch_attempt(
         say(stores, stage, Reason.WAITING_FOR_DEVICES, str(error))
         return None
     except InfrastructureError as error:
-        return Failure(FailureClass.INFRASTRUCTURE, str(error), "launch")
+        return Failure(FailureClass.INFRASTRUCTURE, str(error), "")  # which says nothing about the job
     if isinstance(answer, Unknown):
         say(stores, stage, Reason.SUBMISSION_UNKNOWN, f"whether the job was submitted is not known ({answer.detail})")
         return None

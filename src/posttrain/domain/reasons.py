@@ -258,6 +258,26 @@ class Reason(StrEnum):
         return special.get(kind) or _BY_CODE[f"{cls.JOB_FAILED}:{kind.value}"]
 
 
+class StopCause(StrEnum):
+    """Why a job was stopped: by an order of the control side, or from outside. Attempts store it."""
+
+    meaning: str  # one clause
+
+    def __new__(cls, code: str, meaning: str) -> Self:
+        self = str.__new__(cls, code)
+        self._value_, self.meaning = code, meaning
+        return self
+
+    PERSON = "person", "a person stopped the run"
+    BUDGET = "budget", "what the attempt reserved of the budget is spent"
+    STALLED = "stalled", "it reported no progress for `runtime.stall_after`"
+    PREEMPTED = "preempted", "a scheduler or a signal from outside took its place"
+    DRAINED = "drained", "its node is being emptied"
+    SUPERSEDED = "superseded", "another job of the same attempt computes"
+    OUT_OF_MEMORY = "out_of_memory", "it exceeded its memory"
+    INFRASTRUCTURE = "infrastructure", "its process, its supervisor or its node is gone"
+
+
 HELD_UP = (Reason.STALLED, Reason.ANOTHER_RUNS, Reason.JOB_NOT_VISIBLE)  # of a stage that runs, and yet waits
 _BY_CODE: Mapping[str, Reason] = {reason.value: reason for reason in Reason}
 
