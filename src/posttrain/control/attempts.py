@@ -210,11 +210,8 @@ def _end(
 def _warning(
     stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, tokens: int, seconds: float
 ) -> Mapping[str, Any] | None:
-    """What to tell of a run's budget where billing this attempt passes most of it.
-
-    Stages of a run with a budget go one at a time, so nobody bills another one meanwhile.
-    """
-    if not budgets.one_at_a_time(manifest):
+    """What to tell of a run's budget where billing this attempt passes most of it."""
+    if not budgets.limited(manifest):
         return None
     attempts = stores.ledger.attempts(stage.run_id)
     taken_over = tokens_taken_over(stores, jobs.folders, attempts)

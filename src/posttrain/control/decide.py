@@ -7,7 +7,7 @@ same. An order names the rows that it was decided on: whoever carries it out com
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from posttrain.control import budgets
@@ -93,6 +93,7 @@ class Sight:
     unreadable: str = ""  # why what it left cannot be read
     another_runs: bool = False  # the executor's job gave way to another of this attempt, which may live
     unheeded: str = ""  # what is said of a job that was told to stop and did not
+    tokens: int = 0  # that it reports to have spent itself
     progress: str | None = None  # what it has reported: equal as long as nothing moved; None: nobody looked
 
 
@@ -209,6 +210,11 @@ def _launched(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sig
         since -= sight.word.seconds if sight.word.seconds <= since else 0.0  # a job may say anything
         return None if since < LEAVING_SECONDS else Kill(stage, attempt)
     result = _why_stopped(view, stage, attempt, sight.word)
+    if result.status == "failed" and result.failure and result.failure.kind is FailureClass.BUDGET:
+        own = budgets.Spending(result.tokens - (attempt.resumed_tokens or 0), result.seconds)
+        if budgets.can_have_more(view.manifest, view.stages, view.attempts, attempt, own):
+            spent = replace(result.failure, signature="")
+            return _again(view, stage, attempt, spent, AttemptState.FAILED, result)
     if result.status == "failed" and result.failure and result.failure.kind.retried:
         return _again(view, stage, attempt, result.failure, AttemptState.FAILED, result)
     return Collect(stage, attempt, result)
@@ -232,8 +238,8 @@ def _why_stopped(view: View, stage: StageRecord, attempt: AttemptRecord, result:
 def _without_word(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sight, now: float) -> Order | None:
     """What becomes of a job without a result; it ends when a person, the budget or another order says so."""
     seen = sight.job
-    spent = budgets.spending(view.stages, view.attempts, running=seen.seconds or 0.0)
-    over = budgets.exhausted(view.manifest, spent)
+    share = budgets.share_of(view.manifest, attempt, budgets.spending(view.stages, view.attempts))
+    over = budgets.overdrawn(share, sight.tokens, seen.seconds or 0.0)
     asked, stopping = attempt.stop_requested_at, view.run.state == RunState.STOPPING
     if (over or stopping) and asked is None and (sight.another_runs or not seen.gone):
         return AskToStop(stage, attempt, StopCause.PERSON if stopping else StopCause.BUDGET)
@@ -332,12 +338,30 @@ def _again(
 
 
 def hold_back(
-    manifest: Manifest, stage: StageRecord, stages: Mapping[str, StageRecord], slots: int
-) -> tuple[Reason, str] | None:
-    """Why a ready stage does not start yet though nothing else computes the same: reason and message."""
-    running: Sequence[str] = [one.name for one in stages.values() if one.state == StageState.RUNNING]
-    if running and budgets.one_at_a_time(manifest):
-        return Reason.WAITING_FOR_BUDGET, f"stage {running[0]} holds what is left of the budget"
-    if len(running) >= slots:
-        return Reason.WAITING_FOR_SLOT, f"all {slots} slots are taken"
-    return None
+    manifest: Manifest,
+    stage: StageRecord,
+    attempts: Sequence[AttemptRecord],
+    spent: budgets.Spending,
+    *,
+    free: int,
+    rivals: int = 0,
+) -> tuple[Reason, str] | budgets.Share:
+    """Why a ready stage does not start yet though nothing else computes the same; else what its attempt reserves.
+
+    Args:
+        attempts: of its run.
+        free: slots.
+        rivals: other stages that could start now: each gets an equal share.
+    """
+    if free < 1:
+        return Reason.WAITING_FOR_SLOT, "every slot of this host is taken"
+    if not budgets.limited(manifest):
+        return budgets.Share()
+    others = budgets.living(attempts)
+    mine = [one for one in attempts if one.stage == stage.name and one.number > stage.retried_after]
+    whole = bool(mine) and mine[-1].reason == Reason.BUDGET_EXCEEDED  # a share was too little
+    left = budgets.left(manifest, spent, others)
+    share = budgets.divided(left, 1 if whole else 1 + min(rivals, free - 1))
+    if others and (whole or share.empty):
+        return Reason.WAITING_FOR_BUDGET, f"stage {others[0].stage} reserves what is left of the budget"
+    return share

@@ -27,7 +27,6 @@ from typing import Any
 from posttrain.control.actuator import act
 from posttrain.control.decide import View, decide_run, decide_stage, settle
 from posttrain.control.jobs import Jobs
-from posttrain.control.orders import Bind
 from posttrain.control.orphans import end_orphans
 from posttrain.control.pulse import Pulse, look_again_after
 from posttrain.control.sights import Looks, see
@@ -48,6 +47,7 @@ SWEEP_SECONDS = 300.0  # between two sweeps for jobs that nobody owns
 RACED_SECONDS = 1.0  # until whoever lost a race looks again
 UNWOKEN_SECONDS = 604800.0  # an unfinished run is looked at once in seven days, whatever nobody thought of
 POLL_SECONDS = 0.7  # between two questions to the queue
+OBSERVE_SECONDS = 5.0  # at most, between two looks at what running jobs report
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +344,8 @@ class Reconciler:
                 act(self._stores, self._jobs, view, order)
             view = self._view(run_id, manifest)
         looks = Looks(self._jobs)
-        for name in [stage.name for stage in view.stages]:
+        waiting = [stage.name for stage in view.stages if stage.state == StageState.PENDING]
+        for name in (*waiting, *(stage.name for stage in view.stages)):  # who could start now is known before any does
             if troubles.waits(view.stage(name)):
                 continue
             with troubles.kept_to(view.stage(name)):
@@ -358,17 +359,14 @@ class Reconciler:
         return replace(view, run=self._stores.ledger.run(run_id))
 
     def _advance(self, view: View, name: str, looks: Looks) -> View:
-        """One step of one stage; two where its inputs are bound. The rows afterwards."""
-        while True:
-            running = view.stage(name).state == StageState.RUNNING
-            sight = see(self._stores, self._jobs, view, name, looks) if running else None
-            order = decide_stage(view, name, sight, self._stores.clock.now())
-            if order is None:
-                return view
-            act(self._stores, self._jobs, view, order)
-            view = self._view(view.run.id, view.manifest)
-            if not isinstance(order, Bind):
-                return view
+        """One step of one stage. The rows afterwards."""
+        running = view.stage(name).state == StageState.RUNNING
+        sight = see(self._stores, self._jobs, view, name, looks) if running else None
+        order = decide_stage(view, name, sight, self._stores.clock.now())
+        if order is None:
+            return view
+        act(self._stores, self._jobs, view, order)
+        return self._view(view.run.id, view.manifest)
 
     def _view(self, run_id: str, manifest: Manifest) -> View:
         with self._stores.ledger.snapshot() as now:

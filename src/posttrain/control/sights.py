@@ -7,6 +7,7 @@ from posttrain.control.fencing import another_runs, unheeded
 from posttrain.control.jobs import Jobs
 from posttrain.control.launching import look
 from posttrain.control.requests import job_of
+from posttrain.control.resuming import tokens_inherited
 from posttrain.control.stores import Stores
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.jobs import JobResult, JobState, Observation
@@ -58,7 +59,9 @@ def see(stores: Stores, jobs: Jobs, view: View, name: str, looks: Looks) -> Sigh
             word = _word(jobs, view, name, attempt)  # it may have ended between the two looks
         reported = _reported(folder, job) if word is None and job.state is JobState.RUNNING else None
         lost = unheeded(jobs.folders, attempt) if word is None and job.gone else ""
-        return Sight(job, word=word, unheeded=lost, progress=reported)
+        metered = word is None and not job.gone and view.manifest.budget.tokens is not None
+        tokens = folder.spent() - tokens_inherited(stores.blobs, attempt) if metered else 0
+        return Sight(job, word=word, unheeded=lost, tokens=tokens, progress=reported)
     except (InputError, IntegrityError) as error:  # what is in its folder cannot be read: no retry would mend that
         return Sight(job, unreadable=str(error))
 
