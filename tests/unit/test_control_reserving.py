@@ -1,4 +1,4 @@
-"""Live attempts reserve what they may spend: it bounds a job that ignores its limit, and lets stages run side by side."""
+"""Live attempts reserve what they may spend, which bounds jobs that ignore it and lets stages run side by side."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.control.decide import STOP_GRACE_SECONDS
-from posttrain.control.reconciler import OBSERVE_SECONDS
+from posttrain.control.pulse import OBSERVE_SECONDS
 from posttrain.domain.errors import FailureClass
 from posttrain.domain.facts import Progress
 from posttrain.domain.jobs import Failure, JobResult
@@ -171,7 +171,9 @@ def test_a_stage_whose_result_is_there_takes_no_share(bench: Bench) -> None:
     longer = [{**RUN["stages"], "sft": {**RUN["stages"]["sft"], "steps": steps}} for steps in (4, 5)]
     run_id = bench.submit(stages=longer[0], budget={"tokens": 1000})
     bench.scripts["evaluate"] = [evaluate(100)]
-    assert bench.drive(bench.submit(stages=longer[1])).state == "rejected", "it measures the baseline, and leaves the channel"
+    assert bench.drive(bench.submit(stages=longer[1])).state == "rejected", (
+        "it measures the baseline, and leaves the channel"
+    )
     for _ in range(4):
         bench.reconciler.tick(run_id)
     assert [one.reserved_tokens for one in live(bench, run_id)] == [1000]

@@ -64,12 +64,14 @@ def plan_attempt(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRec
         created_at=now,
         host=jobs.host,
     )
+    _, unwatched = taken_slots(stores, jobs)
     taken_over = tokens_taken_over(stores, jobs.folders, [*stores.ledger.attempts(stage.run_id), attempt])
     with stores.ledger.transaction(stores.actor) as transaction:
         transaction.lock_run(stage.run_id)
         state, attempts = transaction.snapshot.run(stage.run_id).state, transaction.snapshot.attempts(stage.run_id)
         spent = budgets.spending(transaction.snapshot.stages(stage.run_id), attempts, taken_over=taken_over)
-        free = jobs.slots - len(budgets.living(attempts))
+        driven, _ = transaction.snapshot.occupying(jobs.host, now)
+        free = jobs.slots - driven - unwatched
         held = hold_back(manifest, stage, attempts, spent, free=free, rivals=rivals)
         if isinstance(held, tuple) or state != RunState.RUNNING:
             why = held[1] if isinstance(held, tuple) else f"the run is {state}"
@@ -137,6 +139,20 @@ def look(jobs: Jobs, attempt: AttemptRecord) -> Observation:
             f"drive its run with {attempt.executor}"
         )
     return jobs.executor.observe([job_of(jobs.folders, attempt)])[0]
+
+
+def taken_slots(stores: Stores, jobs: Jobs) -> tuple[int, int]:
+    """Slots of this host that jobs of runs have which somebody drives, and those of runs that nobody drives.
+
+    The latter count as long as their jobs live: nobody records their end.
+
+    Raises:
+        InfrastructureError: the executor does not answer.
+    """
+    with stores.ledger.snapshot() as now:
+        driven, left = now.occupying(jobs.host, stores.clock.now())
+    found = jobs.executor.observe([job_of(jobs.folders, attempt) for attempt in left]) if left else []
+    return driven, sum(seen.live for seen in found)
 
 
 def waits_for_devices(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, trainer: Trainer) -> bool:

@@ -11,7 +11,7 @@ from posttrain.control.cache import cache_key, usable
 from posttrain.control.codes import called, names_of, present_code
 from posttrain.control.decide import hold_back
 from posttrain.control.jobs import Jobs
-from posttrain.control.launching import plan_attempt, waits_for_devices
+from posttrain.control.launching import plan_attempt, taken_slots, waits_for_devices
 from posttrain.control.resuming import tokens_taken_over
 from posttrain.control.stores import Stores
 from posttrain.domain.jobs import InputBlob
@@ -108,7 +108,7 @@ def start_ready(
     attempts = stores.ledger.attempts(run.id)
     taken_over = tokens_taken_over(stores, jobs.folders, attempts) if budgets.limited(manifest) else 0
     spent = budgets.spending(list(stages.values()), attempts, taken_over=taken_over)
-    held = hold_back(manifest, stage, attempts, spent, free=jobs.slots - len(budgets.living(attempts)))
+    held = hold_back(manifest, stage, attempts, spent, free=jobs.slots - sum(taken_slots(stores, jobs)))
     if isinstance(held, tuple):
         _wait(stores, stage, *held, key)
         return

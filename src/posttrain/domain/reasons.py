@@ -34,7 +34,12 @@ class Reason(StrEnum):
     SUBMITTED = "Submitted", (_RUN,), "No driver has looked at the run yet.", "`attach` drives it"
     WAITING_FOR_INPUTS = "WaitingForInputs", (_STAGE,), "A stage before it has not ended yet.", _NOTHING
     READY = "Ready", (_STAGE,), "Its inputs are there, and it starts at the next look.", _NOTHING
-    WAITING_FOR_SLOT = "WaitingForSlot", (_STAGE,), "As many stages run as the driver runs at a time.", _NOTHING
+    WAITING_FOR_SLOT = (
+        "WaitingForSlot",
+        (_STAGE,),
+        "Every slot of the host is taken.",
+        _NOTHING,
+    )
     WAITING_FOR_BUDGET = (
         "WaitingForBudget",
         (_STAGE,),

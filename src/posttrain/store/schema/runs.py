@@ -86,6 +86,7 @@ attempts = Table(
     Column("reserved_seconds", Float(53)),
     Column("stop_cause", String(16)),  # why its job was stopped; NULL: it was not
     ForeignKeyConstraint(["run_id", "stage"], ["stages.run_id", "stages.name"]),
+    Index("attempts_by_state", "state"),
 )
 
 signals = Table(

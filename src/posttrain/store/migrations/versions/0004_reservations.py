@@ -12,3 +12,4 @@ def upgrade() -> None:
     op.add_column("attempts", sa.Column("reserved_tokens", sa.BigInteger()))
     op.add_column("attempts", sa.Column("reserved_seconds", sa.Float(53)))
     op.add_column("attempts", sa.Column("stop_cause", sa.String(16)))
+    op.create_index("attempts_by_state", "attempts", ["state"])
