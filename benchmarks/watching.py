@@ -148,7 +148,7 @@ class Bench:
             self.clock.sleep(1 / _PER_SECOND)
 
 
-def _resolve(kind: str, text: str) -> InputRef:
+def _resolve(kind: str, text: str, called: object = None) -> InputRef:
     return InputRef(source="asset", name=f"{text}@1", digest=digest_json(text), form="file")
 
 

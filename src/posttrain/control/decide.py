@@ -7,7 +7,7 @@ same. An order names the rows that it was decided on: whoever carries it out com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from posttrain.control import budgets
@@ -36,7 +36,7 @@ from posttrain.domain.jobs import ANOTHER_RUNS, Cause, Failure, JobResult, JobSt
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import AttemptState, RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
-from posttrain.domain.reasons import Reason, StopCause
+from posttrain.domain.reasons import Reason, StopCause, stop_cause
 from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord, Watch
 from posttrain.domain.waits import span, told, wait_of
 
@@ -51,7 +51,7 @@ _ENDED_FOR = {
     Cause.OVERTIME: (FailureClass.BUDGET, _OVERTIME, StopCause.BUDGET),
 }
 # by whoever runs jobs; a limit that the run does not declare says nothing about its budget
-_STOPPED_BY = {
+_STOPPED_BY: Mapping[Cause | None, StopCause] = {
     Cause.PREEMPTED: StopCause.PREEMPTED,
     Cause.DRAINED: StopCause.DRAINED,
     Cause.OVERTIME: StopCause.PREEMPTED,
@@ -231,7 +231,7 @@ def _why_stopped(view: View, stage: StageRecord, attempt: AttemptRecord, result:
         return replace(result, status="failed", failure=Failure(FailureClass.BUDGET, spent, "budget"))
     told = "was told to end from outside (SIGTERM)"
     if attempt.stop_cause is not None:
-        told = f"was told to stop: {StopCause(attempt.stop_cause).meaning}"
+        told = f"was told to stop: {stop_cause(attempt.stop_cause).meaning}"
     return replace(result, status="failed", failure=Failure(FailureClass.PREEMPTED, f"the job {told}", ""))
 
 
@@ -298,8 +298,8 @@ def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observat
         kind, why, cause = _ENDED_FOR[seen.cause]
         over = Failure(kind, f"the executor ended the job: {why} ({detail})", seen.cause.value)
         return End(stage, attempt, JobResult("failed", failure=over), cause=cause)
-    cause = StopCause(attempt.stop_cause) if attempt.stop_cause else seen.cause and _STOPPED_BY.get(seen.cause)
-    if cause in _TAKEN_AWAY:
+    cause = stop_cause(attempt.stop_cause) if attempt.stop_cause else _STOPPED_BY.get(seen.cause)
+    if cause is not None and cause in _TAKEN_AWAY:
         gone = Failure(FailureClass.PREEMPTED, f"the job was stopped: {cause.meaning} ({detail})", "")
         return _again(view, stage, attempt, gone, AttemptState.LOST, cause=cause)
     if _condemned(view, stage, attempt):

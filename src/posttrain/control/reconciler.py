@@ -453,6 +453,8 @@ class Reconciler:
                     return view
                 view = self._view(run_id, view.manifest)
         running = view.stage(name).state == StageState.RUNNING
+        if running and self._jobs.elsewhere(view.tries(name)[-1]):
+            return view  # the run became another host's since this pass began
         sight = see(self._stores, self._jobs, view, name, looks) if running else None
         order = decide_stage(view, name, sight, self._stores.clock.now())
         if order is None:

@@ -283,6 +283,11 @@ class StopCause(StrEnum):
     INFRASTRUCTURE = "infrastructure", "its process, its supervisor or its node is gone"
 
 
+def stop_cause(code: str) -> StopCause:
+    """The cause that an attempt stores."""
+    return next(one for one in StopCause if one.value == code)
+
+
 HELD_UP = (Reason.STALLED, Reason.ANOTHER_RUNS, Reason.JOB_NOT_VISIBLE)  # of a stage that runs, and yet waits
 _BY_CODE: Mapping[str, Reason] = {reason.value: reason for reason in Reason}
 
