@@ -5,7 +5,7 @@ Loops and who unblocks whom::
     detach ──writes──▶ drivers/runs/RUN.json ──▶ Ears (a thread): takes the requests of this environment, and says so
                                                    │ the runs that are wanted
                                                    ▼
-    main thread: a pass over each run, one after the other; pauses; ends when no request is left
+    main thread: a pass over each run that is worth one, one after the other; pauses; ends when no request is left
 
 It may be killed at any line: requests and ledger say what is to be done, the jobs go on, and whoever drives next (a
 command in the foreground, or the next background driver of this environment) goes on from there.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -253,10 +252,7 @@ def _billed(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord, sai
     cut short may have cost. So retries never spend more than was declared.
     """
     progress = _last_progress(folders, attempt)
-    metered = None
-    with suppress(IntegrityError):  # no plain file: it says nothing
-        metered = folders.of(attempt).metered()
-    words = (said, progress.tokens if progress else 0, metered or 0)
+    words = (said, progress.tokens if progress else 0, folders.of(attempt).spent())
     return max(0, min(MOST_NUMBER, max(words)) - _inherited(stores.blobs, attempt))
 
 

@@ -298,10 +298,10 @@ def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observat
         kind, why, cause = _ENDED_FOR[seen.cause]
         over = Failure(kind, f"the executor ended the job: {why} ({detail})", seen.cause.value)
         return End(stage, attempt, JobResult("failed", failure=over), cause=cause)
-    cause = stop_cause(attempt.stop_cause) if attempt.stop_cause else _STOPPED_BY.get(seen.cause)
-    if cause is not None and cause in _TAKEN_AWAY:
-        gone = Failure(FailureClass.PREEMPTED, f"the job was stopped: {cause.meaning} ({detail})", "")
-        return _again(view, stage, attempt, gone, AttemptState.LOST, cause=cause)
+    taken = stop_cause(attempt.stop_cause) if attempt.stop_cause else _STOPPED_BY.get(seen.cause)
+    if taken is not None and taken in _TAKEN_AWAY:
+        gone = Failure(FailureClass.PREEMPTED, f"the job was stopped: {taken.meaning} ({detail})", "")
+        return _again(view, stage, attempt, gone, AttemptState.LOST, cause=taken)
     if _condemned(view, stage, attempt):
         return _again(view, stage, attempt, _hung(view, stage, attempt), AttemptState.LOST)
     # neither a kill nor a late start says anything about the job; an exit code does: twice the same comes a third time

@@ -6,14 +6,17 @@ Loops and who unblocks whom::
       ▲        pending  waits for upstream stages (an earlier tick), binds inputs ─▶ ready
       │        ready    waits for a slot, back-off, an identical stage elsewhere ──▶ running | from cache
       │        running  waits for the job's result.json (the job), observes ───────▶ succeeded | failed | ready again
-      └── drive: looks when the queue says so (somebody changed a row, a time has come) or a job is seen to have moved;
-                 ends on a final state, or where everything that is left was set aside for a person
+      └── drive: looks when the queue says so (somebody changed a row, a time has come), a job is seen to have moved, or
+                 something became free; ends on a final state, or where all that is left was set aside for a person
+
+    deciding thread ──an order that hashes, uploads, judges, launches or kills──▶ a thread of `Beside`
+      ▲ collects what it raised, and looks at the rows again; no other order of that stage meanwhile ◀──┘ ends
 
 An error in one object ends neither the others nor the driver (`control.trouble`).
 
 Any process may die between any two lines: the next tick, in any process, derives what to do from the ledger and the
-attempt folders alone. No outside work happens inside a transaction. Idle, a driver asks the ledger for work twice a
-second and for nothing else.
+attempt folders alone. No outside work happens inside a transaction. Idle, a driver asks the ledger for work less than
+twice a second and for nothing else, and the executor once for the jobs of all its runs.
 """
 
 from __future__ import annotations
