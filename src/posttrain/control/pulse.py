@@ -249,17 +249,18 @@ class Beside:
         future.result()
         return True
 
-    def take(self, run_id: str) -> None:
-        """Somebody looks at the run now, and collects what is over."""
-        self._over.discard(run_id)
-
     def runs(self) -> set[str]:
         """The runs for which work goes on, or is to be collected."""
         return {run_id for run_id, _ in self._under}
 
     def is_over(self, run_id: str) -> bool:
         """Whether work for a run is to be collected."""
-        return run_id in self._over
+        if run_id not in self._over:
+            return False
+        left = any(key[0] == run_id and one.done() for key, one in self._under.items())
+        if not left:
+            self._over.discard(run_id)
+        return left
 
     def forget(self, run_id: str) -> None:
         """Collect nothing for a run that has ended, or is another driver's."""

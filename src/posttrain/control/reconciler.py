@@ -100,6 +100,7 @@ class Reconciler:
         self._swept = stores.clock.now()
         self._pulse = Pulse(stores.clock, jobs)
         self._beside, self._ending = Beside(jobs.beside), Beside(4 * jobs.beside)  # no end of a job waits for a hash
+        self._begun: dict[tuple[str, str], int] = {}  # stage → its generation when work beside was begun
         self._slots, self._devices = Turns(), Turns()
         self._counted = self._dealt = -NEVER  # when slots and devices were looked for
 
@@ -286,8 +287,7 @@ class Reconciler:
         if watched.last is not None and not self._is_due(run_id, clock.now()):
             return replace(watched.last, changed=False)
         self._due.discard(run_id)
-        for watcher in (self._pulse, self._beside, self._ending):
-            watcher.take(run_id)
+        self._pulse.take(run_id)
         tick = self.tick(run_id)
         found = tick or Tick(self._stores.ledger.run(run_id), changed=False, again_after=POLL_SECONDS)
         watched.again_at = clock.now() + (0.0 if found.changed else found.again_after)
@@ -306,6 +306,8 @@ class Reconciler:
             return
         if found.view is None and found.changed:
             return  # raced: the next pass sees the rows
+        if found.view is None:  # another driver has it
+            self._forget(run_id)
         self._pulse.follow(run_id, found.view)
         view = found.view
         stages = view.stages if view else ()
@@ -455,6 +457,8 @@ class Reconciler:
                 if not beside.collect(run_id, name):
                     return view
                 view = self._view(run_id, view.manifest)
+                if view.stage(name).generation == self._begun.pop((run_id, name), None):
+                    return view  # it changed nothing: what is due is the same, and waits for its time or a sign
         running = view.stage(name).state == StageState.RUNNING
         if running and self._jobs.elsewhere(view.tries(name)[-1]):
             return view  # the run became another host's since this pass began
@@ -465,6 +469,7 @@ class Reconciler:
         work = functools.partial(act, self._stores, self._jobs, view, order)
         if isinstance(order, (*_LONG, Kill)):
             beside = self._ending if isinstance(order, Kill) else self._beside
+            self._begun[run_id, name] = view.stage(name).generation
             return self._view(run_id, view.manifest) if beside.begin(run_id, name, work) else view
         work()
         return self._view(run_id, view.manifest)
