@@ -29,6 +29,7 @@ SUITES = (  # a benchmark, with options of its own
     "tracing",
     "weights",
     "ledger",
+    "watching",
     "transitions",
     "starting",
     "serving",

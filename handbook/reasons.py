@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.domain.reasons import Reason
+from posttrain.domain.reasons import Reason, StopCause
 
 
 def table() -> str:
@@ -10,4 +10,7 @@ def table() -> str:
     lines = ["| reason | of | meaning | what to do next |", "|---|---|---|---|"]
     for one in Reason:
         lines.append(f"| `{one.value}` | {', '.join(one.of)} | {one.meaning} | {one.action} |")
+    lines += ["", "An attempt whose job was stopped names the cause (`stop_cause`):", ""]
+    lines += ["| cause | the job was stopped because |", "|---|---|"]
+    lines += [f"| `{one.value}` | {one.meaning} |" for one in StopCause]
     return "\n".join(lines)

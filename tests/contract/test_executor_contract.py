@@ -706,6 +706,44 @@ def test_a_supervisor_that_cannot_start_is_an_infrastructure_error(spec: Make, m
     assert stopped(LocalExecutor(), job).exit_code == 0
 
 
+@pytest.mark.parametrize("preload", [None, PRELOAD])
+def test_audit_10_a_supervisor_that_is_killed_before_its_claim_leaves_nothing(
+    spec: Make, monkeypatch: pytest.MonkeyPatch, preload: str | None
+) -> None:
+    job = spec()
+    monkeypatch.setenv("POSTTRAIN_CRASHPOINT", "supervisor.before_claim")
+    with pytest.raises(InfrastructureError, match="exit code 70"):
+        LocalExecutor(preload).submit(job)
+    assert look(LocalExecutor(), job).gone
+    assert started(job) == []
+
+
+def test_audit_10_a_supervisor_that_outlives_its_killed_launcher_starts_nothing(
+    spec: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = spec()
+    folder = Path(job.attempt_dir)
+    monkeypatch.setattr(local, "_SUPERVISOR", "executor_late_supervisor")
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+    monkeypatch.setenv("LATE_FOR", "_claim")
+    wait = subprocess.Popen.wait
+
+    def killed(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        wait_until((folder / "arrived").exists)
+        process.kill()
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", killed)
+    with pytest.raises(InfrastructureError, match=r"was killed while it started \(signal 9\)"):
+        LocalExecutor().submit(job)
+    late = int((folder / "arrived").read_text())
+    found = processes.identity(late)
+    (folder / "late").touch()
+    wait_until(lambda: found is None or not processes.alive(late, found))
+    assert look(LocalExecutor(), job).state == JobState.LOST
+    assert started(job) == []
+
+
 def run_out_of_time(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     """Launchers find their time over as soon as the file is there."""
     wait = subprocess.Popen.wait

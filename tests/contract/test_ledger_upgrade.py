@@ -20,7 +20,7 @@ from posttrain.store.chain import GENESIS, event_hash
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
 from posttrain.store.postgres import with_driver
-from posttrain.store.schema import VERSION_TABLE
+from posttrain.store.schema import SCHEMA_VERSION, VERSION_TABLE
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.upgrade import upgrade_ledger
 
@@ -89,7 +89,9 @@ def old(ledger_at: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_what_was_there_is_there_and_proved(old: str) -> None:
-    with pytest.raises(WorkspaceError, match="has schema 0001, this Posttrain needs 0003; run `posttrain upgrade`"):
+    with pytest.raises(
+        WorkspaceError, match=f"has schema 0001, this Posttrain needs {SCHEMA_VERSION}; run `posttrain upgrade`"
+    ):
         Database(old)
     done = upgrade_ledger(old, lambda owner: True)
     assert (done.came_from, done.runs, done.events) == ("0001", 2, 4)
@@ -146,10 +148,12 @@ def second(ledger_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def test_a_ledger_of_0002_goes_on(second: str) -> None:
-    with pytest.raises(WorkspaceError, match="has schema 0002, this Posttrain needs 0003; run `posttrain upgrade`"):
+    with pytest.raises(
+        WorkspaceError, match=f"has schema 0002, this Posttrain needs {SCHEMA_VERSION}; run `posttrain upgrade`"
+    ):
         Database(second)
     done = upgrade_ledger(second, lambda owner: True)
-    assert (done.came_from, done.schema, done.runs, done.events) == ("0002", "0003", 3, 0)
+    assert (done.came_from, done.schema, done.runs, done.events) == ("0002", SCHEMA_VERSION, 3, 0)
     assert done.copy
     ledger = Ledger(Database(second))
     assert (verify_chain(ledger).sealed, verify_chain(ledger).pending) == (122, 0)
@@ -180,13 +184,13 @@ def test_who_writes_while_a_ledger_of_0002_is_upgraded_goes_on(second: str, monk
 def test_a_release_that_may_use_a_newer_ledger_uses_it(second: str) -> None:
     upgrade_ledger(second, lambda owner: True)
     with opened(second) as connection:
-        connection.execute(text("UPDATE schema_version SET version_num = '0004', usable_since = '0003'"))
+        connection.execute(text("UPDATE schema_version SET version_num = '0099', usable_since = '0003'"))
     ledger = Ledger(Database(second))
     with ledger.transaction("user:bob") as transaction:
         transaction.append_release("prod", MODEL, None, "promote", expected=3)
     verify_rows(ledger)
     ledger.close()
     with opened(second) as connection:
-        connection.execute(text("UPDATE schema_version SET usable_since = '0004'"))
-    with pytest.raises(WorkspaceError, match=r"0004 is newer than this Posttrain \(0003\)"):
+        connection.execute(text("UPDATE schema_version SET usable_since = '0099'"))
+    with pytest.raises(WorkspaceError, match=rf"0099 is newer than this Posttrain \({SCHEMA_VERSION}\)"):
         Database(second)

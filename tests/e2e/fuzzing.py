@@ -37,9 +37,12 @@ PHASES = {
     "keeper": REWARDED,
     "init": REWARDED,
     "worker": REWARDED,
+    "fork server": JOBS,
+    "launcher": ("launch",),  # a supervisor on its way to its claim, or to its job: at marked places of its own
 }
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
 PLACES = {  # marked ones of the phases that a signal from outside meets now and then only
+    "launch": ("supervisor.before_claim", "supervisor.before_spawn"),
     "submit": ("submit.before_commit", "submit.after_commit"),
     "gate": ("gate.before_commit", "gate.after_commit"),
     "release": ("promote.before_commit", "promote.after_commit"),
@@ -48,7 +51,8 @@ ELSEWHERE = (  # marked places of the command in any stage that has a job
     *("attempt.after_intent", "attempt.after_launch", "attempt.after_handle"),
     *("collect.before_publish", "collect.after_publish", "collect.after_commit", "sealer.before_commit"),
 )
-PER_RUN, WITH_BASELINE, OF_BASELINE = 4, 3, 3  # strikes; every third run has a baseline, and three strikes at it
+PER_RUN, WITH_BASELINE, OF_BASELINE = 5, 3, 3  # strikes; every third run has a baseline, and three strikes at it
+_FORK_SERVER = "posttrain.execution.executors.local.forkserver"
 _WORKER = "posttrain.engine.rewards.worker"
 _SHORTLY = 0.3  # seconds; what training takes here
 _LONGEST_STOP = 2.0  # seconds
@@ -65,13 +69,19 @@ class Strike:
     @property
     def ends_job(self) -> bool:
         """Whether an attempt may be lost by it; one that anything else costs is a mistake."""
-        return self.victim in ("supervisor", "job") and self.sent != signal.SIGSTOP
+        return self.victim in ("supervisor", "job", "launcher") and self.sent != signal.SIGSTOP
 
     def __str__(self) -> str:
         return f"{self.sent.name} {self.victim} in {self.phase}"
 
 
-STRIKES = tuple(Strike(v, phase, sent) for v, phases in PHASES.items() for phase in phases for sent in SIGNALS)
+STRIKES = tuple(
+    Strike(victim, phase, sent)
+    for victim, phases in PHASES.items()
+    for phase in phases
+    for sent in (SIGNALS[:1] if victim == "launcher" else SIGNALS)
+)
+COLUMNS = ("launch", *PHASES["command"])
 
 
 def has_baseline(seed: int) -> bool:
@@ -86,7 +96,7 @@ def dealt(seed: int) -> list[Strike]:
     baseline = [strike for strike in STRIKES if strike.phase == BASELINE]
     others = [strike for strike in STRIKES if strike.phase != BASELINE]
     found = [*_cards(baseline, compared, own), *_cards(others, PER_RUN * seed - compared, PER_RUN - own)]
-    return sorted(found, key=lambda strike: PHASES["command"].index(strike.phase))
+    return sorted(found, key=lambda strike: COLUMNS.index(strike.phase))
 
 
 def _cards(deck: Sequence[Strike], first: int, count: int) -> Iterator[Strike]:
@@ -126,6 +136,7 @@ class Watch:
         living = [command.pid for command in commands if command.poll() is None]
         for pid in [pid for pid in living if pid == owner] or living[:1]:
             found["command", _phase(stages) if run else "submit"] = Seen(pid, True)
+            found |= {("fork server", _phase(stages)): Seen(server, True) for server in _fork_servers(pid)}
         for folder in self.bench.root.glob(f"runs/{run.id}/*/*/") if run else ():
             phase, work = folder.parent.name, any(AttemptFolder(folder).events.glob("*"))
             for victim, pid in _of_attempt(folder, rewarded=phase in REWARDED):
@@ -152,6 +163,14 @@ def _of_attempt(folder: Path, rewarded: bool) -> Iterator[tuple[str, int]]:
         yield "job", claim["job_pid"]
         if rewarded:
             yield from _rewards(claim["job_pid"])
+
+
+def _fork_servers(command: int) -> Iterator[int]:
+    with suppress(psutil.Error):
+        for process in psutil.Process(command).children():
+            with suppress(psutil.Error, OSError):
+                if _FORK_SERVER in process.cmdline():
+                    yield process.pid
 
 
 def _lives(pid: int, folder: Path) -> bool:
@@ -264,13 +283,13 @@ def table(struck: Iterable[Strike]) -> str:
         counts[strike] = counts.get(strike, 0) + 1
     elsewhere = {s.phase: n for s, n in counts.items() if s not in STRIKES}
     width = max(map(len, JOBS)) + 2
-    rows = ["victim      " + "".join(f"{phase:>{width}}" for phase in PHASES["command"])]
+    rows = ["victim      " + "".join(f"{phase:>{width}}" for phase in COLUMNS)]
     for victim, phases in PHASES.items():
         cells = partial(_cell, counts, victim, phases)
-        rows.append(f"{victim:<12}" + "".join(f"{cells(phase):>{width}}" for phase in PHASES["command"]))
+        rows.append(f"{victim:<12}" + "".join(f"{cells(phase):>{width}}" for phase in COLUMNS))
     rows.append("command at  " + ", ".join(f"{place} {count}" for place, count in sorted(elsewhere.items())))
     return "\n".join(rows)
 
 
 def _cell(counts: dict[Strike, int], victim: str, phases: Sequence[str], phase: str) -> str:
-    return "/".join(str(counts[Strike(victim, phase, s)]) for s in SIGNALS) if phase in phases else "·"
+    return "/".join(str(counts.get(Strike(victim, phase, s), "·")) for s in SIGNALS) if phase in phases else "·"

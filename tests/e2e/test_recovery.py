@@ -56,6 +56,7 @@ TRAINING: dict[str, tuple[Point, Point, int]] = {
     "no shard": (("checkpoint.before_shards", 2), ("outputs.before_result", 1), 4),
 }
 # The job has said its last word; its end must be neither missed nor repeated.
+LAUNCHING: Point = ("supervisor.before_claim", 1)
 ENDING: list[Point] = [("outputs.after_result", 1), ("supervisor.before_exit_record", 1)]
 STEPS: Point = ("train.step", 8)
 BEST: list[Point] = [("best.before_rename", 2), ("best.after_rename", 2)]  # in test_best.py
@@ -65,7 +66,7 @@ HELD_AFTER = 4 + 3 * 16  # completions: the rehearsal's and those of three steps
 
 def test_every_crashpoint_is_visited() -> None:
     pairs = [point for first, second, _ in TRAINING.values() for point in (first, second)]
-    visited = [name for name, _ in (*CONTROL, *pairs, *ENDING, STEPS, *BEST)]
+    visited = [name for name, _ in (*CONTROL, *pairs, LAUNCHING, *ENDING, STEPS, *BEST)]
     # a tracker's are visited by tests/contract/test_tracker_kills.py, an upgrade's by tests/unit/test_store_upgrade.py,
     # a background driver's by tests/e2e/test_background.py, an erasure's by tests/unit/test_cli_erase.py, a hung job's
     # by tests/e2e/test_stalls.py, a garbage collection's by tests/unit/test_cli_gc.py,
@@ -217,6 +218,25 @@ def test_a_training_job_dies_around_its_checkpoints(name: str, bench: Workbench,
     went_on = next(attempt for attempt in attempts[1:] if bench.steps(attempt))
     assert bench.resumed_at(went_on) == resumed
     assert bench.steps(went_on)[0] == resumed + 1
+
+
+def test_audit_10_a_run_goes_on_after_supervisors_were_killed_while_they_launched(
+    bench: Workbench, reference: Reference
+) -> None:
+    """Every supervisor dies before its claim, until two attempts are lost; the repeated command goes on."""
+    variant(bench, sft_every=4)
+    process = bench.start("run", "run.yaml", env={"POSTTRAIN_CRASHPOINT": LAUNCHING[0]})
+
+    def lost() -> int:
+        return sum(attempt.state == "lost" for attempt in bench.attempts(bench.run_id()))
+
+    bench.wait("two lost launches", lambda: bench.run_id() != reference.run_id and lost() >= 2)
+    process.kill()
+    bench.finish(process)
+    run_id = finish(bench, reference)
+    *before, last = [attempt for attempt in bench.attempts(run_id) if attempt.stage == "sft"]
+    assert {(one.state, one.stop_cause) for one in before} == {("lost", "infrastructure")}
+    assert (last.state, last.stop_cause) == ("succeeded", None)
 
 
 def test_a_job_dies_after_its_last_word(bench: Workbench, reference: Reference) -> None:

@@ -37,7 +37,7 @@ from posttrain.store.ledger import Ledger
 
 # A day has as many renewals as leases fit into it, and as many looks at silent jobs: here they are longer, and so is
 # what freezes a driver.
-LEASE_SECONDS, UNSEEN_SECONDS, SWEEP_SECONDS = 300.0, 900.0, 900.0
+LEASE_SECONDS, SWEEP_SECONDS = 300.0, 900.0
 BEAT_SECONDS, GONE_SECONDS = 120.0, 400.0
 WAITS = {"WaitingForIdenticalStage": 60.0, "SubmissionUnknown": 15.0, "JobNotVisible": 15.0}
 
@@ -108,7 +108,6 @@ class Simulation:
             with (
                 patch("posttrain.control.reconciler.LEASE_SECONDS", LEASE_SECONDS),
                 patch("posttrain.control.reconciler.SWEEP_SECONDS", SWEEP_SECONDS),
-                patch("posttrain.control.pulse.UNSEEN_SECONDS", UNSEEN_SECONDS),
                 patch("posttrain.store.hosts.BEAT_SECONDS", BEAT_SECONDS),
                 patch("posttrain.store.hosts.GONE_SECONDS", GONE_SECONDS),
                 patch.dict("posttrain.control.pulse._WAITS", WAITS),

@@ -52,6 +52,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 @pytest.fixture
 def workspace(world: World) -> Iterator[Workspace]:
     found = Workspace(world.root / ".posttrain")
+    found.jobs = replace(found.jobs, slots=8, beside=0)  # runs move in lockstep
     make_folder(drivers.runs_folder(found.root))
     yield found
     found.close()

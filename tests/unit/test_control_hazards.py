@@ -88,21 +88,22 @@ def test_a_deadline_counts_from_the_launch(bench: Bench, monkeypatch: pytest.Mon
     assert bench.jobs.folders.of(bench.ledger.attempts(run_id)[0]).read_order().seconds_allowance == 600.0
 
 
-def test_a_budget_is_not_handed_to_two_stages_at_once(bench: Bench) -> None:
+def test_two_stages_share_a_budget(bench: Bench) -> None:
     bench.drive(bench.submit())  # now there is a baseline to measure beside the training
     bench.scripts |= {"sft": [train("other", tokens=600)], "baseline-evaluate": [evaluate(190)]}
     run = bench.drive(bench.submit(seed=2, budget={"tokens": 1000}))
     allowances = [bench.jobs.folders.of(a).read_order().token_allowance for a in bench.ledger.attempts(run.id)]
-    assert sorted(allowances, reverse=True) == [1000, 400, 390]
+    assert sorted(allowances, reverse=True) == [500, 500, 390]
 
 
-def test_what_is_left_of_the_wall_clock_is_not_handed_to_two_stages_at_once(bench: Bench) -> None:
+def test_two_stages_share_the_wall_clock(bench: Bench) -> None:
     bench.drive(bench.submit())
     bench.scripts |= {"sft": [None], "baseline-evaluate": [None]}
     run_id = bench.submit(seed=2, budget={"wall_clock": 600})
     for _ in range(4):
         bench.reconciler.tick(run_id)
-    assert sorted(bench.stage(run_id, name).state for name in ("sft", "baseline-evaluate")) == ["ready", "running"]
+    assert [bench.stage(run_id, name).state for name in ("sft", "baseline-evaluate")] == ["running", "running"]
+    assert [one.reserved_seconds for one in bench.ledger.attempts(run_id)] == [300.0, 300.0]
 
 
 def test_other_code_than_the_manifest_names_computes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ class People(RuleBasedStateMachine):
         self.workspace.ledger.clock = self.clock
         stores = self.workspace.stores = replace(self.workspace.stores, clock=self.clock)
         jobs = self.workspace.jobs = replace(
-            self.workspace.jobs, executor=self.executor, slots=2, workspace=lambda: "this one"
+            self.workspace.jobs, executor=self.executor, slots=16, beside=0, workspace=lambda: "this one"
         )
         self.workspace.reconciler = Reconciler(stores, jobs, owner, lambda other: other == owner)
 

@@ -328,7 +328,7 @@ def test_nothing_starts_in_a_run_that_another_driver_ended_a_moment_ago(
     assert bench.reconciler.queue.look("run", run_id) is None
 
 
-def test_stages_of_a_run_with_a_budget_never_run_side_by_side_whoever_starts_them(
+def test_no_part_of_a_budget_is_reserved_twice_whoever_starts_stages(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A driver is suspended while it starts a stage; another one takes the run over, and starts another stage."""
@@ -347,4 +347,5 @@ def test_stages_of_a_run_with_a_budget_never_run_side_by_side_whoever_starts_the
     monkeypatch.setattr(launching, "find_checkpoint", suspends)
     while not suspended:
         bench.reconciler.tick(run_id)
-    assert [one.name for one in bench.ledger.stages(run_id) if one.state == "running"] == ["sft"]
+    found = {one.stage: one.reserved_tokens for one in bench.ledger.attempts(run_id) if one.state != "lost"}
+    assert (found.keys(), sum(found.values())) == ({"sft", "more"}, 1000)

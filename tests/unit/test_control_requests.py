@@ -103,7 +103,7 @@ def test_a_request_that_cannot_be_read_ends_the_attempt_and_names_the_file(
 
 def test_a_job_that_the_executor_ended_for_its_runtime_has_spent_the_budget(bench: Bench) -> None:
     bench.scripts["sft"] = [None]
-    run_id = bench.submit(**TRAIN_ONLY)
+    run_id = bench.submit(budget={"wall_clock": 600}, **TRAIN_ONLY)
     while not bench.launched:
         bench.reconciler.tick(run_id)
     bench.executor.lose(bench.ledger.attempts(run_id)[0].name, Cause.OVERTIME)

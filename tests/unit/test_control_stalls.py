@@ -169,6 +169,7 @@ def test_only_a_job_that_was_killed_for_its_silence_is_booked_as_hung(
     if end == "stopped":  # by SIGTERM from outside
         hung.folder.write_result(JobResult("stopped", tokens=30))
     hung.bench.executor.finish(first.name, -9)
+    hung.bench.clock.sleep(1.0)
     hung.bench.reconciler.step(hung.run)
     ended = hung.bench.ledger.attempts(hung.run)[0]
     assert (ended.reason, ended.failure_signature) == (reason, None)

@@ -18,6 +18,7 @@ from posttrain.domain.roles import Role
 from posttrain.domain.sinks import Rule, SinkRecord
 from posttrain.server import metering
 from posttrain.server.board import Board
+from posttrain.store.schema import SCHEMA_VERSION
 from posttrain.store.standing import standing
 
 Samples = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -107,7 +108,9 @@ def test_it_says_how_runs_queue_log_and_sinks_stand(bench: ServerBench) -> None:
     assert one(found, "posttrain_events_unsealed") > 0
     assert one(found, "posttrain_sinks", kind="jsonl", state="delivering") == 1
     assert one(found, "posttrain_up", of="database") == one(found, "posttrain_up", of="store") == 1
-    assert one(found, "posttrain_build_info", version="0.1.0", schema="0003", python=metering.platform.python_version())
+    assert one(
+        found, "posttrain_build_info", version="0.1.0", schema=SCHEMA_VERSION, python=metering.platform.python_version()
+    )
     bench.workspace.seal()
     now = standing(bench.workspace.ledger.database, bench.workspace.ledger.clock)
     assert now.unsealed == 0

@@ -85,15 +85,18 @@ def test_a_newer_schema_is_refused_and_an_unmigrated_file_migrated(tmp_path: Pat
     sqlite3.connect(path).close()  # an empty file: no schema yet
     Database(path).close()
     with sqlite3.connect(path) as connection:
-        connection.execute("UPDATE schema_version SET version_num = '0007', usable_since = '0005'")
+        connection.execute("UPDATE schema_version SET version_num = '0099', usable_since = '0098'")
     connection.close()
     with pytest.raises(WorkspaceError) as caught:
         Database(path)
-    assert str(caught.value) == "workspace schema 0007 is newer than this Posttrain (0003); upgrade posttrain"
+    assert (
+        str(caught.value)
+        == f"workspace schema 0099 is newer than this Posttrain ({schema.SCHEMA_VERSION}); upgrade posttrain"
+    )
 
 
 def made_newer(path: Path, usable_since: str) -> None:
-    """A ledger as a release of schema 0004 leaves it: with a column and a table that this one does not know."""
+    """A ledger as a release of schema 0099 leaves it: with a column and a table that this one does not know."""
     ledger = Ledger(Database(path))
     rows = [["+", "extras", ["one"], {"value": 7}]]
     with ledger.transaction("ann") as transaction:
@@ -103,7 +106,7 @@ def made_newer(path: Path, usable_since: str) -> None:
         connection.execute("CREATE TABLE extras (name TEXT PRIMARY KEY, value INTEGER)")
         connection.execute("INSERT INTO extras VALUES ('one', 7)")
         connection.execute("ALTER TABLE projects ADD COLUMN colour TEXT")
-        connection.execute("UPDATE schema_version SET version_num = '0004', usable_since = ?", (usable_since,))
+        connection.execute("UPDATE schema_version SET version_num = '0099', usable_since = ?", (usable_since,))
     connection.close()
 
 
@@ -116,18 +119,22 @@ def test_a_newer_schema_says_whether_this_release_may_still_use_it(tmp_path: Pat
     seal(ledger)
     assert verify_chain(ledger).pending == 0
     assert verify_rows(ledger)
-    with pytest.raises(WorkspaceError, match=r"has schema 0004, and this Posttrain \(0003\) does not know all"):
+    with pytest.raises(
+        WorkspaceError, match=rf"has schema 0099, and this Posttrain \({schema.SCHEMA_VERSION}\) does not know all"
+    ):
         erase_principal(ledger, "user:ann", "user:bob", "asked")
     database.close()
     done = upgrade_ledger(path, lambda owner: True)
-    assert (done.came_from, done.schema, done.copy) == ("0004", "0004", "")
+    assert (done.came_from, done.schema, done.copy) == ("0099", "0099", "")
 
 
 def test_what_a_newer_schema_took_away_is_not_used(tmp_path: Path) -> None:
     path = tmp_path / "l.db"
-    made_newer(path, "0004")
+    made_newer(path, "0099")
     for use in (Database, lambda place: upgrade_ledger(place, lambda owner: True)):
-        with pytest.raises(WorkspaceError, match=r"0004 is newer than this Posttrain \(0003\); upgrade posttrain"):
+        with pytest.raises(
+            WorkspaceError, match=rf"0099 is newer than this Posttrain \({schema.SCHEMA_VERSION}\); upgrade posttrain"
+        ):
             use(path)
 
 
@@ -135,7 +142,7 @@ def test_a_table_that_there_is_not_is_missed(tmp_path: Path) -> None:
     path = tmp_path / "l.db"
     made_newer(path, schema.SCHEMA_VERSION)
     with sqlite3.connect(path) as connection:
-        connection.execute("UPDATE schema_version SET version_num = '0003'")
+        connection.execute("UPDATE schema_version SET version_num = ?", (schema.SCHEMA_VERSION,))
     connection.close()
     ledger = Ledger(Database(path))
     with pytest.raises(IntegrityError, match="tells of a table 'extras', which there is not"):

@@ -19,6 +19,7 @@ from posttrain.app import workspace as rooms
 from posttrain.control.owners import process_name
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.audit import verify_rows
+from posttrain.store.schema import SCHEMA_VERSION
 from posttrain.store.sealer import verify_chain
 
 MADE = Path(__file__).parent / "fixtures" / "workspace-0001.tar.gz"  # three runs, a rollback, `held` under way
@@ -53,14 +54,14 @@ def test_an_older_ledger_is_not_touched_by_any_other_command(old: World) -> None
     for words in (("ls",), ("run", "run.yaml"), ("get", "prod"), ("init",)):
         refused = old(*words)
         assert (refused.exit_code, refused.stderr.count("\n")) == (10, 1), words
-        assert "has schema 0001, this Posttrain needs 0003; run `posttrain upgrade`" in refused.stderr
+        assert f"has schema 0001, this Posttrain needs {SCHEMA_VERSION}; run `posttrain upgrade`" in refused.stderr
     assert ledger_bytes(old) == before
 
 
 def test_runs_lineage_and_proofs_still_hold(old: World) -> None:
     before = ledger_bytes(old)
     done = old.json("upgrade")
-    assert (done["came_from"], done["schema"], done["runs"], done["events"]) == ("0001", "0003", 4, OLD_EVENTS)
+    assert (done["came_from"], done["schema"], done["runs"], done["events"]) == ("0001", SCHEMA_VERSION, 4, OLD_EVENTS)
     kept = Path(done["copy"])
     assert kept.parent == old.root / ".posttrain"
     assert kept.stat().st_mode & 0o777 == 0o600
@@ -194,9 +195,9 @@ def test_a_ledger_of_0002_keeps_its_log(second: World) -> None:
     for words in (("ls",), ("get", "prod")):
         refused = second(*words)
         assert (refused.exit_code, refused.stderr.count("\n")) == (10, 1), words
-        assert "has schema 0002, this Posttrain needs 0003; run `posttrain upgrade`" in refused.stderr
+        assert f"has schema 0002, this Posttrain needs {SCHEMA_VERSION}; run `posttrain upgrade`" in refused.stderr
     done = second.json("upgrade")
-    assert (done["came_from"], done["schema"], done["runs"], done["events"]) == ("0002", "0003", 3, 0)
+    assert (done["came_from"], done["schema"], done["runs"], done["events"]) == ("0002", SCHEMA_VERSION, 3, 0)
     with closing(sqlite3.connect(done["copy"])) as copy:
         assert "\n".join(copy.iterdump()).encode() == before
     workspace = rooms.open_workspace()

@@ -5,7 +5,7 @@ Loops and who unblocks whom::
     detach ──writes──▶ drivers/runs/RUN.json ──▶ Ears (a thread): takes the requests of this environment, and says so
                                                    │ the runs that are wanted
                                                    ▼
-    main thread: a pass over each run, one after the other; pauses; ends when no request is left
+    main thread: a pass over each run that is worth one, one after the other; pauses; ends when no request is left
 
 It may be killed at any line: requests and ledger say what is to be done, the jobs go on, and whoever drives next (a
 command in the foreground, or the next background driver of this environment) goes on from there.
@@ -53,7 +53,8 @@ from posttrain.workspace.opened import OpenWorkspace
 _LISTEN = 0.1  # seconds between two looks for requests
 _PAUSE, _LONG_PAUSE = 0.1, 1.0  # seconds between passes that change nothing: twice as long each time
 _SHARE = 8.0  # times as long as a pass took it rests
-_MOST_PAUSE = 10.0  # seconds; leases are kept meanwhile
+_MOST_PAUSE = 1.5  # seconds; what jobs report is looked at in between
+_TRACKERS = 1.0  # seconds between two looks at who writes the trackers
 _BACKOFF = (0.5, 2.0, 8.0, 30.0, 60.0)  # seconds before a run that raised is looked at again
 _PATIENCE = 3600.0  # seconds of trouble with a run before it is given up
 _UNEXPECTED = 5  # times that a bug may be tried again
@@ -200,6 +201,7 @@ class Background:
         self._workspace, self._ears, self._log, self._say = workspace, ears, log, log.say
         self._known: dict[str, _Known] = {}
         self._told: int | None = None
+        self._kept = 0.0  # when trackers were looked at
         self._courier: Courier | None = None
 
     def end(self, number: int, _: object = None) -> None:
@@ -224,13 +226,17 @@ class Background:
         self._say(f"ended by {signal.Signals(self._told).name}; waiting for a driver: {', '.join(waiting) or 'no run'}")
 
     def pass_over(self) -> bool:
-        """One pass over each run that is wanted; whether anything changed."""
+        """One pass over each run that is wanted and worth one; whether anything changed."""
         changed, wanted = False, self._ears.wanted()
         self._drop(self._known.keys() - set(wanted))
-        for run_id in wanted:
+        for run_id in self._workspace.reconciler.worth(wanted):
             changed = self._look(run_id) or changed
             if self._told is not None:
                 break
+        if time.monotonic() - self._kept >= _TRACKERS:
+            self._kept = time.monotonic()
+            for known in self._known.values():
+                known.scribe.keep()
         return changed
 
     def leave(self) -> None:
@@ -259,7 +265,8 @@ class Background:
         self._log.bound()
         until = time.monotonic() + seconds
         while self._told is None and (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, _PAUSE))
+            if self._workspace.reconciler.rest(min(left, _PAUSE)):
+                return
 
     def _look(self, run_id: str) -> bool:
         """One pass over a run; whether anything changed. What it raises stops no other run."""
@@ -278,7 +285,6 @@ class Background:
             if is_final("run", run.state):
                 self._finish(run_id)
                 return True
-            known.scribe.keep()
             return tick.changed
         except NotFoundError as error:  # of a workspace whose ledger was put back
             self._say(f"run {run_id}: dropped: {error}")

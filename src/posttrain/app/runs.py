@@ -24,6 +24,7 @@ from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import RunState
 from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.overrides import Setting
+from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord
 from posttrain.domain.rewards import AS_FOUND, Called
 from posttrain.domain.runspec import RunSpec, load_run_spec
@@ -268,14 +269,16 @@ def submit(
 
 
 def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = False, exact: bool = False) -> Submitted:
-    """Record a run of an already resolved manifest. A stopped run of it goes on. See `control.submission.submit`."""
+    """Record a run of an already resolved manifest. A run of it that was stopped, or whose attempts were all lost, goes
+    on. See `control.submission.submit`.
+    """
     with workspace.blobs.holding():
         workspace.catalog.publish(planned.manifest)
         submitted = submit_manifest(workspace.stores, planned.manifest, again=again, exact=exact)
     makes_model = all(kind_of(stage.kind).from_nothing for stage in planned.manifest.stages)  # and reports nothing
     trackers = Trackers() if makes_model else planned.trackers
     record_trackers(workspace, submitted.run.id, trackers, attached=submitted.attached)
-    if submitted.run.state == RunState.STOPPED:
+    if submitted.run.state == RunState.STOPPED or submitted.run.reason == Reason.ATTEMPTS_EXHAUSTED:
         actions.retry(workspace.stores, workspace.jobs.folders, submitted.run.id)
     warnings = () if submitted.attached else planned.warnings
     now = workspace.ledger.run(submitted.run.id)

@@ -59,6 +59,8 @@ from posttrain.workspace.settings import (
     settings_lock,
 )
 
+_BESIDE = 4  # threads that hash, upload and judge while runs are driven
+
 
 class Workspace(OpenWorkspace):
     """A workspace that is opened where it is, or made there, with the back-ends that its settings name.
@@ -115,6 +117,7 @@ class Workspace(OpenWorkspace):
             trainers=Trainers([NativeTrainer()]),
             folders=AttemptFolders(self.root, self.channels),
             slots=max(1, os.cpu_count() or 1),
+            beside=_BESIDE,
             trust_rewards=self.trusts_rewards,
             workspace=self.place,
             hosts=self.hosts,

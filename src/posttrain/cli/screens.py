@@ -112,7 +112,8 @@ def attempt_line(attempt: AttemptRecord) -> Text:
     """`attempt 2  lost  its supervisor is gone`."""
     words = f"attempt {attempt.number}  {attempt.state}  {attempt.message or meaning(attempt.reason)}"
     resumed = "  (resumed from a checkpoint)" if attempt.resume else ""
-    return Text(f"{glyph(attempt.state)} {words}{resumed}", style=style(attempt.state))
+    stopped = f"  (stopped: {attempt.stop_cause})" if attempt.stop_cause else ""
+    return Text(f"{glyph(attempt.state)} {words}{resumed}{stopped}", style=style(attempt.state))
 
 
 def _stage_line(stage: StageStatus) -> Text:

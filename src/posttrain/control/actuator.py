@@ -108,7 +108,9 @@ def _ask_to_stop(stores: Stores, jobs: Jobs, order: AskToStop) -> None:
         jobs.executor.signal(job_of(jobs.folders, order.attempt), Signal.STOP)
     reason = order.attempt.reason if order.attempt.reason == Reason.ASSUMED_DEAD else Reason.STOP_REQUESTED
     with stores.ledger.transaction(stores.actor) as transaction:
-        transaction.update_attempt(order.attempt, reason=reason, stop_requested_at=stores.clock.now())
+        transaction.update_attempt(
+            order.attempt, reason=reason, stop_requested_at=stores.clock.now(), stop_cause=order.cause
+        )
 
 
 def _keep_watch(stores: Stores, order: KeepWatch) -> None:

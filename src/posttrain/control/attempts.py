@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.ports import BlobStore
-from posttrain.domain.reasons import Reason
+from posttrain.domain.reasons import Reason, StopCause
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.domain.shapes import MOST_NUMBER
 from posttrain.domain.sinks import BUDGET_WARNED
@@ -54,7 +53,7 @@ def end(stores: Stores, jobs: Jobs, manifest: Manifest, order: End) -> None:
             return
         if _answered(jobs.folders, order.attempt):
             return  # it began, left its result and ended since it was looked for: that is read first
-    _end(stores, jobs, manifest, order.stage, order.attempt, order.result, {})
+    _end(stores, jobs, manifest, order.stage, order.attempt, order.result, {}, order.cause)
 
 
 def end_damaged(
@@ -85,7 +84,7 @@ def try_again(stores: Stores, jobs: Jobs, manifest: Manifest, order: TryAgain) -
         state, reason, action = StageState.READY, Reason.BACK_OFF, "none needed"
         message = f"{failure.message}; trying again in {order.wait:g} s"
     lost = Reason.LOST if order.ended is AttemptState.LOST else _reason(failure)
-    if order.hung:
+    if order.cause is StopCause.STALLED:
         lost = Reason.STALLED
     warning = _warning(stores, jobs, manifest, stage, tokens, seconds)
     with stores.ledger.transaction(stores.actor) as transaction:
@@ -100,6 +99,7 @@ def try_again(stores: Stores, jobs: Jobs, manifest: Manifest, order: TryAgain) -
             tokens=tokens,
             finished_at=now,
             seconds=seconds,
+            stop_cause=attempt.stop_cause or order.cause,
         )
         transaction.update_stage(
             stage,
@@ -160,7 +160,9 @@ def _end(
     attempt: AttemptRecord,
     result: JobResult,
     outputs: dict[str, dict[str, str]],
+    cause: StopCause | None = None,
 ) -> None:
+    cause = cause or (StopCause.PERSON if result.status == "stopped" else None)
     give_up(jobs.folders, attempt, f"it ended: {result.status}")
     now, failure = stores.clock.now(), result.failure
     seconds = _seconds(jobs, attempt, result.seconds, now)
@@ -185,6 +187,7 @@ def _end(
             tokens=tokens,
             finished_at=now,
             seconds=seconds,
+            stop_cause=attempt.stop_cause or cause,
         )
         transaction.update_stage(
             stage,
@@ -206,11 +209,8 @@ def _end(
 def _warning(
     stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, tokens: int, seconds: float
 ) -> Mapping[str, Any] | None:
-    """What to tell of a run's budget where billing this attempt passes most of it.
-
-    Stages of a run with a budget go one at a time, so nobody bills another one meanwhile.
-    """
-    if not budgets.one_at_a_time(manifest):
+    """What to tell of a run's budget where billing this attempt passes most of it."""
+    if not budgets.limited(manifest):
         return None
     attempts = stores.ledger.attempts(stage.run_id)
     taken_over = tokens_taken_over(stores, jobs.folders, attempts)
@@ -252,10 +252,7 @@ def _billed(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord, sai
     cut short may have cost. So retries never spend more than was declared.
     """
     progress = _last_progress(folders, attempt)
-    metered = None
-    with suppress(IntegrityError):  # no plain file: it says nothing
-        metered = folders.of(attempt).metered()
-    words = (said, progress.tokens if progress else 0, metered or 0)
+    words = (said, progress.tokens if progress else 0, folders.of(attempt).spent())
     return max(0, min(MOST_NUMBER, max(words)) - _inherited(stores.blobs, attempt))
 
 

@@ -36,7 +36,7 @@ from posttrain.domain.jobs import ANOTHER_RUNS, Cause, Failure, JobResult, JobSt
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import AttemptState, RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
-from posttrain.domain.reasons import Reason
+from posttrain.domain.reasons import Reason, StopCause, stop_cause
 from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord, Watch
 from posttrain.domain.waits import span, told, wait_of
 
@@ -45,10 +45,18 @@ LEAVING_SECONDS = 120.0  # after a result, until a job that its executor does no
 BACKOFF_SECONDS = (0.5, 2.0, 8.0, 30.0)
 
 _DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
+_OVERTIME = "its maximum runtime, by budget.wall_clock, is over"
 _ENDED_FOR = {
-    Cause.OUT_OF_MEMORY: (FailureClass.OUT_OF_MEMORY, "out of memory"),
-    Cause.OVERTIME: (FailureClass.BUDGET, "its maximum runtime, by budget.wall_clock, is over"),
+    Cause.OUT_OF_MEMORY: (FailureClass.OUT_OF_MEMORY, "out of memory", StopCause.OUT_OF_MEMORY),
+    Cause.OVERTIME: (FailureClass.BUDGET, _OVERTIME, StopCause.BUDGET),
 }
+# by whoever runs jobs; a limit that the run does not declare says nothing about its budget
+_STOPPED_BY: Mapping[Cause | None, StopCause] = {
+    Cause.PREEMPTED: StopCause.PREEMPTED,
+    Cause.DRAINED: StopCause.DRAINED,
+    Cause.OVERTIME: StopCause.PREEMPTED,
+}
+_TAKEN_AWAY = (StopCause.PREEMPTED, StopCause.DRAINED, StopCause.SUPERSEDED)  # these use no attempt up
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +93,7 @@ class Sight:
     unreadable: str = ""  # why what it left cannot be read
     another_runs: bool = False  # the executor's job gave way to another of this attempt, which may live
     unheeded: str = ""  # what is said of a job that was told to stop and did not
+    tokens: int = 0  # that it reports to have spent itself
     progress: str | None = None  # what it has reported: equal as long as nothing moved; None: nobody looked
 
 
@@ -201,48 +210,55 @@ def _launched(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sig
         since -= sight.word.seconds if sight.word.seconds <= since else 0.0  # a job may say anything
         return None if since < LEAVING_SECONDS else Kill(stage, attempt)
     result = _why_stopped(view, stage, attempt, sight.word)
+    if result.status == "failed" and result.failure and result.failure.kind is FailureClass.BUDGET:
+        own = budgets.Spending(result.tokens - (attempt.resumed_tokens or 0), result.seconds)
+        if budgets.can_have_more(view.manifest, view.stages, view.attempts, attempt, own):
+            spent = replace(result.failure, signature="")
+            return _again(view, stage, attempt, spent, AttemptState.FAILED, result)
     if result.status == "failed" and result.failure and result.failure.kind.retried:
         return _again(view, stage, attempt, result.failure, AttemptState.FAILED, result)
     return Collect(stage, attempt, result)
 
 
 def _why_stopped(view: View, stage: StageRecord, attempt: AttemptRecord, result: JobResult) -> JobResult:
-    """A job that stopped though no person asked: it was told to end for the budget, or from outside."""
+    """A job that stopped though no person asked: for the cause of the order; without an order it was preempted."""
     if result.status != "stopped" or view.run.desired == "stopped":
         return result
     if _condemned(view, stage, attempt):  # it was not so far gone that it did not hear SIGTERM
         return replace(result, status="failed", failure=_hung(view, stage, attempt))
-    asked = attempt.stop_requested_at is not None  # and a run that nobody stopped asks for the budget's sake only
-    preempted = Failure(FailureClass.PREEMPTED, "the job was told to end from outside (SIGTERM)", "")
-    spent = f"the budget ({budgets.declared(view.manifest)}) is spent; raise it in run.yaml and submit again"
-    over = Failure(FailureClass.BUDGET, spent, "budget")
-    return replace(result, status="failed", failure=over if asked else preempted)
+    if attempt.stop_cause == StopCause.BUDGET:
+        spent = f"the budget ({budgets.declared(view.manifest)}) is spent; raise it in run.yaml and submit again"
+        return replace(result, status="failed", failure=Failure(FailureClass.BUDGET, spent, "budget"))
+    told = "was told to end from outside (SIGTERM)"
+    if attempt.stop_cause is not None:
+        told = f"was told to stop: {stop_cause(attempt.stop_cause).meaning}"
+    return replace(result, status="failed", failure=Failure(FailureClass.PREEMPTED, f"the job {told}", ""))
 
 
 def _without_word(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sight, now: float) -> Order | None:
-    """What becomes of a job without a result; it ends when a person or the budget says so."""
+    """What becomes of a job without a result; it ends when a person, the budget or another order says so."""
     seen = sight.job
-    spent = budgets.spending(view.stages, view.attempts, running=seen.seconds or 0.0)
-    over = budgets.exhausted(view.manifest, spent)
-    asked = attempt.stop_requested_at
-    ending = bool(over) or view.run.state == RunState.STOPPING
-    if ending and asked is None and (sight.another_runs or not seen.gone):
-        return AskToStop(stage, attempt)
-    ending = ending and asked is not None and now >= asked + STOP_GRACE_SECONDS
+    share = budgets.share_of(view.manifest, attempt, budgets.spending(view.stages, view.attempts))
+    over = budgets.overdrawn(share, sight.tokens, seen.seconds or 0.0)
+    asked, stopping = attempt.stop_requested_at, view.run.state == RunState.STOPPING
+    if (over or stopping) and asked is None and (sight.another_runs or not seen.gone):
+        return AskToStop(stage, attempt, StopCause.PERSON if stopping else StopCause.BUDGET)
+    late = asked is not None and now >= asked + STOP_GRACE_SECONDS
     believed = seen.hidden and attempt.reason == Reason.ASSUMED_DEAD
     if not seen.gone and not believed:
-        if ending:
+        if late:
             return Kill(stage, attempt)
         quiet = _silence(view, stage, attempt, sight, now) if asked is None else None
         return _waits(stage, attempt, seen) or quiet
     if sight.another_runs:
         return _given_way(stage, attempt)
-    if not ending and view.run.state != RunState.STOPPING:  # a stage that a person stopped is not tried again
-        return _lost(view, stage, attempt, seen)
-    if over:
-        return End(stage, attempt, JobResult("failed", failure=Failure(FailureClass.BUDGET, over, "budget")))
-    before = "" if asked else f"stopped by a person; its job was gone before ({seen.why})"
-    return End(stage, attempt, JobResult("stopped", message=sight.unheeded or before))
+    if stopping:  # a stage that a person stopped is not tried again
+        before = "" if asked else f"stopped by a person; its job was gone before ({seen.why})"
+        return End(stage, attempt, JobResult("stopped", message=sight.unheeded or before))
+    if late and attempt.stop_cause == StopCause.BUDGET:
+        said = over or f"the budget ({budgets.declared(view.manifest)}) is spent"
+        return End(stage, attempt, JobResult("failed", failure=Failure(FailureClass.BUDGET, said, "budget")))
+    return _lost(view, stage, attempt, seen)
 
 
 def _waits(stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Order | None:
@@ -277,25 +293,28 @@ def _hung(view: View, stage: StageRecord, attempt: AttemptRecord) -> Failure:
 def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Order:
     """A job that is gone without a result."""
     detail = seen.why
-    if seen.cause in _ENDED_FOR:
-        kind, why = _ENDED_FOR[seen.cause]
+    declared = view.manifest.budget.wall_clock is not None
+    if seen.cause is Cause.OUT_OF_MEMORY or (seen.cause is Cause.OVERTIME and declared):
+        kind, why, cause = _ENDED_FOR[seen.cause]
         over = Failure(kind, f"the executor ended the job: {why} ({detail})", seen.cause.value)
-        return End(stage, attempt, JobResult("failed", failure=over))
-    if seen.cause is Cause.PREEMPTED:
-        gone = Failure(FailureClass.PREEMPTED, f"the executor preempted the job ({detail})", "")
-        return _again(view, stage, attempt, gone, AttemptState.LOST)
+        return End(stage, attempt, JobResult("failed", failure=over), cause=cause)
+    taken = stop_cause(attempt.stop_cause) if attempt.stop_cause else _STOPPED_BY.get(seen.cause)
+    if taken is not None and taken in _TAKEN_AWAY:
+        gone = Failure(FailureClass.PREEMPTED, f"the job was stopped: {taken.meaning} ({detail})", "")
+        return _again(view, stage, attempt, gone, AttemptState.LOST, cause=taken)
     if _condemned(view, stage, attempt):
         return _again(view, stage, attempt, _hung(view, stage, attempt), AttemptState.LOST)
     # neither a kill nor a late start says anything about the job; an exit code does: twice the same comes a third time
     mute = seen.exit_code is None or seen.exit_code < 0 or seen.exit_code == ANOTHER_RUNS
     signature = "" if mute else f"exit {seen.exit_code}"
     failure = Failure(FailureClass.INFRASTRUCTURE, f"the job ended without a result ({detail})", signature)
-    return _again(view, stage, attempt, failure, AttemptState.LOST)
+    cause = StopCause.SUPERSEDED if seen.exit_code == ANOTHER_RUNS else StopCause.INFRASTRUCTURE
+    return _again(view, stage, attempt, failure, AttemptState.LOST, cause=cause)
 
 
 def not_launched(view: View, stage: StageRecord, attempt: AttemptRecord, failure: Failure) -> Order:
     """What becomes of an attempt that its executor refused."""
-    return _again(view, stage, attempt, failure, AttemptState.LOST)
+    return _again(view, stage, attempt, failure, AttemptState.LOST, cause=StopCause.INFRASTRUCTURE)
 
 
 def _again(
@@ -305,22 +324,44 @@ def _again(
     failure: Failure,
     ended: AttemptState,
     said: JobResult | None = None,
+    cause: StopCause | None = None,
 ) -> TryAgain:
     """Back off and try again, unless the attempts are used up or the same thing happened twice in a row."""
     tried = [one for one in view.tries(stage.name) if one.number > stage.retried_after]
     wait = BACKOFF_SECONDS[min(len(tried), len(BACKOFF_SECONDS)) - 1]
     over = why_not_again(view.manifest, tried, failure)
-    killed = failure.kind is FailureClass.INFRASTRUCTURE and _condemned(view, stage, attempt)
-    return TryAgain(stage, attempt, failure, ended, said or JobResult("failed"), wait, over, killed)
+    if failure.kind is FailureClass.INFRASTRUCTURE and _condemned(view, stage, attempt):
+        cause = StopCause.STALLED
+    elif failure.kind is FailureClass.PREEMPTED and cause is None:
+        cause = StopCause.PREEMPTED
+    return TryAgain(stage, attempt, failure, ended, said or JobResult("failed"), wait, over, cause)
 
 
 def hold_back(
-    manifest: Manifest, stage: StageRecord, stages: Mapping[str, StageRecord], slots: int
-) -> tuple[Reason, str] | None:
-    """Why a ready stage does not start yet though nothing else computes the same: reason and message."""
-    running: Sequence[str] = [one.name for one in stages.values() if one.state == StageState.RUNNING]
-    if running and budgets.one_at_a_time(manifest):
-        return Reason.WAITING_FOR_BUDGET, f"stage {running[0]} holds what is left of the budget"
-    if len(running) >= slots:
-        return Reason.WAITING_FOR_SLOT, f"all {slots} slots are taken"
-    return None
+    manifest: Manifest,
+    stage: StageRecord,
+    attempts: Sequence[AttemptRecord],
+    spent: budgets.Spending,
+    *,
+    free: int,
+    rivals: int = 0,
+) -> tuple[Reason, str] | budgets.Share:
+    """Why a ready stage does not start yet though nothing else computes the same; else what its attempt reserves.
+
+    Args:
+        attempts: of its run.
+        free: slots.
+        rivals: other stages that could start now: each gets an equal share.
+    """
+    if free < 1:
+        return Reason.WAITING_FOR_SLOT, "every slot of this host is taken"
+    if not budgets.limited(manifest):
+        return budgets.Share()
+    others = budgets.living(attempts)
+    mine = [one for one in attempts if one.stage == stage.name and one.number > stage.retried_after]
+    whole = bool(mine) and mine[-1].reason == Reason.BUDGET_EXCEEDED  # a share was too little
+    left = budgets.left(manifest, spent, others)
+    share = budgets.divided(left, 1 if whole else 1 + min(rivals, free - 1))
+    if others and (whole or share.empty):
+        return Reason.WAITING_FOR_BUDGET, f"stage {others[0].stage} reserves what is left of the budget"
+    return share

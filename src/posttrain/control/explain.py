@@ -50,9 +50,9 @@ class Explanation:
 
     @property
     def lost(self) -> tuple[AttemptRecord, ...]:
-        """Attempts that did not end well."""
+        """Attempts that did not end well, or were stopped."""
         bad = (AttemptState.LOST, AttemptState.FAILED)
-        return tuple(attempt for attempt in self.attempts if attempt.state in bad)
+        return tuple(attempt for attempt in self.attempts if attempt.state in bad or attempt.stop_cause)
 
 
 def explain_run(stores: Stores, run_id: str) -> Explanation:

@@ -70,7 +70,8 @@ class Jobs:
     executor: Executor
     trainers: Mapping[str, Trainer]
     folders: AttemptFolders
-    slots: int = 1  # jobs of one run at a time
+    slots: int = 1  # jobs of this host at a time, whatever their runs and projects
+    beside: int = 0  # threads for what takes long; none: whoever decides does it
     trust_rewards: bool = False  # rewards may run where the kernel cannot confine them
     workspace: Callable[[], str] = lambda: ""  # what tells it from others and from its copies, on its jobs
     hosts: Hosts | None = None  # that share the ledger; None: it has one

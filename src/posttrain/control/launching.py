@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from posttrain.control import budgets, environments
@@ -34,12 +35,12 @@ from posttrain.store.attempts import AttemptFolder
 from posttrain.store.claims import unclaimed
 
 
-def plan_attempt(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, key: str) -> None:
+def plan_attempt(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, key: str, rivals: int = 0) -> None:
     """Commit the intent: an attempt with a deterministic external name. Launching it is the next tick's work.
 
     Raises:
         ConflictError: another driver ended the run, or started what this stage has to wait for, since the rows were
-            read: side by side two stages would each be handed all that is left of a budget.
+            read: two attempts never reserve the same part of a budget.
     """
     earlier = stores.ledger.attempts(stage.run_id, stage.name)
     number = len(earlier) + 1
@@ -63,15 +64,19 @@ def plan_attempt(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRec
         created_at=now,
         host=jobs.host,
     )
+    _, unwatched = taken_slots(stores, jobs)
+    taken_over = tokens_taken_over(stores, jobs.folders, [*stores.ledger.attempts(stage.run_id), attempt])
     with stores.ledger.transaction(stores.actor) as transaction:
         transaction.lock_run(stage.run_id)
-        state = transaction.snapshot.run(stage.run_id).state
-        others = {one.name: one for one in transaction.snapshot.stages(stage.run_id)}
-        held = hold_back(manifest, stage, others, jobs.slots)
-        if held or state != RunState.RUNNING:
-            why = held[1] if held else f"the run is {state}"
+        state, attempts = transaction.snapshot.run(stage.run_id).state, transaction.snapshot.attempts(stage.run_id)
+        spent = budgets.spending(transaction.snapshot.stages(stage.run_id), attempts, taken_over=taken_over)
+        driven, _ = transaction.snapshot.occupying(jobs.host, now)
+        free = jobs.slots - driven - unwatched
+        held = hold_back(manifest, stage, attempts, spent, free=free, rivals=rivals)
+        if isinstance(held, tuple) or state != RunState.RUNNING:
+            why = held[1] if isinstance(held, tuple) else f"the run is {state}"
             raise ConflictError(f"{stage.run_id}/{stage.name}: is not started now: {why}")
-        transaction.insert_attempt(attempt)
+        transaction.insert_attempt(replace(attempt, reserved_tokens=held.tokens, reserved_seconds=held.seconds))
         transaction.update_stage(
             stage,
             state=StageState.RUNNING,
@@ -113,7 +118,7 @@ def launch_attempt(
         say(stores, stage, Reason.WAITING_FOR_DEVICES, str(error))
         return None
     except InfrastructureError as error:
-        return Failure(FailureClass.INFRASTRUCTURE, str(error), "launch")
+        return Failure(FailureClass.INFRASTRUCTURE, str(error), "")  # which says nothing about the job
     if isinstance(answer, Unknown):
         say(stores, stage, Reason.SUBMISSION_UNKNOWN, f"whether the job was submitted is not known ({answer.detail})")
         return None
@@ -134,6 +139,20 @@ def look(jobs: Jobs, attempt: AttemptRecord) -> Observation:
             f"drive its run with {attempt.executor}"
         )
     return jobs.executor.observe([job_of(jobs.folders, attempt)])[0]
+
+
+def taken_slots(stores: Stores, jobs: Jobs) -> tuple[int, int]:
+    """Slots of this host that jobs of runs have which somebody drives, and those of runs that nobody drives.
+
+    The latter count as long as their jobs live: nobody records their end.
+
+    Raises:
+        InfrastructureError: the executor does not answer.
+    """
+    with stores.ledger.snapshot() as now:
+        driven, left = now.occupying(jobs.host, stores.clock.now())
+    found = jobs.executor.observe([job_of(jobs.folders, attempt) for attempt in left]) if left else []
+    return driven, sum(seen.live for seen in found)
 
 
 def waits_for_devices(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, trainer: Trainer) -> bool:
@@ -177,8 +196,9 @@ def _order(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, a
     attempts = stores.ledger.attempts(stage.run_id)
     inherited = tokens_inherited(stores.blobs, attempt)
     origin, step = origin_of(stores, jobs.folders, stage, attempt)
-    taken_over = tokens_taken_over(stores, jobs.folders, attempts) if budgets.one_at_a_time(manifest) else 0
+    taken_over = tokens_taken_over(stores, jobs.folders, attempts) if budgets.limited(manifest) else 0
     spent = budgets.spending(stores.ledger.stages(stage.run_id), attempts, taken_over=taken_over)
+    share = budgets.share_of(manifest, attempt, spent)
     plan = manifest.stage(stage.name)
     image = manifest.image_of(plan)
     return JobOrder(
@@ -193,8 +213,8 @@ def _order(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, a
         resumed_from=origin,
         resumed_step=step,
         tokens_inherited=inherited,
-        token_allowance=budgets.token_allowance(manifest, spent, inherited),
-        seconds_allowance=budgets.seconds_allowance(manifest, spent),
+        token_allowance=None if share.tokens is None else share.tokens + inherited,
+        seconds_allowance=share.seconds,
         tokens_declared=manifest.budget.tokens,
         seconds_declared=manifest.budget.wall_clock,
         environment="" if image else environments.ordered(jobs, stage.run_id),

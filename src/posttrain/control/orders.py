@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from posttrain.domain.jobs import Failure, JobResult
 from posttrain.domain.lifecycle import AttemptState, RunState, StageState
-from posttrain.domain.reasons import Reason
+from posttrain.domain.reasons import Reason, StopCause
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord, Watch
 
 
@@ -102,6 +102,7 @@ class AskToStop:
 
     stage: StageRecord
     attempt: AttemptRecord
+    cause: StopCause
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,7 @@ class End:
     result: JobResult
     why: str = ""  # for the tombstone
     unless_begun: bool = False  # not if a job of it computes after all
+    cause: StopCause | None = None  # of a stop that no order told the attempt of
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ class TryAgain:
     said: JobResult
     wait: float
     over: tuple[Reason, str] | None  # reason and words, where no other attempt would help
-    hung: bool = False  # it was killed for its silence
+    cause: StopCause | None = None  # why it was stopped; None: it ended by itself
 
 
 Order = (

@@ -6,30 +6,34 @@ Loops and who unblocks whom::
       ▲        pending  waits for upstream stages (an earlier tick), binds inputs ─▶ ready
       │        ready    waits for a slot, back-off, an identical stage elsewhere ──▶ running | from cache
       │        running  waits for the job's result.json (the job), observes ───────▶ succeeded | failed | ready again
-      └── drive: looks when the queue says so (somebody changed a row, a time has come) or a job is seen to have moved;
-                 ends on a final state, or where everything that is left was set aside for a person
+      └── drive: looks when the queue says so (somebody changed a row, a time has come), a job is seen to have moved, or
+                 something became free; ends on a final state, or where all that is left was set aside for a person
+
+    deciding thread ──an order that hashes, uploads, judges, launches or kills──▶ a thread of `Beside`
+      ▲ collects what it raised, and looks at the rows again; no other order of that stage meanwhile ◀──┘ ends
 
 An error in one object ends neither the others nor the driver (`control.trouble`).
 
 Any process may die between any two lines: the next tick, in any process, derives what to do from the ledger and the
-attempt folders alone. No outside work happens inside a transaction. Idle, a driver asks the ledger for work twice a
-second and for nothing else.
+attempt folders alone. No outside work happens inside a transaction. Idle, a driver asks the ledger for work less than
+twice a second and for nothing else, and the executor once for the jobs of all its runs.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from posttrain.control.actuator import act
 from posttrain.control.decide import View, decide_run, decide_stage, settle
 from posttrain.control.jobs import Jobs
-from posttrain.control.orders import Bind
+from posttrain.control.launching import taken_slots
+from posttrain.control.orders import Collect, Judge, Kill, Launch, Release, Start
 from posttrain.control.orphans import end_orphans
-from posttrain.control.pulse import Pulse, look_again_after
+from posttrain.control.pulse import Beside, Pulse, Turns, look_again_after
 from posttrain.control.sights import Looks, see
 from posttrain.control.stores import Stores
 from posttrain.control.trouble import Troubles, one_line, record_trouble
@@ -48,6 +52,8 @@ SWEEP_SECONDS = 300.0  # between two sweeps for jobs that nobody owns
 RACED_SECONDS = 1.0  # until whoever lost a race looks again
 UNWOKEN_SECONDS = 604800.0  # an unfinished run is looked at once in seven days, whatever nobody thought of
 POLL_SECONDS = 0.7  # between two questions to the queue
+SLOT_SECONDS = 5.0  # between two looks for slots that other processes left
+_LONG = (Start, Judge, Release, Launch, Collect)  # orders that hash, upload, compute or wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +71,12 @@ class Tick:
 class _Watched:
     """A run between two passes."""
 
-    pulse: Pulse
     last: Tick | None = None
     again_at: float = 0.0
+    turn: tuple[int, int] = (0, 0)  # the queue's order
+    living: int = 0  # attempts
+    slot: bool = False  # whether a stage waits for one
+    devices: int = 0  # that a stage waits for
 
 
 class Reconciler:
@@ -86,10 +95,14 @@ class Reconciler:
         self._manifests: dict[str, Manifest] = {}
         self._held: dict[str, Work] = {}  # run → our claim
         self._watched: dict[str, _Watched] = {}
-        self._due: set[str] = set()
+        self._due: set[str] = set()  # woken
         self._renewed = self._polled = -NEVER
         self._swept = stores.clock.now()
-        self._devices: tuple[float, Any] = (-NEVER, None)  # when asked, and the answer
+        self._pulse = Pulse(stores.clock, jobs)
+        self._beside, self._ending = Beside(jobs.beside), Beside(4 * jobs.beside)  # no end of a job waits for a hash
+        self._begun: dict[tuple[str, str], int] = {}  # stage → its generation when work beside was begun
+        self._slots, self._devices = Turns(), Turns()
+        self._counted = self._dealt = -NEVER  # when slots and devices were looked for
 
     def tick(self, run_id: str) -> Tick | None:
         """One pass over one run, due or not; None when another live process holds its lease."""
@@ -101,6 +114,8 @@ class Reconciler:
         claim = self._claim(run_id)
         if claim is None:
             return None
+        if run_id in self._watched:
+            self._watched[run_id].turn = (-claim.priority, claim.id)
         if self._is_elsewhere(run_id):
             return None
         troubles = Troubles(self._stores, self.queue, run_id)
@@ -125,13 +140,14 @@ class Reconciler:
         attempts = [attempt for attempt in view.attempts if attempt.stage in names]
         # of the moment before anything was decided: a time that came meanwhile was not decided on
         known = min(began, self._stores.clock.now())
-        after = look_again_after(view.manifest, stages, attempts, view.watches, known)
+        after = look_again_after(view.manifest, stages, attempts, known)
         if troubles.again_after is not None:
             after = min(after, troubles.again_after)
         aside = tuple(sorted(troubles.set_aside)) if after >= NEVER else ()
         after = min(after, RACED_SECONDS if troubles.raced else UNWOKEN_SECONDS)
         said = self._say_set_aside(run, aside)
         hold = self._jobs.host is None or any(attempt.host == self._jobs.host for attempt in view.attempts)
+        hold = hold or run.id in self._beside.runs()
         if not hold:  # what no host has yet is for the first that has room
             self._held.pop(run.id, None)
         settled = self.queue.give_back(claim, after, hold=hold)
@@ -200,7 +216,13 @@ class Reconciler:
         """Give the lease back, so that another process need not wait for it to expire."""
         self._held.pop(run_id, None)
         self._watched.pop(run_id, None)
+        self._forget(run_id)
         self.queue.release([run_id])
+
+    def _forget(self, run_id: str) -> None:
+        self._pulse.follow(run_id, None)
+        for beside in (self._beside, self._ending):
+            beside.forget(run_id)
 
     def drive(
         self,
@@ -236,43 +258,123 @@ class Reconciler:
                         f"posttrain why {run_id}"
                     )
                 if not tick.changed:
-                    clock.sleep(interval)
+                    self.rest(interval)
+
+    def rest(self, seconds: float) -> bool:
+        """Wait so long, or until work beside this thread is to be collected; whether some is."""
+        if self._beside.runs() or self._ending.runs():
+            return self._beside.wait(seconds)
+        self._stores.clock.sleep(seconds)
+        return False
+
+    def worth(self, run_ids: Sequence[str]) -> list[str]:
+        """Those of many runs that are worth a `step` now; executor and queue are asked once for all of them."""
+        self._look_around()
+        now = self._stores.clock.now()
+        return [run_id for run_id in run_ids if self._is_due(run_id, now)]
 
     def step(self, run_id: str) -> Tick:
         """A pass over a run if it is worth one: its time has come, somebody woke it, one of its jobs moved.
 
-        Else what the last pass found, at the price of a look at its jobs; the queue is asked for all runs at once.
+        Else what the last pass found, at no price; executor and queue are asked for all runs at once.
 
         Raises:
             InfrastructureError: what is left of the run was set aside: it failed again and again.
         """
+        self._look_around()
         clock = self._stores.clock
-        watched = self._watched.setdefault(run_id, _Watched(Pulse(self._stores.clock, self._jobs, self._capacity)))
-        self.keep()
-        self._sweep()
-        if watched.last is not None and not (
-            clock.now() >= watched.again_at or watched.pulse.moved() or self._woken(run_id)
-        ):
+        watched = self._watched.get(run_id) or self._watched.setdefault(run_id, _Watched())
+        if watched.last is not None and not self._is_due(run_id, clock.now()):
             return replace(watched.last, changed=False)
+        self._due.discard(run_id)
+        self._pulse.take(run_id)
         tick = self.tick(run_id)
         found = tick or Tick(self._stores.ledger.run(run_id), changed=False, again_after=POLL_SECONDS)
-        watched.last, watched.again_at = found, clock.now() + (0.0 if found.changed else found.again_after)
+        watched.again_at = clock.now() + (0.0 if found.changed else found.again_after)
+        watched.last = replace(found, view=None)
         if found.set_aside:
             watched.last = None  # for whoever asks again once its cause is mended
             raise InfrastructureError(f"run {run_id}: {found.run.message}; {found.run.next_action}")
-        if not found.changed:
-            watched.pulse.follow(found.view)
+        self._take_in(run_id, watched, found)
         return found
 
-    def _capacity(self) -> Any:
-        """Who has the devices, asked once for all runs that wait for some."""
+    def _take_in(self, run_id: str, watched: _Watched, found: Tick) -> None:
+        """What the next look around needs to know of a run."""
+        if is_final("run", found.run.state):
+            self._forget(run_id)
+            self._counted = -NEVER
+            return
+        if found.view is None and found.changed:
+            return  # raced: the next pass sees the rows
+        if found.view is None:  # another driver has it
+            self._forget(run_id)
+        self._pulse.follow(run_id, found.view)
+        view = found.view
+        stages = view.stages if view else ()
+        living = sum(not is_final("attempt", one.state) for one in view.attempts) if view else 0
+        if living < watched.living:
+            self._counted = -NEVER  # a slot is free: somebody waits for it, perhaps
+        watched.living = living
+        watched.slot = any(one.reason == Reason.WAITING_FOR_SLOT for one in stages)
+        wanting = [one.name for one in stages if one.reason == Reason.WAITING_FOR_DEVICES]
+        watched.devices = max((self._wanted(view, name) for name in wanting if view), default=0)
+
+    def _wanted(self, view: View, name: str) -> int:
+        plan = view.manifest.stage(name)
+        return self._jobs.trainer(plan.trainer).devices(plan.kind, plan.params)
+
+    def _look_around(self) -> None:
+        """What is due for any run: leases, orphans, the queue, the jobs of all runs, what became free."""
+        self.keep()
+        self._sweep()
         now = self._stores.clock.now()
-        if now - self._devices[0] >= POLL_SECONDS:
-            try:
-                self._devices = now, self._jobs.executor.capacity()
-            except Exception as error:  # the look at the run tells of it
-                self._devices = now, type(error).__name__
-        return self._devices[1]
+        if now - self._polled >= POLL_SECONDS:
+            self._polled = now
+            with suppress(PosttrainError):  # a database that is away: the look that is due anyway tells of it
+                self._due |= self.queue.due(self._watched)
+        self._pulse.refresh()
+        if now - self._dealt >= POLL_SECONDS:
+            self._dealt = now
+            self._deal()
+        if now - self._counted >= SLOT_SECONDS:
+            self._counted = now
+            self._seat()
+
+    def _is_due(self, run_id: str, now: float) -> bool:
+        watched = self._watched.get(run_id)
+        return (
+            watched is None
+            or watched.last is None
+            or now >= watched.again_at
+            or run_id in self._due
+            or self._pulse.has_moved(run_id)
+            or self._beside.is_over(run_id)
+            or self._ending.is_over(run_id)
+        )
+
+    def _deal(self) -> None:
+        """Wake who is next for devices that are free."""
+        waiting = sorted((one.turn, run_id, one.devices) for run_id, one in self._watched.items() if one.devices)
+        if not waiting:
+            return
+        try:
+            room = self._jobs.executor.capacity()
+        except Exception:  # the look at the run tells of it
+            self._due.add(waiting[0][1])
+            return
+        free = float(room.devices - len(room.held)) if room.devices else NEVER
+        woken = self._due | self._beside.runs()
+        self._due |= self._devices.next([(run_id, wanted) for _, run_id, wanted in waiting], free, woken)
+
+    def _seat(self) -> None:
+        """Wake who is next for slots that are free."""
+        waiting = sorted((one.turn, run_id) for run_id, one in self._watched.items() if one.slot)
+        if not waiting:
+            return
+        with suppress(PosttrainError):  # the ledger or the executor is away: later
+            free = self._jobs.slots - sum(taken_slots(self._stores, self._jobs))
+            woken = self._due | self._beside.runs()
+            self._due |= self._slots.next([(run_id, 1) for _, run_id in waiting], free, woken)
 
     def _sweep(self) -> None:
         """Now and then one driver of all ends the jobs that no live attempt owns."""
@@ -296,17 +398,6 @@ class Reconciler:
                 with self._stores.ledger.transaction(self._stores.actor) as transaction:
                     transaction.append_event("orphans.ended", name, {}, {"jobs": told})
             self.queue.give_back(one, SWEEP_SECONDS)
-
-    def _woken(self, run_id: str) -> bool:
-        """Whether the queue has something due for a run, as of a moment ago."""
-        now = self._stores.clock.now()
-        if now - self._polled >= POLL_SECONDS:
-            self._polled = now
-            with suppress(PosttrainError):  # a database that is away: the look that is due anyway tells of it
-                self._due = self.queue.due(self._watched)
-        woken = run_id in self._due
-        self._due.discard(run_id)
-        return woken
 
     def keep(self) -> None:
         """Hold on to what is held, where a third of the lease has passed."""
@@ -343,8 +434,9 @@ class Reconciler:
             for order in orders:
                 act(self._stores, self._jobs, view, order)
             view = self._view(run_id, manifest)
-        looks = Looks(self._jobs)
-        for name in [stage.name for stage in view.stages]:
+        looks = Looks(self._jobs, self._pulse.seen())
+        waiting = [stage.name for stage in view.stages if stage.state == StageState.PENDING]
+        for name in (*waiting, *(stage.name for stage in view.stages)):  # who could start now is known before any does
             if troubles.waits(view.stage(name)):
                 continue
             with troubles.kept_to(view.stage(name)):
@@ -358,17 +450,29 @@ class Reconciler:
         return replace(view, run=self._stores.ledger.run(run_id))
 
     def _advance(self, view: View, name: str, looks: Looks) -> View:
-        """One step of one stage; two where its inputs are bound. The rows afterwards."""
-        while True:
-            running = view.stage(name).state == StageState.RUNNING
-            sight = see(self._stores, self._jobs, view, name, looks) if running else None
-            order = decide_stage(view, name, sight, self._stores.clock.now())
-            if order is None:
-                return view
-            act(self._stores, self._jobs, view, order)
-            view = self._view(view.run.id, view.manifest)
-            if not isinstance(order, Bind):
-                return view
+        """One step of one stage, unless the last one still goes on beside this thread. The rows afterwards."""
+        run_id = view.run.id
+        for beside in (self._beside, self._ending):
+            if beside.has(run_id, name):
+                if not beside.collect(run_id, name):
+                    return view
+                view = self._view(run_id, view.manifest)
+                if view.stage(name).generation == self._begun.pop((run_id, name), None):
+                    return view  # it changed nothing: what is due is the same, and waits for its time or a sign
+        running = view.stage(name).state == StageState.RUNNING
+        if running and self._jobs.elsewhere(view.tries(name)[-1]):
+            return view  # the run became another host's since this pass began
+        sight = see(self._stores, self._jobs, view, name, looks) if running else None
+        order = decide_stage(view, name, sight, self._stores.clock.now())
+        if order is None:
+            return view
+        work = functools.partial(act, self._stores, self._jobs, view, order)
+        if isinstance(order, (*_LONG, Kill)):
+            beside = self._ending if isinstance(order, Kill) else self._beside
+            self._begun[run_id, name] = view.stage(name).generation
+            return self._view(run_id, view.manifest) if beside.begin(run_id, name, work) else view
+        work()
+        return self._view(run_id, view.manifest)
 
     def _view(self, run_id: str, manifest: Manifest) -> View:
         with self._stores.ledger.snapshot() as now:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from posttrain.control import budgets
 from posttrain.control.jobs import AttemptFolders
 from posttrain.control.stores import Stores
 from posttrain.domain.errors import InputError, IntegrityError
@@ -116,16 +117,18 @@ def _small(blobs: BlobStore, file: TreeFile) -> Any:
 
 
 def tokens_taken_over(stores: Stores, folders: AttemptFolders, attempts: Sequence[AttemptRecord]) -> int:
-    """Tokens that a run's stages got with checkpoints of other runs; of several a stage took, those in the largest.
+    """Tokens that a run's stages got with checkpoints of other runs, as `budgets.taken_over`.
 
     Args:
         attempts: of a run.
     """
-    most: dict[str, int] = {}
-    for attempt in attempts:
-        if _foreign(stores, folders, attempt):
-            most[attempt.stage] = max(most.get(attempt.stage, 0), tokens_inherited(stores.blobs, attempt))
-    return sum(most.values())
+    known = list(attempts)
+    for place, attempt in enumerate(known):
+        if attempt.resume is not None and (attempt.resumed_from is None or attempt.resumed_tokens is None):
+            origin, _ = _foreign(stores, folders, attempt) or (f"{attempt.run_id}/{attempt.stage}", 0)
+            tokens = tokens_inherited(stores.blobs, attempt)
+            known[place] = replace(attempt, resumed_from=origin, resumed_tokens=tokens)
+    return budgets.taken_over(known)
 
 
 def _foreign(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord) -> tuple[str, int] | None:

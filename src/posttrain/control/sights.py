@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from posttrain.control.decide import Sight, View
 from posttrain.control.fencing import another_runs, unheeded
 from posttrain.control.jobs import Jobs
 from posttrain.control.launching import look
 from posttrain.control.requests import job_of
+from posttrain.control.resuming import tokens_inherited
 from posttrain.control.stores import Stores
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.jobs import JobResult, JobState, Observation
@@ -19,9 +22,10 @@ from posttrain.store.channel import EVENTS
 class Looks:
     """What the executor says of a run's live attempts: asked once for all of them, and only if somebody asks."""
 
-    def __init__(self, jobs: Jobs) -> None:
+    def __init__(self, jobs: Jobs, seen: Mapping[str, Observation]) -> None:
         self._jobs = jobs
-        self._seen: dict[str, Observation] | None = None
+        self._known = seen  # a moment ago, of the jobs of all runs
+        self._seen: Mapping[str, Observation] | None = None
 
     def of(self, view: View, attempt: AttemptRecord) -> Observation:
         """One look; of this pass, or a moment old."""
@@ -29,9 +33,11 @@ class Looks:
             self._seen = self._all(view)
         return self._seen.get(attempt.name) or look(self._jobs, attempt)
 
-    def _all(self, view: View) -> dict[str, Observation]:
+    def _all(self, view: View) -> Mapping[str, Observation]:
         name = self._jobs.executor.name
         launched = [a for a in view.attempts if a.state == AttemptState.LAUNCHED and a.executor == name]
+        if all(attempt.name in self._known for attempt in launched):
+            return self._known
         try:
             seen = self._jobs.executor.observe([job_of(self._jobs.folders, attempt) for attempt in launched])
         except Exception:  # then each is asked for by itself: what concerns one stops no other
@@ -56,9 +62,11 @@ def see(stores: Stores, jobs: Jobs, view: View, name: str, looks: Looks) -> Sigh
             if job.gone and another_runs(stores, jobs.folders, attempt, job):
                 return Sight(job, another_runs=True)
             word = _word(jobs, view, name, attempt)  # it may have ended between the two looks
-        reported = _reported(folder, job) if word is None and job.state is JobState.RUNNING else None
+        progress = reported(folder, job) if word is None and job.state is JobState.RUNNING else None
         lost = unheeded(jobs.folders, attempt) if word is None and job.gone else ""
-        return Sight(job, word=word, unheeded=lost, progress=reported)
+        metered = word is None and not job.gone and view.manifest.budget.tokens is not None
+        tokens = folder.spent() - tokens_inherited(stores.blobs, attempt) if metered else 0
+        return Sight(job, word=word, unheeded=lost, tokens=tokens, progress=progress)
     except (InputError, IntegrityError) as error:  # what is in its folder cannot be read: no retry would mend that
         return Sight(job, unreadable=str(error))
 
@@ -76,7 +84,7 @@ def _unanswered(jobs: Jobs, view: View, name: str, attempt: AttemptRecord) -> Si
         return Sight(job, unreadable=str(error))
 
 
-def _reported(folder: AttemptFolder, job: Observation) -> str:
+def reported(folder: AttemptFolder, job: Observation) -> str:
     """How far the job says it is; the first part is for people."""
     said = folder.channel.summary()
     if said is None:  # it loads, or is a job of before, which writes none

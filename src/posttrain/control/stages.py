@@ -11,7 +11,7 @@ from posttrain.control.cache import cache_key, usable
 from posttrain.control.codes import called, names_of, present_code
 from posttrain.control.decide import hold_back
 from posttrain.control.jobs import Jobs
-from posttrain.control.launching import plan_attempt, waits_for_devices
+from posttrain.control.launching import plan_attempt, taken_slots, waits_for_devices
 from posttrain.control.resuming import tokens_taken_over
 from posttrain.control.stores import Stores
 from posttrain.domain.jobs import InputBlob
@@ -105,15 +105,15 @@ def start_ready(
         said = f"{twin} computes the same; its result will be reused"
         _wait(stores, stage, Reason.WAITING_FOR_IDENTICAL_STAGE, said, key)
         return
-    held = hold_back(manifest, stage, stages, jobs.slots)
-    if held:
+    attempts = stores.ledger.attempts(run.id)
+    taken_over = tokens_taken_over(stores, jobs.folders, attempts) if budgets.limited(manifest) else 0
+    spent = budgets.spending(list(stages.values()), attempts, taken_over=taken_over)
+    held = hold_back(manifest, stage, attempts, spent, free=jobs.slots - sum(taken_slots(stores, jobs)))
+    if isinstance(held, tuple):
         _wait(stores, stage, *held, key)
         return
     if _code_changed(stores, jobs, manifest, stage) or _environment_changed(stores, jobs, manifest, stage):
         return
-    attempts = stores.ledger.attempts(run.id)
-    taken_over = tokens_taken_over(stores, jobs.folders, attempts) if budgets.one_at_a_time(manifest) else 0
-    spent = budgets.spending(list(stages.values()), attempts, taken_over=taken_over)
     over = budgets.exhausted(manifest, spent)
     if over:
         with stores.ledger.transaction(stores.actor) as transaction:
@@ -127,7 +127,16 @@ def start_ready(
         return
     if not waits_for_devices(stores, jobs, manifest, stage, jobs.trainer(manifest.stage(stage.name).trainer)):
         with stores.blobs.holding():
-            plan_attempt(stores, jobs, manifest, stage, key)
+            plan_attempt(stores, jobs, manifest, stage, key, _rivals(stores, manifest, key, stages))
+
+
+def _rivals(stores: Stores, manifest: Manifest, key: str, stages: Mapping[str, StageRecord]) -> int:
+    """How many other stages of a run with a budget could start now: they share what is left of it."""
+    if not budgets.limited(manifest):
+        return 0
+    ready = [one for one in stages.values() if one.state == StageState.READY and kind_of(one.kind).driver is Driver.JOB]
+    keys = {cache_key(manifest, manifest.stage(one.name), bound_inputs(one)) for one in ready} - {key}
+    return sum(stores.ledger.cached_stage(one) is None for one in keys)
 
 
 def _code_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord) -> bool:

@@ -29,7 +29,8 @@ CRASHPOINTS = frozenset(
         "sink.after_send",
         "detach.after_request", "detach.after_start", "driver.after_taken", "driver.before_done",
         # execution
-        "supervisor.before_spawn", "supervisor.after_spawn", "supervisor.before_exit_record",
+        "supervisor.before_claim", "supervisor.before_spawn", "supervisor.after_spawn",
+        "supervisor.before_exit_record",
         # jobs
         "job.start", "train.step", "checkpoint.before_shards", "checkpoint.inside_shard", "checkpoint.before_commit",
         "checkpoint.after_commit", "best.before_rename", "best.after_rename",

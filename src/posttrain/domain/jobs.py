@@ -163,6 +163,7 @@ class Cause(StrEnum):
 
     OUT_OF_MEMORY = "out_of_memory"
     PREEMPTED = "preempted"
+    DRAINED = "drained"  # its node is being emptied
     NODE_LOST = "node_lost"
     OVERTIME = "overtime"  # its maximum runtime was over
 

@@ -34,7 +34,12 @@ class Reason(StrEnum):
     SUBMITTED = "Submitted", (_RUN,), "No driver has looked at the run yet.", "`attach` drives it"
     WAITING_FOR_INPUTS = "WaitingForInputs", (_STAGE,), "A stage before it has not ended yet.", _NOTHING
     READY = "Ready", (_STAGE,), "Its inputs are there, and it starts at the next look.", _NOTHING
-    WAITING_FOR_SLOT = "WaitingForSlot", (_STAGE,), "As many stages run as the driver runs at a time.", _NOTHING
+    WAITING_FOR_SLOT = (
+        "WaitingForSlot",
+        (_STAGE,),
+        "Every slot of the host is taken.",
+        _NOTHING,
+    )
     WAITING_FOR_BUDGET = (
         "WaitingForBudget",
         (_STAGE,),
@@ -256,6 +261,31 @@ class Reason(StrEnum):
         """The reason that a class of failure is."""
         special = {FailureClass.BUDGET: cls.BUDGET_EXCEEDED, FailureClass.PREEMPTED: cls.PREEMPTED}
         return special.get(kind) or _BY_CODE[f"{cls.JOB_FAILED}:{kind.value}"]
+
+
+class StopCause(StrEnum):
+    """Why a job was stopped: by an order of the control side, or from outside. Attempts store it."""
+
+    meaning: str  # one clause
+
+    def __new__(cls, code: str, meaning: str) -> Self:
+        self = str.__new__(cls, code)
+        self._value_, self.meaning = code, meaning
+        return self
+
+    PERSON = "person", "a person stopped the run"
+    BUDGET = "budget", "what the attempt reserved of the budget is spent"
+    STALLED = "stalled", "it reported no progress for `runtime.stall_after`"
+    PREEMPTED = "preempted", "a scheduler or a signal from outside took its place"
+    DRAINED = "drained", "its node is being emptied"
+    SUPERSEDED = "superseded", "another job of the same attempt computes"
+    OUT_OF_MEMORY = "out_of_memory", "it exceeded its memory"
+    INFRASTRUCTURE = "infrastructure", "its process, its supervisor or its node is gone"
+
+
+def stop_cause(code: str) -> StopCause:
+    """The cause that an attempt stores."""
+    return next(one for one in StopCause if one.value == code)
 
 
 HELD_UP = (Reason.STALLED, Reason.ANOTHER_RUNS, Reason.JOB_NOT_VISIBLE)  # of a stage that runs, and yet waits

@@ -138,6 +138,10 @@ class AttemptRecord:
     resumed_from: str | None = None  # run/stage that wrote the checkpoint `resume`, and what that says
     resumed_step: int | None = None
     resumed_tokens: int | None = None  # spent by its lineage until then: not billed again
+    # what it may spend of the run's budget; nobody else spends that while it lives. None: the budget has no such limit
+    reserved_tokens: int | None = None
+    reserved_seconds: float | None = None
+    stop_cause: str | None = None  # `domain.reasons.StopCause`: why its job was stopped; None: nobody stopped it
 
 
 @dataclass(frozen=True, slots=True)

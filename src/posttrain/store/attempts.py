@@ -244,6 +244,17 @@ class AttemptFolder:
             return None
         return spent + reserved
 
+    def spent(self) -> int:
+        """The most tokens that its lineage can have spent by what the job says while it runs; cheap, and never raises.
+
+        What cannot be read says nothing.
+        """
+        metered = None
+        with suppress(IntegrityError):
+            metered = self.metered()
+        said = self.channel.summary()
+        return max(metered or 0, said.tokens if said else 0)
+
     def checkpoint_steps(self) -> list[int]:
         """Steps of what may be a committed checkpoint, oldest first; its shards were not looked at."""
         names = sorted(path.parent.name.removeprefix("step-") for path in self.checkpoints.glob("step-*/COMMIT"))

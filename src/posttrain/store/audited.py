@@ -77,7 +77,8 @@ TABLES: Mapping[str, Audited] = {
             schema.attempts,
             "attempt {run_id}/{stage}/{number}",
             frozenset({"message", "failure_signature", "folder", "handle"}),
-            later=dict.fromkeys(("host", "channel", "resumed_from", "resumed_step", "resumed_tokens"), "0003"),
+            later=dict.fromkeys(("host", "channel", "resumed_from", "resumed_step", "resumed_tokens"), "0003")
+            | dict.fromkeys(("reserved_tokens", "reserved_seconds", "stop_cause"), "0004"),
         ),
         Audited(schema.signals, "signal {name} of run {run_id}", frozenset({"reason"})),
         Audited(schema.assets, "asset {kind}:{name}@{version}", frozenset({"meta"})),

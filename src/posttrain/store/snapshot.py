@@ -178,6 +178,17 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         """The attempts of runs, by run, stage and number."""
         return self._each(AttemptRecord, _ATTEMPTS_OF_MANY, attempts.c.run_id, run_ids, {"of_project": self._project})
 
+    def occupying(self, host: str | None, now: float) -> tuple[int, list[AttemptRecord]]:
+        """Attempts of this host that have not ended, in every project: how many belong to runs that somebody drives,
+        and those of the other runs.
+        """
+        live = [state for state in AttemptState if not is_final("attempt", state)]
+        driven = select(work.c.object).where(work.c.kind == RUN, work.c.lease_until > now)
+        here = attempts.c.host.is_(None) if host is None else attempts.c.host == host
+        query = select(attempts, attempts.c.run_id.in_(driven).label("driven")).where(attempts.c.state.in_(live), here)
+        rows = self._connection.execute(query).all()
+        return sum(bool(row.driven) for row in rows), [to_record(AttemptRecord, row) for row in rows if not row.driven]
+
     def live_attempts(self) -> set[str]:
         """The names of attempts that have not ended, in every project."""
         final = [state for state in AttemptState if is_final("attempt", state)]

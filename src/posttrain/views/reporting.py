@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,6 +221,8 @@ def _budget_rows(workspace: OpenWorkspace, status: RunStatus, manifest: Manifest
     yield BudgetRow("seconds", round(spent.seconds, 1), manifest.budget.wall_clock)
     most = max((len(stage.attempts) for stage in status.stages), default=0)
     yield BudgetRow("attempts of one stage", most, manifest.budget.attempts)
+    causes = Counter(attempt.stop_cause for attempt in attempts if attempt.stop_cause)
+    yield from (BudgetRow(f"attempts stopped: {cause}", causes[cause], None) for cause in sorted(causes))
 
 
 def _changes(

@@ -389,6 +389,12 @@ def _job_warnings(stages: Sequence[StageStatus]) -> Iterator[str]:
     yield from dict.fromkeys(f"{name}: {message}" for name, message in told)
 
 
+_SHOWN = (
+    *("number", "state", "reason", "message", "stop_cause", "tokens", "seconds", "reserved_tokens"),
+    *("reserved_seconds", "resume", "folder"),
+)
+
+
 def _attempt_json(attempt: AttemptRecord) -> dict[str, Any]:
     shown = asdict(attempt)
-    return {key: shown[key] for key in ("number", "state", "reason", "message", "tokens", "resume", "folder")}
+    return {key: shown[key] for key in _SHOWN}

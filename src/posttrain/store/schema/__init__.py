@@ -38,7 +38,7 @@ from posttrain.store.schema.upkeep import (
     work,
 )
 
-SCHEMA_VERSION = "0003"  # the newest revision in migrations/versions; revisions are counted, so they compare as text
+SCHEMA_VERSION = "0004"  # the newest revision in migrations/versions; revisions are counted, so they compare as text
 VERSION_TABLE = "schema_version"
 
 __all__ = [

@@ -82,7 +82,11 @@ attempts = Table(
     Column("resumed_from", Text),  # RUN/STAGE that wrote the checkpoint `resume`; NULL: none, or as above
     Column("resumed_step", Integer),
     Column("resumed_tokens", BigInteger),
+    Column("reserved_tokens", BigInteger),  # of the run's budget while it lives; NULL: no such limit
+    Column("reserved_seconds", Float(53)),
+    Column("stop_cause", String(16)),  # why its job was stopped; NULL: it was not
     ForeignKeyConstraint(["run_id", "stage"], ["stages.run_id", "stages.name"]),
+    Index("attempts_by_state", "state"),
 )
 
 signals = Table(

@@ -96,7 +96,7 @@ class LocalExecutor:
             if claim is not None:
                 return Accepted(str(claim["pid"])) if ours else Exists(str(claim["pid"]))
             if time.monotonic() >= deadline:
-                _withdraw(folder, request)
+                _withdraw(folder, _too_late(request))
                 continue
             code = self._start(folder, request)
             if code == NO_DEVICE:
@@ -302,10 +302,13 @@ def _start_supervisor(folder: Path, request: JobRequest, own: dict[str, str]) ->
     except subprocess.TimeoutExpired:
         process.kill()  # what it has forked is in a session of its own, and lives
         process.wait()
-        _withdraw(folder, request)
+        _withdraw(folder, _too_late(request))
         return ALREADY_CLAIMED
     except OSError as error:
         raise unwritable(folder, error) from error
+    if code < 0:  # it was killed, and what it forked may have the attempt, or come to it later
+        _withdraw(folder, f"the supervisor of {request.name} was killed while it started (signal {-code})")
+        return ALREADY_CLAIMED
     if code not in _ANSWERS:
         raise InfrastructureError(
             f"the supervisor of {request.name} failed with exit code {code}; see {folder / 'log.txt'}"
@@ -313,7 +316,7 @@ def _start_supervisor(folder: Path, request: JobRequest, own: dict[str, str]) ->
     return code
 
 
-def _withdraw(folder: Path, job: JobRef) -> None:
+def _withdraw(folder: Path, why: str) -> None:
     """Claim the attempt for nobody, so that a supervisor that comes late starts nothing; return if one has come.
 
     Raises:
@@ -321,10 +324,14 @@ def _withdraw(folder: Path, job: JobRef) -> None:
     """
     nobody = {"pid": os.getpid(), "identity": ""}  # an identity that no process has
     if create_json(folder / "supervisor.json", nobody):
-        raise InfrastructureError(
-            f"the supervisor of {job.name} did not start within {_LAUNCH_SECONDS:g} s; "
-            "try again when the machine is less busy"
-        )
+        raise InfrastructureError(why)
+
+
+def _too_late(job: JobRef) -> str:
+    return (
+        f"the supervisor of {job.name} did not start within {_LAUNCH_SECONDS:g} s; "
+        "try again when the machine is less busy"
+    )
 
 
 def _supervised(folder: Path) -> bool:

@@ -26,6 +26,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 import weakref
 from collections.abc import Mapping
@@ -55,7 +56,7 @@ class ForkServer:
     """
 
     def __init__(self, preload: str) -> None:
-        self._preload = preload
+        self._preload, self._lock = preload, threading.Lock()  # one launch at a time
         self._key: tuple[str, dict[str, str]] | None = None  # what the running one serves
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -75,7 +76,10 @@ class ForkServer:
         if self._given_up:
             _cold(folder, self._given_up)
             return None
-        key = (_pinned(folder), dict(environment))
+        with self._lock:
+            return self._ask(folder, (_pinned(folder), dict(environment)), seconds)
+
+    def _ask(self, folder: Path, key: tuple[str, dict[str, str]], seconds: float) -> int | None:
         try:
             if self._socket is None or self._key != key:
                 self.close()

@@ -68,6 +68,7 @@ def main(attempt_dir: str, spec_file: str, start: Start | None = None) -> int:
     os.setsid()
     os.chdir(folder)
     try:
+        crashpoint("supervisor.before_claim")
         claimed = _claim(folder, asked)
         word = b"0" if claimed is None else b"1"
     except _NoDeviceError:

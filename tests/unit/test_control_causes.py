@@ -1,0 +1,112 @@
+"""Why a job was stopped is recorded, and decides what becomes of its run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from control_bench import TRAIN_ONLY, Bench, train
+
+from posttrain.control import actions
+from posttrain.control.explain import explain_run
+from posttrain.domain.errors import InfrastructureError
+from posttrain.domain.jobs import Cause, JobResult, Submission
+from posttrain.domain.lifecycle import AttemptState
+from posttrain.domain.reasons import StopCause
+from posttrain.domain.records import AttemptRecord
+from posttrain.domain.requests import JobRequest
+
+
+def begun(bench: Bench, **budget: float) -> tuple[str, AttemptRecord]:
+    """A run whose first job computes; the next one succeeds."""
+    bench.scripts["sft"] = [None, train()]
+    run_id = bench.submit(budget=budget, **TRAIN_ONLY)
+    for _ in range(3):
+        bench.reconciler.tick(run_id)
+    return run_id, bench.ledger.attempts(run_id)[0]
+
+
+def ordered(bench: Bench, attempt: AttemptRecord, cause: StopCause) -> None:
+    """Whoever schedules jobs orders a stop."""
+    with bench.ledger.transaction("scheduler") as transaction:
+        transaction.update_attempt(attempt, stop_requested_at=bench.clock.now(), stop_cause=cause)
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+@pytest.mark.parametrize("cause", [StopCause.PREEMPTED, StopCause.DRAINED, StopCause.SUPERSEDED])
+def test_audit_9_a_scheduler_that_takes_a_job_away_spends_no_budget_and_no_attempt(
+    bench: Bench, cause: StopCause, heeds: bool
+) -> None:
+    run_id, attempt = begun(bench, tokens=1000, wall_clock=600, attempts=1)
+    ordered(bench, attempt, cause)
+    if heeds:
+        bench.jobs.folders.of(attempt).write_result(JobResult("stopped", tokens=7))
+        bench.executor.finish(attempt.name)
+    run = bench.drive(run_id)
+    assert run.state == "succeeded"
+    first, second = bench.ledger.attempts(run_id)
+    assert (first.reason, first.stop_cause, second.stop_cause) == ("Preempted", cause, None)
+    assert bench.executor.cancelled == ([] if heeds else [attempt.name]), "ended after the grace where it does not heed"
+
+
+@pytest.mark.parametrize(
+    ("seen", "cause"),
+    [
+        (Cause.PREEMPTED, StopCause.PREEMPTED),
+        (Cause.DRAINED, StopCause.DRAINED),
+        (Cause.OVERTIME, StopCause.PREEMPTED),  # of a queue: the run declares no wall clock
+    ],
+)
+def test_audit_9_what_the_executor_takes_away_goes_on(bench: Bench, seen: Cause, cause: StopCause) -> None:
+    run_id, attempt = begun(bench, tokens=1000, attempts=1)
+    bench.executor.lose(attempt.name, seen)
+    assert bench.drive(run_id).state == "succeeded"
+    assert bench.ledger.attempts(run_id)[0].stop_cause == cause
+
+
+def test_audit_9_every_stop_names_its_cause(bench: Bench) -> None:
+    run_id, attempt = begun(bench)
+    bench.executor.lose(attempt.name)
+    bench.scripts["sft"] = [None]
+    for _ in range(4):
+        bench.clock.sleep(1.0)
+        bench.reconciler.tick(run_id)
+    actions.stop(bench.stores, run_id)
+    assert bench.drive(run_id).state == "stopped"
+    found = explain_run(bench.stores, run_id).lost
+    assert [(one.state, one.stop_cause) for one in found] == [("lost", "infrastructure"), ("stopped", "person")]
+    run_id, attempt = begun(bench, wall_clock=30)
+    bench.clock.sleep(40)
+    assert bench.drive(run_id).reason == "BudgetExceeded"
+    assert bench.ledger.attempts(run_id)[0].stop_cause == StopCause.BUDGET
+
+
+def test_audit_10_launches_that_fail_alike_are_lost_infrastructure(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever kills supervisors while they launch says nothing about the job: tries remain."""
+    submit, refusals = bench.executor.submit, [1, 2, 3]
+
+    def killed(request: JobRequest) -> Submission:
+        if refusals:
+            refusals.pop()
+            raise InfrastructureError(f"the supervisor of {request.name} was killed while it started (signal 9)")
+        return submit(request)
+
+    monkeypatch.setattr(bench.executor, "submit", killed)
+    bench.scripts["sft"] = [train()]
+    run = bench.drive(bench.submit(**TRAIN_ONLY))
+    assert run.state == "succeeded"
+    found = [(one.state, one.stop_cause) for one in bench.ledger.attempts(run.id)]
+    assert found == [(AttemptState.LOST, "infrastructure")] * 3 + [(AttemptState.SUCCEEDED, None)]
+
+
+def test_audit_9_a_stop_that_nobody_ordered_is_no_spent_budget(bench: Bench) -> None:
+    """Rows of a release before name no cause."""
+    run_id, attempt = begun(bench, tokens=1000)
+    with bench.ledger.transaction("before") as transaction:
+        changed = transaction.update_attempt(attempt, stop_requested_at=bench.clock.now())
+    assert replace(changed, stop_requested_at=None).stop_cause is None
+    bench.jobs.folders.of(attempt).write_result(JobResult("stopped", tokens=7))
+    bench.executor.finish(attempt.name)
+    assert bench.drive(run_id).state == "succeeded"

@@ -1,0 +1,142 @@
+"""Many runs: one look at all jobs, slots of the whole host, one wake for what becomes free, no stop behind a hash."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.watching import Idle, scripted
+from control_bench import TRAIN_ONLY, Bench, train
+
+from posttrain.control import actions, attempts
+from posttrain.control.reconciler import POLL_SECONDS, Reconciler
+from posttrain.domain.jobs import Capacity, Observation
+from posttrain.domain.requests import JobRef
+from posttrain.execution.trainers.native import NativeTrainer
+
+
+def submitted(bench: Bench, runs: int) -> list[str]:
+    return [bench.submit(seed=number, **TRAIN_ONLY) for number in range(runs)]
+
+
+def passes(bench: Bench, ids: list[str], seconds: float) -> list[str]:
+    """What a driver of many runs does; the runs that it looked at."""
+    looked = []
+    for _ in range(round(seconds * 10)):
+        for run_id in bench.reconciler.worth(ids):
+            looked.append(run_id)
+            bench.reconciler.step(run_id)
+        bench.clock.sleep(0.1)
+    return looked
+
+
+def states(bench: Bench, ids: list[str]) -> list[str]:
+    return [bench.stage(run_id, "sft").state for run_id in ids]
+
+
+def test_audit_8_all_jobs_are_looked_at_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.scripts["sft"], bench.reconciler = [None], Reconciler(bench.stores, replace(bench.jobs, slots=20), "here")
+    ids = submitted(bench, 12)
+    passes(bench, ids, 3)
+    assert states(bench, ids) == ["running"] * 12
+    observe, asked = bench.executor.observe, []
+
+    def count(jobs: Sequence[JobRef]) -> list[Observation]:
+        asked.append(len(jobs))
+        return observe(jobs)
+
+    monkeypatch.setattr(bench.executor, "observe", count)
+    assert passes(bench, ids, 20) == [], "nothing moves"
+    assert set(asked) == {12}
+
+
+def test_audit_8_slots_count_for_the_whole_host_and_a_free_one_wakes_one_run(bench: Bench) -> None:
+    bench.scripts["sft"] = [None]
+    ids = submitted(bench, 6)
+    passes(bench, ids, 3)
+    assert states(bench, ids) == ["running"] * 2 + ["ready"] * 4, "slots are the host's, not each run's"
+    assert {bench.stage(run_id, "sft").reason for run_id in ids[2:]} == {"WaitingForSlot"}
+    train()(bench.jobs.folders.of(bench.ledger.attempts(ids[0])[0]))
+    bench.executor.finish(bench.ledger.attempts(ids[0])[0].name)
+    looked = passes(bench, ids, 20)
+    assert states(bench, ids) == ["succeeded"] + ["running"] * 2 + ["ready"] * 3
+    assert not set(looked) & set(ids[3:]), "the next in order, and no other"
+
+
+def test_audit_8_a_slot_that_another_process_leaves_is_seen(bench: Bench) -> None:
+    bench.scripts["sft"] = [None]
+    ids = submitted(bench, 3)
+    other = Reconciler(bench.stores, bench.jobs, "there")
+    for _ in range(4):
+        for run_id in ids[:2]:
+            other.step(run_id)
+    passes(bench, ids[2:], 3)
+    assert states(bench, ids) == ["running", "running", "ready"]
+    bench.executor.lose(bench.ledger.attempts(ids[0])[0].name)
+    passes(bench, ids[2:], 30)  # nobody drives the others any more, and records no end
+    assert states(bench, ids) == ["running", "running", "running"]
+
+
+def test_audit_8_a_free_device_wakes_one_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NativeTrainer, "devices", lambda self, kind, params: 1)
+    bench.scripts["sft"], bench.reconciler = [None], Reconciler(bench.stores, replace(bench.jobs, slots=20), "here")
+    bench.executor.room = Capacity(1, {"0": "another"})
+    ids = submitted(bench, 10)
+    passes(bench, ids, 3)
+    bench.executor.room = Capacity(1, {})
+    looked: list[str] = []
+    while not looked:
+        looked = bench.reconciler.worth(ids)
+        bench.clock.sleep(0.1)
+    assert looked == ids[:1]
+    bench.reconciler.step(ids[0])
+    bench.executor.room = Capacity(1, {"0": "the first"})
+    assert set(passes(bench, ids, 10 * POLL_SECONDS)) == set(ids[:1])
+    assert states(bench, ids) == ["running"] + ["ready"] * 9
+
+
+def test_audit_8_no_stop_waits_for_a_hash(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run's result is hashed without an end; another's job is told to stop, and killed."""
+    hashing, go_on, put = threading.Event(), threading.Event(), attempts.put_tree
+
+    def slow(*words: Any) -> Any:
+        hashing.set()
+        assert go_on.wait(60)
+        return put(*words)
+
+    monkeypatch.setattr(attempts, "put_tree", slow)
+    first, second = submitted(bench, 2)
+    bench.scripts["sft"] = [lambda folder: train()(folder) if first in str(folder.path) else None]
+    driver = Reconciler(bench.stores, replace(bench.jobs, beside=2), "here")
+
+    def until(condition: Callable[[], Any]) -> None:
+        for _ in range(3000):
+            for run_id in driver.worth([first, second]):
+                driver.step(run_id)
+            if condition():
+                return
+            bench.clock.sleep(0.5)
+            driver.rest(0.01)
+        raise AssertionError("never")
+
+    until(hashing.is_set)
+    until(lambda: [one.state for one in bench.ledger.attempts(second)] == ["launched"])
+    actions.stop(bench.stores, second)
+    until(lambda: bench.executor.cancelled)
+    assert bench.ledger.attempts(second)[0].stop_cause == "person"
+    assert bench.stage(first, "sft").state == "running", "it is hashed still"
+    go_on.set()
+    until(lambda: [bench.ledger.run(one).state for one in (first, second)] == ["succeeded", "stopped"])
+
+
+def test_audit_8_many_idle_runs_cost_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counts of `benchmarks/watching.py`, of fewer runs; so few are looked at more often."""
+    monkeypatch.setattr("posttrain.control.pulse._PACE", 10.0)
+    found: Idle = scripted(tmp_path, running=40, waiting=200, seconds=30)
+    assert found.observes_per_interval <= 2
+    assert found.statements_per_second <= 2
+    assert found.looks == 0
