@@ -186,7 +186,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         driven = select(work.c.object).where(work.c.kind == RUN, work.c.lease_until > now)
         here = attempts.c.host.is_(None) if host is None else attempts.c.host == host
         query = select(attempts, attempts.c.run_id.in_(driven).label("driven")).where(attempts.c.state.in_(live), here)
-        rows = self._connection.execute(query).all()
+        rows = self._connection.execute(across(query, "slots are counted for the whole host")).all()
         return sum(bool(row.driven) for row in rows), [to_record(AttemptRecord, row) for row in rows if not row.driven]
 
     def live_attempts(self) -> set[str]:
