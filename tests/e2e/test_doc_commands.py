@@ -51,6 +51,7 @@ SUITES = {
     "ledger",
     "gates",
     "serving",
+    "watching",
 }  # test_benchmarks runs them small
 
 

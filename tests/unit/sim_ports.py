@@ -52,17 +52,17 @@ class SimDatabase(Database):
         self._engine.dispose()
 
     @contextmanager
-    def read(self) -> Iterator[Connection]:
+    def read(self, *, across: str = "") -> Iterator[Connection]:
         """See `Database.read`."""
         if not self._world.depth:
             self._world.point()
             self._answers()
         self.reads += 1
-        with self._open(), super().read() as connection:
+        with self._open(), super().read(across=across) as connection:
             yield connection
 
     @contextmanager
-    def write(self) -> Iterator[Connection]:
+    def write(self, *, across: str = "") -> Iterator[Connection]:
         """See `Database.write`."""
         self._world.must(not self._world.depth, "a write transaction begins within another transaction")
         self._world.point()
@@ -70,7 +70,7 @@ class SimDatabase(Database):
         self.writes += 1
         lost = self._world.current is not None and self._world.random.random() < self._weather.lost_commits
         gone = lost and self._world.random.random() < 0.5
-        with self._open(), super().write() as connection:
+        with self._open(), super().write(across=across) as connection:
             yield connection
             if gone:
                 self._world.say("loses a commit and its answer")

@@ -196,7 +196,7 @@ def test_audit_13_an_edited_release_row_is_found_whichever_way_verify_is_asked(b
     seal(bench.ledger)
     columns = {column.name: column for column in TABLES["releases"].table.columns if column.name != "project"}
     for name in columns:
-        with bench.ledger.database.write() as connection:
+        with bench.ledger.database.write(across="a test") as connection:
             value = "50" if name in ("sequence", "at") else "'x'"
             (kept,) = connection.exec_driver_sql(f"SELECT {name} FROM releases").one()
             connection.exec_driver_sql(f"UPDATE releases SET {name} = {value}")
@@ -206,7 +206,7 @@ def test_audit_13_an_edited_release_row_is_found_whichever_way_verify_is_asked(b
             verify_live(bench.stores),
         ):
             assert any(problem.startswith("release ") for problem in found.problems), name
-        with bench.ledger.database.write() as connection:
+        with bench.ledger.database.write(across="a test") as connection:
             connection.exec_driver_sql(f"UPDATE releases SET {name} = ?", (kept,))
     with pytest.raises(NotFoundError):
         verify(bench.stores, lambda: release_lineage(bench.stores, "unheard-of"))
@@ -217,7 +217,7 @@ def test_audit_13_an_edited_cache_row_answers_nothing(bench: Bench) -> None:
     bench.scripts["sft"] = [train("the weights of somebody else")]
     other = bench.drive(bench.submit(seed=2))
     bench.launched.clear()
-    with bench.ledger.database.write() as connection:
+    with bench.ledger.database.write(across="a test") as connection:
         moved = "UPDATE stage_cache SET run_id = ? WHERE stage = 'sft' AND run_id = ?"
         assert connection.exec_driver_sql(moved, (other.id, first.id)).rowcount == 1
     bench.scripts["sft"] = [train()]
@@ -225,7 +225,7 @@ def test_audit_13_an_edited_cache_row_answers_nothing(bench: Bench) -> None:
     assert bench.launched[0] == "sft", "the edited row is no answer"
     assert "evaluate" not in bench.launched, "what follows finds its own"
     assert bench.stage(again.id, "sft").outputs == bench.stage(first.id, "sft").outputs
-    with bench.ledger.database.write() as connection:
+    with bench.ledger.database.write(across="a test") as connection:
         # the outputs of the stage that answers are compared with the log, too
         connection.exec_driver_sql(
             "UPDATE stages SET outputs = replace(outputs, 'sha256:', 'sha256:0') WHERE name = 'sft'"

@@ -221,8 +221,8 @@ def release_lines(barred: Sequence[Quarantine], looks: Sequence[Look]) -> Iterat
         words = f"quarantined: {digest(one.model_digest)}, taken off by release {one.release} ({one.actor})"
         yield Text(words, style=style("warn"))
     if looks:
-        times = f"{len(looks)} time{'s' if len(looks) > 1 else ''}"
-        yield Text(f"looks: the items that judged what is live were evaluated {times}", style="dim")
+        times = f"{len(looks)} evaluation{'s' if len(looks) > 1 else ''}"
+        yield Text(f"looks: {times} of the items that judged this release", style="dim")
 
 
 def verdict_lines(verdicts: Iterable[Verdict]) -> Iterator[Text]:

@@ -19,6 +19,7 @@ from posttrain.control.jobs import Jobs
 from posttrain.control.requests import job_of
 from posttrain.control.sights import reported
 from posttrain.control.stalls import LOOKS, due_in, stall_after
+from posttrain.domain.errors import IntegrityError
 from posttrain.domain.jobs import JobState, Observation
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.manifest import Manifest
@@ -27,6 +28,7 @@ from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, StageRecord, Watch
 from posttrain.domain.waits import times as due_times
 from posttrain.domain.waits import wait_of, waiting
+from posttrain.store.attempts import AttemptFolder
 from posttrain.store.work import NEVER
 
 OBSERVE_SECONDS = 5.0  # within which what a job reports is seen, and a job that is over its budget is told to stop
@@ -157,7 +159,7 @@ class Pulse:
 
     def _hear(self, job: _Job, seen: Observation, now: float, reports: bool, far: bool) -> tuple[Any, ...]:
         folder = self._jobs.folders.of(job.attempt)
-        if (reports or not far) and not job.answered and folder.channel.answered() is not None:
+        if (reports or not far) and not job.answered and answered(folder):
             job.answered, job.quiet_until = True, now + _LEAVING
         if reports and seen.state is JobState.RUNNING and not job.answered:
             progress = reported(folder, seen)
@@ -175,6 +177,14 @@ class Pulse:
         if share.tokens is not None and attempt.stop_requested_at is None:
             most = share.tokens + (attempt.resumed_tokens or 0)
         return _Job(attempt, most, limit / LOOKS, now + due_in(watch, limit, now) if watch else NEVER)
+
+
+def answered(folder: AttemptFolder) -> bool:
+    """Whether a job left its result, or something unreadable in its place."""
+    try:
+        return folder.channel.answered() is not None
+    except IntegrityError:
+        return True
 
 
 class Turns:
