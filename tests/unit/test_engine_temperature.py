@@ -84,7 +84,8 @@ def test_audit_15_an_algorithm_that_samples_at_its_own_temperature_trains_with_t
     assert report.metrics["mismatch_kl"] < 1e-9
     assert abs(report.metrics["kl"]) < 1e-9
     samples = [fact for fact in facts if isinstance(fact, Sample) and fact.step == 0 and fact.logprobs]
-    assert {one.temperature for one in samples} == ({0.6, 1.7} if algorithm is Mixed else {1.7})
+    # a replacement that joins a call is sampled as the call; one of a later call at the temperature of then
+    assert {1.7} <= {one.temperature for one in samples} <= ({0.6, 1.7} if algorithm is Mixed else {1.7})
     for one in samples:
         assert list(one.ratios) == pytest.approx([1.0] * len(one.tokens), abs=1e-4)
         assert list(one.logprobs) == pytest.approx(list(one.reference_logprobs), abs=1e-5)
