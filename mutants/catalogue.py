@@ -16,6 +16,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -81,7 +83,7 @@ def load(folder: Path = LISTS) -> list[Mutant]:
 
 
 def check(mutants: Iterable[Mutant], root: Path = ROOT) -> list[str]:
-    """What is wrong with the list, one line each: an entry that is stale, unnamed twice, or without tests."""
+    """What is wrong with the list, one line each: a stale entry, a name used twice, a test that does not exist."""
     problems, names = [], set[str]()
     for mutant in mutants:
         if str(mutant) in names:
@@ -94,9 +96,42 @@ def check(mutants: Iterable[Mutant], root: Path = ROOT) -> list[str]:
         if not mutant.tests and not mutant.equivalent:
             problems.append(f"{mutant}: names no tests that must notice it")
         for test in mutant.tests:
-            if not (root / "tests" / test.partition("::")[0]).exists():
-                problems.append(f"{mutant}: there is no tests/{test.partition('::')[0]}")
+            file, *parts = test.partition("[")[0].split("::")
+            if not (root / "tests" / file).exists():
+                problems.append(f"{mutant}: there is no tests/{file}")
+            elif parts and not _defines(root, root / "tests" / file, parts):
+                problems.append(f"{mutant}: tests/{file} defines no {'::'.join(parts)}; name a test that exists")
     return problems
+
+
+def _defines(root: Path, file: Path, names: Sequence[str]) -> bool:
+    """Whether a test file defines a test: a function, a class, or a method of a class or of one of its bases."""
+    found = _definitions(file).get(names[0])
+    if found is None or len(names) == 1:
+        return isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    if isinstance(found, ast.ImportFrom):
+        place = (found.module or "").replace(".", "/") + ".py"
+        homes = (root / "src", *(path.parent for path in root.glob(f"tests/**/{place}")))
+        return any(_defines(root, home / place, names) for home in homes if (home / place).exists())
+    if not isinstance(found, ast.ClassDef):
+        return False
+    methods = [one.name for one in found.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+    bases = [base.value if isinstance(base, ast.Subscript) else base for base in found.bases]
+    return names[1] in methods or any(
+        _defines(root, file, (base.id, *names[1:])) for base in bases if isinstance(base, ast.Name)
+    )
+
+
+@functools.cache
+def _definitions(file: Path) -> dict[str, ast.stmt]:
+    """What each top-level name of a file comes from: a function, a class or an import."""
+    found: dict[str, ast.stmt] = {}
+    for statement in ast.parse(file.read_text()).body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found[statement.name] = statement
+        elif isinstance(statement, ast.ImportFrom):
+            found |= {alias.asname or alias.name: statement for alias in statement.names}
+    return found
 
 
 def sample(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import cli_world
+import numpy as np
 import pytest
 from cli_world import BAD_REWARD, GOOD_REWARD, RUN, World, make_world
+
+from posttrain.control.comparing import Subject, _cells, _metrics, _settings
+from posttrain.decision.gates import Evidence
+from posttrain.domain.measures import RATE
 
 EVALUATE = "  evaluate: {kind: evaluate, model: grpo, suites: {heldout: {data: heldout}}}\n"
 BASE = "  base-eval: {kind: evaluate, model: base, suites: {heldout: {data: heldout}}}\n"
@@ -117,3 +124,43 @@ def test_a_run_without_an_evaluation_is_refused(story: tuple[World, str, str]) -
     result = world("compare", good, "bare")
     assert result.exit_code == 2
     assert "must have been evaluated" in result.stderr
+
+
+def scored(label: str, identities: dict[str, tuple[str, str]], **suites: Any) -> Subject:
+    """A subject with one evaluation: metric → data and reward that it was measured with."""
+    evidence = {name: Evidence(("a", "b", "c"), np.array([1.0, 0.0, 1.0]), RATE) for name in identities}
+    stage = SimpleNamespace(params={"suites": suites}, trainer="native")
+    measured: Any = SimpleNamespace(evidence=evidence, identity=identities.__getitem__, stage=stage)
+    manifest: Any = SimpleNamespace(code={"native": "c"})
+    run: Any = SimpleNamespace(id=f"run-{label}")
+    return Subject(label, run, manifest, {}, (measured,))
+
+
+def test_audit_24_a_metric_is_told_once_and_its_first_owner_counts() -> None:
+    first = scored("A", {"s/accuracy": ("data", "accuracy")})
+    renamed = scored("B", {"t/accuracy": ("data", "accuracy")})
+    changed = scored("C", {"s/accuracy": ("other", "accuracy")})
+    found = _metrics([first, renamed, changed])
+    assert list(found) == ["s/accuracy"]
+    assert found["s/accuracy"] is first.evaluations[0]
+
+
+def test_audit_24_why_a_value_is_not_paired_is_its_own_reason() -> None:
+    empty = scored("A", {})
+    one = scored("B", {"s/reward": ("data", "reward r1")})
+    two = scored("C", {"s/reward": ("data", "reward r2")})
+    owner = one.evaluations[0]
+    assert [cell.unpaired for cell in _cells([empty, one], "s/reward", owner)] == ["", "A did not measure it"]
+    cells = _cells([one, two], "s/reward", owner)
+    assert [cell.unpaired for cell in cells] == ["", "scored by another reward than B"]
+    same = _cells([one, scored("D", {"s/reward": ("data", "reward r1")})], "s/reward", owner)
+    assert same[1].paired is not None
+
+
+def test_audit_24_settings_of_sampling_are_compared_where_both_sampled() -> None:
+    greedy, sampled = scored("A", {}, s={}), scored("B", {}, s={"samples": 4, "temperature": 1.0})
+    hotter = scored("C", {}, s={"samples": 4, "temperature": 1.5})
+    assert _settings(greedy, sampled) == _settings(sampled, greedy) == []
+    assert _settings(sampled, hotter) == [
+        "suite s was measured by other settings in C than in B: temperature 1.0 → 1.5"
+    ]

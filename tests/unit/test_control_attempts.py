@@ -113,6 +113,15 @@ def test_each_attempt_resumes_from_the_newest_checkpoint_there_is(bench: Bench) 
     assert [order.tokens_inherited for order in orders] == [0, 250, 350, 350]
 
 
+def test_audit_24_of_two_checkpoints_of_one_step_the_newest_attempts_is_resumed_from(bench: Bench) -> None:
+    bench.scripts["sft"] = [dies_after({2: 250}, tokens=300), dies_after({2: 260}, tokens=400), train(tokens=700)]
+    run = bench.drive(bench.submit(budget={"tokens": 2000}, **TRAIN_ONLY))
+    first, second, third = bench.ledger.attempts(run.id)
+    made = [tree_digest(bench.jobs.folders.of(one).checkpoints / "step-00000002") for one in (first, second)]
+    assert made[0] != made[1]
+    assert [second.resume, third.resume] == made
+
+
 def test_a_checkpoint_that_is_dropped_while_it_is_published_is_passed_over(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

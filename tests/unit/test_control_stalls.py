@@ -290,3 +290,19 @@ def test_a_job_that_never_came_to_a_step_is_found_too(bench: Bench) -> None:
     assert "it stands at its start; asked" in bench.stage(loads.run, "sft").message
     loads.passes(STALL_AFTER / 2)
     assert loads.killed()
+
+
+def test_audit_24_looks_more_than_two_planned_intervals_apart_prove_nothing(hung: Watched) -> None:
+    def looks(count: int, apart: float) -> None:
+        for _ in range(count):
+            hung.bench.clock.sleep(apart)
+            while hung.bench.reconciler.step(hung.run).changed:
+                pass
+
+    planned = STALL_AFTER / 4
+    looks(12, 2 * planned + 1)
+    assert (hung.asked, hung.killed()) == (0, False)
+    looks(3, 2 * planned)
+    assert hung.asked == 0, "each look counts one planned interval"
+    looks(1, 2 * planned)
+    assert hung.asked == 1

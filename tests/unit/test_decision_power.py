@@ -193,3 +193,17 @@ def test_power_grows_with_the_margin(items: int, one: float, other: float) -> No
     ]
     assert (notes[0].power or 0) <= (notes[1].power or 0)
     assert (notes[0].needed or 0) >= (notes[1].needed or 0)
+
+
+def test_audit_24_no_improvement_beyond_reach_is_assumed() -> None:
+    """Nobody gains more than all items, and by default less than halfway between the threshold and all of them."""
+    far = GateRule(name="g", metric="m", better_than="channel", by=0.6)
+    assumed = gate_power(far, 40, RATE)
+    assert assumed.assumption == "assumed true improvement 0.8 with discordance 0.8"
+    assert 0.0 < (assumed.power or 0.0) < 1.0
+    sure = gate_power(far, 40, RATE, expectation=Expectation(improvement=1.5))
+    assert (sure.power, sure.assumption) == (1.0, "assumed true improvement 1 with discordance 1")
+    over = gate_power(far, 40, RATE, expectation=Expectation(improvement=0.8, discordance=1.7))
+    at_most = gate_power(far, 40, RATE, expectation=Expectation(improvement=0.8, discordance=1.0))
+    assert over.power == at_most.power
+    assert 0.0 < (over.power or 0.0) < 1.0

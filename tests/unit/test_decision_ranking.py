@@ -12,7 +12,8 @@ from scipy import stats
 from posttrain.decision.gates import Evidence
 from posttrain.decision.intervals import estimate, paired
 from posttrain.decision.ranking import rank
-from posttrain.domain.measures import RATE
+from posttrain.domain.errors import InputError
+from posttrain.domain.measures import RATE, SHARE
 
 Bits = list[float]
 
@@ -63,6 +64,18 @@ def test_a_setting_without_measurements_is_ranked_nowhere_and_said_so() -> None:
     notes = " ".join(found.notes)
     assert "1 of 3 settings were not measured" in notes
     assert "settings 1 and 3 are not compared: they have no seed in common" in notes
+
+
+def test_audit_24_seeds_measured_over_other_ranges_are_not_averaged() -> None:
+    shares = Evidence(bits(50).item_ids, bits(50).values, SHARE)
+    with pytest.raises(InputError, match="its seeds were not measured on the same items"):
+        rank("s/accuracy", [{1: bits(50), 2: shares}], "higher")
+
+
+def test_audit_24_no_limit_of_a_mean_leaves_its_range() -> None:
+    shaken = rank("s/accuracy", [{1: bits(100), 2: bits(0)}], "higher").settings[0].mean
+    assert shaken is not None
+    assert (shaken.low, shaken.value, shaken.high) == (0.0, 0.5, 1.0)
 
 
 def test_few_seeds_in_common_decide_nothing() -> None:

@@ -383,6 +383,40 @@ class TestGradients:
         with pytest.raises(ValueError, match=why):
             kind(**{"data": "d", "reward": "r", "steps": 4, "placement": APART, "stream_gradients": True, **options})
 
+    def test_audit_24_streamed_metrics_are_means_over_what_is_computed(
+        self, model: ModelSource, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two groups of five have no signal; tokens of the others are all as far from what sampled them."""
+        stream, off = RolloutWorker.stream, 0.1
+
+        class Some(Even):
+            def begin(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch) -> Any:
+                share = super().begin(prompts, trajectories, stretch).result()
+                scores = [
+                    one if prompt.tokens[-1] % 2 else Score(1.0) for one, prompt in zip(share, prompts, strict=True)
+                ]
+                return Future(lambda: scores, lambda: True)
+
+        def shifted(self: RolloutWorker, *given: Any, **named: Any) -> Iterator[Rollouts]:
+            for found in stream(self, *given, **named):
+                for answer in found.trajectories:
+                    for segment in answer.segments:
+                        if segment.logprobs is not None:
+                            segment.logprobs[:] -= off
+                yield found
+
+        monkeypatch.setattr(RolloutWorker, "stream", shifted)
+        reports = []
+        for streams in (False, True):
+            made = group(model, "grpo", stream_gradients=streams)
+            made._ahead.scorer = Some()
+            reports.append(made.step(0, quiet(0)))
+        whole, streamed = reports
+        assert streamed.metrics["mismatch_kl"] == pytest.approx(off * off / 2, rel=0.1)
+        for name in ("mismatch_kl", "loss", "grad_norm", "clip_fraction"):
+            assert streamed.metrics[name] == pytest.approx(whole.metrics[name], rel=1e-4, abs=1e-7), name
+        assert streamed.tokens == whole.tokens, "only what is computed is billed"
+
     def test_credit_that_looks_at_other_groups_is_refused(self, model: ModelSource) -> None:
         class Whitened(GRPO):  # type: ignore[misc]
             def credit(self, batch: Any) -> Any:

@@ -6,7 +6,8 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.loop.environment import Failed, TextEnvironment
 from posttrain.engine.loop.on_policy import OnPolicy
+from posttrain.engine.loop.rollout_metrics import engine_metrics
 from posttrain.engine.models.initial import initial_model
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.source import ModelSource
@@ -39,6 +41,7 @@ from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.rewards.weighted import WeightedReward
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.backends.native import NativeRollout
+from posttrain.engine.rollout.batches import Rollouts
 from posttrain.engine.rollout.generating import EngineError
 from posttrain.engine.rollout.port import Completion, Generation
 from posttrain.engine.rollout.worker import RolloutWorker
@@ -484,6 +487,31 @@ def test_turns_draw_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Non
     talk().step(0, quiet(0))
     first, second = seeds
     assert first != second
+
+
+def test_audit_24_a_step_reports_what_the_engine_took_for_all_of_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: Counter[str] = Counter()
+    first_turn, others, calls = RolloutWorker.stream, RolloutWorker.generate, []
+
+    def stream(self: RolloutWorker, *given: Any) -> Iterator[Rollouts]:
+        for found in first_turn(self, *given):
+            counts.update(found.counts)
+            yield found
+
+    def generate(self: RolloutWorker, *given: Any) -> Rollouts:
+        found = others(self, *given)
+        counts.update(found.counts)
+        calls.append(found.counts["prefilled_tokens"])
+        return found
+
+    monkeypatch.setattr(RolloutWorker, "stream", stream)
+    monkeypatch.setattr(RolloutWorker, "generate", generate)
+    recipe = talk()
+    for step in range(2):
+        counts.clear()
+        took = recipe.step(step, quiet(step)).took
+        assert {name: took[name] for name in took if name.startswith("rollout/")} == engine_metrics(counts)
+        assert took["rollout/prefilled_tokens"] > calls[step] > 0
 
 
 def test_a_fault_of_a_further_turn_names_its_sample_and_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from posttrain.domain.errors import LimitError
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.roles import Role
 from posttrain.server.lanes import FOLLOW, HEAVY, UPLOAD
-from posttrain.server.limits import MOST, Most
+from posttrain.server.limits import BODY, MOST, Limits, Most
 
 P = "/v1/projects/default"
 
@@ -142,3 +143,52 @@ def test_bytes_of_uploads_of_one_are_counted(bench: ServerBench) -> None:
     large = {"upload-offset": "0", "upload-length": "5000000"}
     sent = bench.ask("PATCH", f"{P}/blobs/{'sha256:' + 'ef' * 32}", bench.tokens["ann"], b"x" * 4_000_000, large)
     assert sent.json == {"held": False, "offset": 4_000_000}, "one alone may be as large as it likes"
+
+
+def test_audit_24_requests_that_ended_give_their_bytes_and_places_back() -> None:
+    """While another request of the principal goes on; the last one closes the account anyway."""
+    limits = Limits({UPLOAD: Most(4, 3), BODY: Most(4, 3)}, most_bytes=100, most_bodies=50)
+
+    async def begin(lane: str, size: int, name: str = "ann") -> Callable[[], Awaitable[None]]:
+        """A request under way, in a task of its own; how it ends."""
+        begun, over = asyncio.get_running_loop().create_future(), asyncio.Event()
+
+        async def go_on() -> None:
+            try:
+                async with limits.taken(name, lane, size):
+                    begun.set_result(None)
+                    await over.wait()
+            except LimitError as error:
+                begun.set_exception(error)
+
+        async def end() -> None:
+            over.set()
+            await task
+
+        task = asyncio.ensure_future(go_on())
+        await begun
+        return end
+
+    async def uploads() -> None:
+        first = await begin(UPLOAD, 10)
+        for _ in range(3):
+            await (await begin(UPLOAD, 90))()  # together exactly as many as may be
+        with pytest.raises(LimitError, match="at most 100 bytes of uploads at once, got 91 more"):
+            await begin(UPLOAD, 91)
+        await (await begin(UPLOAD, 91, "ben"))()
+        await (await begin(BODY, 50))()
+        for _ in range(3):
+            second, third = await begin(UPLOAD, 1), await begin(UPLOAD, 1)
+            with pytest.raises(LimitError, match="at most 3 uploads at once, got one more"):
+                await begin(UPLOAD, 1)
+            await second()
+            await third()
+        await first()
+        first = await begin(BODY, 1)
+        with pytest.raises(LimitError, match="at most 50 bytes of requests with bodies at once, got 50 more"):
+            await begin(BODY, 50)
+        await first()
+        await (await begin(UPLOAD, 1000))()  # one alone may be as large as it likes
+
+    asyncio.run(uploads())
+    assert not limits._held

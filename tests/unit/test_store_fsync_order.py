@@ -15,6 +15,7 @@ import torch
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.facts import Note
 from posttrain.domain.jobs import InputBlob, JobOrder, JobResult, Output
+from posttrain.engine.weights.best import BestModel
 from posttrain.engine.weights.checkpoint import TrainState, begin_checkpoint, commit_checkpoint, write_role
 from posttrain.jobs import entry
 from posttrain.store import atomic
@@ -165,3 +166,22 @@ def test_an_input_that_a_job_fetched(tmp_path: Path, disk: Disk) -> None:
         folder=tmp_path / "a",
     )
     disk.whole(job.input("data"))
+
+
+def test_audit_24_the_best_model_and_its_name(tmp_path: Path, disk: Disk) -> None:
+    def write(folder: Path) -> None:
+        (folder / "sub").mkdir()
+        for name in ("w", "sub/more"):
+            (folder / name).write_text(name)
+
+    best = BestModel(tmp_path / "best", write)
+    best.keep(3)
+    place, coming = tmp_path / "best" / "step-00000003", tmp_path / "best" / ".step-00000003"
+    disk.whole(place)
+    for each in (coming / "w", coming / "sub" / "more", coming / "sub", coming):
+        assert disk.at("sync", each) < disk.at("name", place)
+    inside = tmp_path / "checkpoint" / "best"
+    assert sorted(best.put_into(tmp_path / "checkpoint")) == ["best/sub/more", "best/w"]
+    for name in ("w", "sub/more"):
+        assert disk.at("sync", (inside / name).parent) > disk.at("name", inside / name)
+    disk.at("sync", inside)

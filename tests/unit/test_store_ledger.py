@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import Connection
+from sqlalchemy import Connection, update
 
 from posttrain.domain.errors import (
     ChannelClosedError,
@@ -29,8 +29,10 @@ from posttrain.domain.records import Asset, AttemptRecord, Event, RunRecord, Sta
 from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database, LostAnswerError
 from posttrain.store.ledger import Ledger
+from posttrain.store.schema import work
 from posttrain.store.sealer import seal, verify_chain
-from posttrain.store.work import WorkQueue
+from posttrain.store.waking import RUN, STAGE
+from posttrain.store.work import WorkQueue, open_runs
 
 MANIFEST = "sha256:" + "a" * 64
 MODEL = "sha256:" + "b" * 64
@@ -219,6 +221,41 @@ def test_a_lease_is_held_by_one_renewed_by_it_and_free_when_it_runs_out(ledger: 
     assert ledger.run("run1").lease_owner == "b"
     b.release(["run1"])
     assert ledger.run("run1").lease_owner is None
+
+
+def test_audit_24_work_is_claimed_by_priority_before_due_time(ledger: Ledger, clock: HeldClock) -> None:
+    orders = (("run1", 0, 1.0), ("run2", 5, 900.0), ("run3", 5, 800.0), ("run4", 0, 1.0))
+    for number, (name, priority, due) in enumerate(orders):
+        submit(ledger, a_run(name, repeat=number + 1))
+        with ledger.database.write(across="a test") as connection:
+            mine = update(work).where(work.c.object == name)
+            connection.execute(mine.values(priority=priority, due_at=due))
+    queue = WorkQueue(ledger, "a")
+    assert [one.object for one in queue.claim(limit=1)] == ["run3"]
+    assert [one.object for one in queue.claim(limit=3)] == ["run3", "run2", "run1"]
+    assert [one.object for one in queue.claim(limit=9)] == ["run3", "run2", "run1", "run4"]
+    assert open_runs(ledger.database) == {ledger.project: ["run2", "run3", "run1", "run4"]}
+
+
+def test_audit_24_work_is_due_at_its_very_moment_and_woken_never_later(ledger: Ledger, clock: HeldClock) -> None:
+    submit(ledger)
+    queue = WorkQueue(ledger, "a")
+    for after, woken in ((10.0, 20.0), (20.0, 10.0)):
+        (one,) = queue.claim()
+        assert queue.give_back(one, after)
+        queue.wake(RUN, ["run1"], woken)
+        clock.time += 9.0
+        assert queue.due() == set()
+        clock.time += 1.0
+        assert queue.due() == {"run1"}
+
+
+def test_audit_24_a_look_that_failed_at_a_run_that_had_ended_leaves_no_row(ledger: Ledger) -> None:
+    run, queue = submit(ledger), WorkQueue(ledger, "a")
+    with ledger.transaction("b") as transaction:
+        transaction.update_run(run, state="failed")
+    queue.failed(STAGE, "run1/train", "it broke", "", 3.0)
+    assert queue.rows() == []
 
 
 def test_renewing_a_lease_makes_nobodys_copy_stale_but_a_successors_write_does(
