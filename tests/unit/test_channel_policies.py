@@ -512,6 +512,7 @@ def test_a_release_that_another_overtook_says_where_to_look(world: World, monkey
             assert better(world, 0.975)
 
     monkeypatch.setattr(judging, "crashpoint", meanwhile)
+    monkeypatch.setattr("posttrain.app.workspace._BESIDE", 0)  # commands of two threads share one standard output
     world.ok("asset", "add", "reward:sort", world.write("third.py", GOOD_REWARD.replace("1.0", "0.97")))
     said = refused(world, "run", "run.yaml", code=9)
     assert "judge again: posttrain run RUN.yaml --again; next: posttrain get prod" in said
