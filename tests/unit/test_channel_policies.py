@@ -401,6 +401,7 @@ def test_a_policy_that_changes_while_a_run_is_judged_stops_its_release(
             world.ok("channel", "set-policy", "prod", policy_file(world))
 
     monkeypatch.setattr(judging, "crashpoint", meanwhile)
+    monkeypatch.setattr("posttrain.app.workspace._BESIDE", 0)  # commands of two threads share one standard output
     said = refused(world, "run", "run.yaml", code=9)
     assert "this was judged without a policy" in said
     assert "plan and judge again: posttrain run RUN.yaml; next: posttrain channel policy prod\n" in said
