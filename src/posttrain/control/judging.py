@@ -100,7 +100,7 @@ def _looks(stores: Stores, manifest: Manifest, gate: StageRecord) -> dict[str, L
         pinned = policy_of(stores, manifest.release.channel, manifest.policy)
     with stores.ledger.snapshot() as now:
         rows = {row.name: row for row in now.stages(gate.run_id)}
-        return gate_looks(now, manifest, pinned, rows, gate.run_id)
+    return gate_looks(stores, manifest, pinned, rows, gate.run_id)
 
 
 def _release_in(live: InputBlob | None, channel: str) -> int | None:

@@ -7,22 +7,32 @@ is another evaluator.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.identity import deciding, deciding_meta
 from posttrain.domain.manifest import InputRef, StageManifest
 from posttrain.domain.rewards import JUDGES, scored_slot
 
-_SUITES = "suites."
+SUITES: Final = "suites."  # how slots of data that is measured begin
 _OF_THE_RUN_FILE = ("data", "reward")  # settings that are words of the run file; what they mean is in the inputs
 
 
 def measured_suites(stage: StageManifest) -> Iterator[tuple[str, InputRef]]:
     """Name and data of every suite that a stage measures; of an installed kind, none."""
     for slot, ref in stage.inputs.items():
-        if slot.startswith(_SUITES) and stage.measures:
-            yield slot.removeprefix(_SUITES), ref
+        if slot.startswith(SUITES) and stage.measures:
+            yield slot.removeprefix(SUITES), ref
+
+
+def item_id(text: str, answer: str | None) -> str:
+    """The name of an item of a suite: equal rows of any data sets are one item.
+
+    Args:
+        text: its prompt as one text.
+        answer: None: a reward scores it.
+    """
+    return digest_json({"prompt": text, "answer": answer})
 
 
 def suite_evaluator(stage: StageManifest, code: Mapping[str, str], suite: str) -> str:
@@ -40,7 +50,7 @@ def suite_evaluator(stage: StageManifest, code: Mapping[str, str], suite: str) -
     rewards = {
         slot: [ref.digest, deciding_meta(ref.meta)]
         for slot, ref in stage.inputs.items()
-        if slot.startswith(JUDGES) and scored_slot(slot.partition("/")[0]) == f"{_SUITES}{suite}"
+        if slot.startswith(JUDGES) and scored_slot(slot.partition("/")[0]) == f"{SUITES}{suite}"
     }
     told: dict[str, Any] = {"kind": stage.kind, "params": params, "suite": settings, "rewards": rewards}
     named_code = (stage.trainer, f"kind:{stage.kind}")

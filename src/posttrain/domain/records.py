@@ -229,6 +229,15 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """Results of one evaluation of a set of items."""
+
+    items: str  # digest of the data set
+    slot: str  # as what the evaluation used it: `suites.NAME`
+    results: str  # digest of its `metrics.parquet`
+
+
+@dataclass(frozen=True, slots=True)
 class Artifact:
     """Bytes in the store that a project knows of."""
 

@@ -11,6 +11,7 @@ from posttrain.control.planning import Planned
 from posttrain.control.selecting import dataset_slots, selects
 from posttrain.data.contamination import contamination
 from posttrain.data.rows import Row, demonstrations, has_answer, prompt_text, repeated_rows
+from posttrain.domain.evaluators import item_id
 from posttrain.domain.manifest import InputRef
 from posttrain.domain.measures import compares
 from posttrain.domain.runspec import RunSpec
@@ -32,6 +33,13 @@ class Dataset:
     def items(self) -> int | None:
         """Of a suite: rows that repeat another count once. Rows that were not read are taken to be distinct."""
         return self.rows if self.read is None else len({prompt_text(row) for row in self.read})
+
+    @property
+    def ids(self) -> Iterator[str]:
+        """Of a suite: the ids of its items; none of rows that were not read."""
+        for row in self.read or ():
+            answer = row.get("answer")
+            yield item_id(prompt_text(row), answer if isinstance(answer, str) else None)
 
     @property
     def answered(self) -> int | None:

@@ -102,9 +102,9 @@ def look_ahead(
         time_concern(budget.wall_clock, estimates, kinds, doubtful=doubtful),
     )
     cached = {name: standing.record for name, standing in standings.items()}
-    with workspace.ledger.snapshot() as now:
-        rows = {name: record for name, record in cached.items() if record}
-        looks = gate_looks(now, manifest, planned.policy, rows)
+    rows = {name: record for name, record in cached.items() if record}
+    written = {digest: dataset.ids for digest, dataset in datasets.items()}
+    looks = gate_looks(workspace.stores, manifest, planned.policy, rows, written=written)
     power = tuple(gates_power(planned, datasets, empty, looks))
     known = tuple(c for c in concerns if c is not None)
     chosen = tuple(selected_on(manifest, {digest: dataset.read for digest, dataset in datasets.items()}))

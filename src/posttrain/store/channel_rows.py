@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, Select, func, select
 
 from posttrain.domain.edges import stage_of
-from posttrain.domain.records import ChannelRecord, Deployment, Look, Quarantine, ReleaseEntry
+from posttrain.domain.records import ChannelRecord, Deployment, Look, Measured, Quarantine, ReleaseEntry
 from posttrain.store.rows import Record, to_record
 from posttrain.store.schema import channels, deployments, edges, principals, quarantine, releases, runs, stages
 
@@ -80,6 +80,20 @@ class ChannelReading:
             found += self._all(Look, query.where(stages.c.run_id.in_(ids[start : start + _BATCH])))
         mine = [look for look in found if (look.run_id, look.stage) in ends]
         return sorted(mine, key=lambda look: (look.at, look.run_id, look.stage))
+
+    def measured(self, slots: str, output: str) -> list[Measured]:
+        """What stages measured on data, one of the files that they left for each set of items and its slot.
+
+        Args:
+            slots: how the slots of the data begin.
+            output: of those stages, with the measurements.
+        """
+        made = edges.alias("made")
+        query = select(edges.c.digest.label("items"), edges.c.slot, func.min(made.c.digest).label("results"))
+        query = query.join(made, (made.c.project == edges.c.project) & (made.c.producer == edges.c.consumer))
+        query = query.where(edges.c.project == self._project, edges.c.slot.startswith(slots, autoescape=True))
+        query = query.where(made.c.consumer == "", made.c.output == output, edges.c.consumer != "")
+        return self._all(Measured, query.group_by(edges.c.digest, edges.c.slot).order_by(edges.c.digest, edges.c.slot))
 
     def channels(self) -> list[str]:
         """The names of channels with a history."""

@@ -8,6 +8,7 @@ compare-and-sets, and whoever opens a ledger without tables makes them under an 
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import sqlite3
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import quote
 
 from sqlalchemy import URL, Connection, create_engine, event, inspect, text
@@ -32,7 +33,7 @@ from posttrain.store.baseline import tell_rows
 from posttrain.store.clock import SystemClock
 from posttrain.store.ledger_file import refuse_cut_short, writable
 from posttrain.store.schema import SCHEMA_VERSION, VERSION_TABLE, events, payloads, work
-from posttrain.store.scope import ACROSS, guard
+from posttrain.store.scope import ACROSS, OF, guard
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _WRITE = "posttrain_write"
@@ -64,7 +65,7 @@ class Database:
     def __init__(
         self, location: str | Path, *, busy_seconds: float = 30.0, create: bool = True, older: bool = False
     ) -> None:
-        self._busy, self._older = busy_seconds, older
+        self._busy, self._older, self._project = busy_seconds, older, ""
         self.clock: Clock = SystemClock()
         url = _url(location)
         self._sqlite = url.get_backend_name() == "sqlite"
@@ -96,6 +97,12 @@ class Database:
             self.close()
             raise
 
+    def of(self, project: str) -> Self:
+        """The same database for rows of one project: statements that name another are refused."""
+        mine = copy.copy(self)
+        mine._project = project
+        return mine
+
     @contextmanager
     def read(self, *, across: str = "") -> Iterator[Connection]:
         """A connection in a read transaction: everything read through it is one snapshot.
@@ -104,8 +111,7 @@ class Database:
             across: why its statements may read rows of every project; empty: each must name its project.
         """
         with self._translated(), self._engine.connect() as connection:
-            if across:
-                connection.execution_options(**{ACROSS: across})
+            connection.execution_options(**self._reach(across))
             if not self._sqlite:  # whose default shows each statement another moment
                 connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
             with connection.begin():
@@ -126,7 +132,7 @@ class Database:
             remedy = "make it and its folder writable" if self._sqlite else "use a user and a server that may write"
             raise WorkspaceError(f"cannot write the ledger {self.place}: it is read-only; {remedy}")
         with self._translated(), self._engine.connect() as connection:
-            connection = connection.execution_options(**{_WRITE: True}, **({ACROSS: across} if across else {}))
+            connection = connection.execution_options(**{_WRITE: True}, **self._reach(across))
             transaction = connection.begin()
             try:
                 yield connection
@@ -139,6 +145,10 @@ class Database:
                 if error.connection_invalidated:
                     raise LostAnswerError(f"ledger {self.place}: no answer to a commit") from error
                 raise
+
+    def _reach(self, across: str) -> dict[str, str]:
+        """The execution options of a connection; those of a connection win over those of a statement."""
+        return {ACROSS: across} if across else {OF: self._project}
 
     def close(self) -> None:
         """Return every connection."""

@@ -67,7 +67,7 @@ class Ledger:
         auth: str = "os",
         request: str = "",
     ) -> None:
-        self.database = database
+        self.database = database.of(project)
         self.clock: Clock = clock or SystemClock()
         self.project, self.entropy, self.auth = project, entropy, auth
         self._request, self._numbers = request, itertools.count()

@@ -1,8 +1,9 @@
 """Which project a statement reads: none runs that could reach rows of another one.
 
 A row belongs to a project by its own column, by its run, or by its event. `Scope` adds the condition; `guard` refuses,
-before it is sent, a statement without one, unless its connection was opened for rows of every project, with the reason.
-The verdict is kept with the compiled statement, so a statement that runs again costs one look-up.
+before it is sent, a statement without one, and on a connection of one project a statement that names another, unless
+the connection was opened for rows of every project, with the reason. The verdict is kept with the compiled statement,
+so a statement that runs again costs one look-up.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sqlalchemy import Column, ColumnElement, Engine, Select, Table, delete, event, exists, select, update
-from sqlalchemy.sql import operators
+from sqlalchemy.sql import operators, visitors
 from sqlalchemy.sql.base import Executable
-from sqlalchemy.sql.dml import Delete, Update
+from sqlalchemy.sql.dml import Delete, Insert, Update
 from sqlalchemy.sql.elements import (
     BinaryExpression,
     BindParameter,
@@ -31,6 +32,7 @@ from sqlalchemy.sql.selectable import AliasedReturnsRows, FromClause, Join, Sele
 from posttrain.store.schema import attempts, events, grants, leaves, metadata, payloads, runs, stages, unsealed, watches
 
 ACROSS = "across_projects"  # the execution option: why statements may reach rows of every project
+OF = "of_project"  # the execution option: the project that statements must name
 PROJECT = "project"
 CHILDREN: Mapping[str, tuple[str, Table]] = {  # table without a project of its own → its column, and what that names
     **{table.name: ("run_id", runs) for table in (stages, attempts, watches, grants)},
@@ -75,11 +77,11 @@ class Scope:
 
 
 class UnscopedStatementError(RuntimeError):
-    """A statement over rows of a project names no project: a bug in Posttrain."""
+    """A statement over rows of a project names no project, or another than its connection's: a bug in Posttrain."""
 
 
 def guard(engine: Engine) -> None:
-    """Refuse statements of this engine that name no project where they must.
+    """Refuse statements of this engine that name no project where they must, or another than their connection's.
 
     Raises:
         UnscopedStatementError: from whatever executes one; nothing of it reaches the database.
@@ -92,14 +94,32 @@ def _refuse(_: Any, __: Any, sent: str, ___: Any, context: Any, ____: bool) -> N
         return
     compiled = context.compiled
     if compiled is None:
-        found = _named(sent)
+        found, names = _named(sent), frozenset[str]()
     else:
         kept = vars(compiled)
-        found = kept.get(_VERDICT)
-        if found is None:
-            found = kept[_VERDICT] = unscoped(compiled.statement)
+        if _VERDICT not in kept:
+            kept[_VERDICT] = unscoped(compiled.statement), _projects(compiled)
+        found, names = kept[_VERDICT]
     if found:
         raise UnscopedStatementError(f"a statement reaches rows of {found} of every project: {sent}")
+    mine = context.execution_options.get(OF)
+    for given in context.compiled_parameters if mine and names else ():
+        for name, value in given.items():  # of `IN`, each value has the parameter's name and a number
+            if value != mine and (name in names or name.rpartition("_")[0] in names):
+                raise UnscopedStatementError(f"a statement of project {mine} names {value!r}: {sent}")
+
+
+def _projects(compiled: Any) -> frozenset[str]:
+    """The parameters of a statement with the projects that it names."""
+    if isinstance(compiled.statement, Insert | TextClause):
+        return frozenset({PROJECT} & compiled.binds.keys())
+    found = (
+        right
+        for part in visitors.iterate(compiled.statement)
+        for left, right in _compared(part)
+        if left.name == PROJECT and isinstance(right, BindParameter)
+    )
+    return frozenset(compiled.bind_names[one] for one in found if one in compiled.bind_names)
 
 
 @functools.lru_cache(1000)

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import BudgetExceededError, InputError
+from posttrain.domain.evaluators import item_id
 from posttrain.domain.jobs import tokens_short
 from posttrain.domain.measures import compares
 from posttrain.domain.seeds import derive_seed
@@ -174,7 +174,7 @@ def suite_items(
     ]
     prompts = encode_prompts(tokenizer, rows, name=name, limit=context, reserve=config.max_new_tokens)
     items = [
-        Item(digest_json({"prompt": text, "answer": answer}), text, prompt, answer, row)
+        Item(item_id(text, answer), text, prompt, answer, row)
         for answer, text, prompt, row in zip(answers, texts, prompts, rows, strict=True)
     ]
     twice = next((row for row, count in Counter(item.id for item in items).items() if count > 1), None)
