@@ -19,6 +19,7 @@ from posttrain.control.looks import evaluations
 from posttrain.data.rows import prompt_text
 from posttrain.decision.gates import Evidence, judge_all
 from posttrain.decision.looks import Look
+from posttrain.domain.canonical import digest_json
 from posttrain.domain.gates import GateReport, GateRule, Outcome
 from posttrain.domain.measures import RATE
 from posttrain.domain.policies import ChannelPolicy, LookBudget, parse_policy
@@ -146,6 +147,34 @@ def test_audit_11_a_row_more_or_another_order_begins_no_new_count(bench: Bench) 
     with bench.ledger.transaction("test") as transaction:
         transaction.set_role("user:ann", Role.ADMIN)
     assert look_at("reversed-again", ids[:150][::-1]) == 6, "mostly-new shares 49 of 150"
+
+
+def test_audit_11_the_items_of_a_suite_are_its_own(bench: Bench) -> None:
+    """An evaluation of two suites leaves one file for both."""
+
+    def job(folder: AttemptFolder) -> int:
+        evaluate(200)(folder)
+        table = pq.read_table(folder.outputs / "metrics.parquet")
+        other = table.set_column(0, "metric", pa.array(["other/accuracy"] * 200))
+        both = pa.concat_tables([table, other.set_column(1, "item_id", pa.array([f"o{n}" for n in range(200)]))])
+        pq.write_table(both, folder.outputs / "metrics.parquet")
+        return 0
+
+    bench.scripts["evaluate"] = [job]
+    suites = {"heldout": {"data": "heldout"}, "other": {"data": "more"}}
+    data = {**RUN["data"], "more": "dataset:more"}
+    run(bench, data=data, stages={**RUN["stages"], "evaluate": {**RUN["stages"]["evaluate"], "suites": suites}},
+        gates=[RUN["gates"][0]])  # fmt: skip
+    assert len(evaluations(bench.stores, "sha256:new", [f"i{number}" for number in range(120)])) == 1
+    assert evaluations(bench.stores, digest_json("dataset:more"), ()) != []
+    bench.scripts["evaluate"] = [evaluate_items([f"o{number}" for number in range(90)])]
+    found = run(bench, data={**RUN["data"], "heldout": "dataset:o"}, gates=[RUN["gates"][0]])
+    assert looks_of(bench, found.id) == [2], "these are all in the other suite"
+    bench.scripts["evaluate"] = [
+        evaluate_items([*(f"o{n}" for n in range(60)), *(f"i{n}" for n in range(60)), "a", "b"])
+    ]
+    found = run(bench, data={**RUN["data"], "heldout": "dataset:mixed"}, gates=[RUN["gates"][0]])
+    assert looks_of(bench, found.id) == [2], "less than half of them was in any suite but the one of 90"
 
 
 def test_audit_11_a_plan_counts_looks_at_the_rows_that_its_evaluation_will_name(bench: Bench) -> None:
