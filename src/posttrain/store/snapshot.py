@@ -21,6 +21,7 @@ from sqlalchemy import (
     and_,
     bindparam,
     cast,
+    exists,
     func,
     or_,
     select,
@@ -182,12 +183,16 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         """Attempts of this host that have not ended, in every project: how many belong to runs that somebody drives,
         and those of the other runs.
         """
-        live = [state for state in AttemptState if not is_final("attempt", state)]
-        driven = select(work.c.object).where(work.c.kind == RUN, work.c.lease_until > now)
         here = attempts.c.host.is_(None) if host is None else attempts.c.host == host
-        query = select(attempts, attempts.c.run_id.in_(driven).label("driven")).where(attempts.c.state.in_(live), here)
-        rows = self._connection.execute(across(query, "slots are counted for the whole host")).all()
-        return sum(bool(row.driven) for row in rows), [to_record(AttemptRecord, row) for row in rows if not row.driven]
+        live = and_(here, attempts.c.state.in_([state for state in AttemptState if not is_final("attempt", state)]))
+        mine = (work.c.project == runs.c.project) & (work.c.object == runs.c.id)
+        driven = exists().where(mine, work.c.kind == RUN, work.c.lease_until > now)
+        of_runs = attempts.join(runs, runs.c.id == attempts.c.run_id)
+        counts = select(func.count(), func.count().filter(driven)).select_from(of_runs).where(live)
+        why = "slots are counted for the whole host"
+        every, held = self._connection.execute(across(counts, why)).one()
+        left = across(select(attempts).select_from(of_runs).where(live, ~driven), why)
+        return held, self._all(AttemptRecord, left) if held < every else []
 
     def live_attempts(self) -> set[str]:
         """The names of attempts that have not ended, in every project."""
