@@ -22,8 +22,8 @@ from posttrain.app.workspace import Workspace, init_workspace
 from posttrain.client.remote import remote_control
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.lifecycle import AttemptState
+from posttrain.domain.principals import Role
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
-from posttrain.domain.roles import Role
 from posttrain.server.app import Server, build
 from posttrain.server.asking import Asking
 from posttrain.server.calling import to_json

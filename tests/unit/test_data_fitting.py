@@ -33,7 +33,7 @@ from posttrain.data.fitting import (
 from posttrain.data.rows import Row, read_rows
 from posttrain.domain import rendering
 from posttrain.domain.errors import InputError
-from posttrain.domain.time_limit import TimeLimitError, time_limit
+from posttrain.domain.rendering import TimeLimitError, time_limit
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.models.chat import (
     encode_examples,

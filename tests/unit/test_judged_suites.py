@@ -21,8 +21,7 @@ from posttrain.app.handles import submit
 from posttrain.app.planning import view_plan
 from posttrain.app.runs import plan
 from posttrain.control.judging import read_evidence
-from posttrain.control.responses import Responses
-from posttrain.control.scores import Measured
+from posttrain.control.scores import Measured, Responses
 from posttrain.data.rows import distinct_items
 from posttrain.domain.errors import FailureClass, InputError
 from posttrain.domain.jobs import InputBlob, JobResult

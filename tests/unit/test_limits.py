@@ -15,8 +15,8 @@ from server_bench import Answer, ServerBench, served
 from posttrain.client.transport import Transport
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import LimitError
+from posttrain.domain.principals import Role
 from posttrain.domain.records import RunRecord, StageRecord
-from posttrain.domain.roles import Role
 from posttrain.server.lanes import FOLLOW, HEAVY, UPLOAD
 from posttrain.server.limits import BODY, MOST, Limits, Most
 

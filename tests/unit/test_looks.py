@@ -17,7 +17,7 @@ from posttrain.decision.looks import Look
 from posttrain.domain.gates import GateReport, GateRule, Outcome
 from posttrain.domain.measures import RATE
 from posttrain.domain.policies import ChannelPolicy, LookBudget, parse_policy
-from posttrain.domain.roles import Role
+from posttrain.domain.principals import Role
 
 HELDOUT = "dataset:heldout"
 

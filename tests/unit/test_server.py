@@ -38,14 +38,14 @@ from posttrain.domain.errors import (
     PosttrainError,
 )
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
+from posttrain.domain.principals import Role
 from posttrain.domain.records import Asset, RunRecord, StageRecord
-from posttrain.domain.roles import Role
 from posttrain.domain.runspec import Budget
 from posttrain.server import lanes
 from posttrain.server.repeats import Once, request_id
 from posttrain.server.uploads import Uploads
 from posttrain.server.watching import Looking, Watchers
-from posttrain.store.repeated import Repeats
+from posttrain.store.operations import Repeats
 from posttrain.store.trees import FORMAT
 
 ROWS = "".join(json.dumps({"prompt": f"{n}", "completion": f"{n % 10}"}) + "\n" for n in range(50))

@@ -22,8 +22,8 @@ from console_bench import Browser
 from server_bench import Answer, ServerBench, served
 
 from posttrain.domain.canonical import digest_json
+from posttrain.domain.principals import Role
 from posttrain.domain.records import RunRecord, StageRecord
-from posttrain.domain.roles import Role
 from posttrain.server import lanes
 from posttrain.server.connections import MOST, most_of, quiet
 from posttrain.server.console import sessions

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_control_planning import RUN, manifest
 
-from posttrain.control.cache import cache_key
+from posttrain.control.launching import cache_key
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.manifest import Manifest

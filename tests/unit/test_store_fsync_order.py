@@ -21,8 +21,7 @@ from posttrain.jobs import entry
 from posttrain.store import atomic
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.blobs import open_blobs
-from posttrain.store.event_writer import EventWriter
-from posttrain.store.spending import SpendingMeter
+from posttrain.store.event_writer import EventWriter, SpendingMeter
 from posttrain.store.trees import materialise, put_tree
 
 

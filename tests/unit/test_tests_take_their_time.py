@@ -185,7 +185,7 @@ SHORT_WAITS = {
     "execution/executors/local/executor.py:_POLL_SECONDS": "between two looks",
     "execution/executors/local/forkserver.py:_END_SECONDS": "then an idle process is killed",
     "execution/processes.py:HEARTBEAT_SECONDS": "between two signs of life",
-    "store/claims.py:_POLL_SECONDS": "between two looks",
+    "store/attempts.py:_POLL_SECONDS": "between two looks",
     "store/operations.py:_LOOKED_SECONDS": "between two notes that somebody looked",
     "store/upgrade.py:_TRY_SECONDS": "then others go on, and it is tried again",
 }

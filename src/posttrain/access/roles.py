@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from posttrain.access.ports import OS, Identity
-from posttrain.domain.roles import Role, lower
+from posttrain.domain.principals import Role, lower
 from posttrain.store.ledger import Ledger
 
 

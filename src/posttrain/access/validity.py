@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from posttrain.access.ports import Identity
 from posttrain.domain.errors import AccessError
-from posttrain.domain.principals import NOBODY
+from posttrain.domain.principals import NOBODY, Role
 from posttrain.domain.records import Token
-from posttrain.domain.roles import Role
 
 
 def identity_of(token: Token | None, moment: float, auth: str, unknown: str) -> Identity:

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from posttrain.control.compare import Difference as Difference
     from posttrain.control.comparing import Cell as Cell
     from posttrain.control.comparing import Comparison as Comparison
+    from posttrain.control.comparing import Difference as Difference
     from posttrain.control.comparing import MetricRow as MetricRow
     from posttrain.control.downstream import Downstream as Downstream
     from posttrain.control.lineage import Node as Node
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from posttrain.domain.gates import GateReport
     from posttrain.domain.lifecycle import ReleaseState
     from posttrain.domain.manifest import Manifest
-    from posttrain.domain.overrides import Setting
     from posttrain.domain.records import (
         AssetStatus,
         AttemptRecord,
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
         ReleaseEntry,
         RunRecord,
     )
+    from posttrain.domain.runspec import Setting
     from posttrain.drivers.requests import RunDriver as RunDriver
     from posttrain.store.erasure import Erased as Erased
     from posttrain.store.sweeping import SweptBlobs as SweptBlobs

@@ -12,14 +12,11 @@ from posttrain.api.values import Collected
 from posttrain.app.workspace import Workspace, join_store
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import ConflictError
+from posttrain.store.atomic import files_below, scratch
 from posttrain.store.blobs import ObjectBlobs, open_blobs
 from posttrain.store.direct import open_direct
-from posttrain.store.left import files_below
-from posttrain.store.marking import Marker, ended_runs
-from posttrain.store.noted import forget_noted
-from posttrain.store.parts import PartStore, forget_parts, named_parts
-from posttrain.store.scratch import scratch
-from posttrain.store.sweeping import PATIENCE, forget_answers, sweep
+from posttrain.store.parts import PartStore, forget_noted, forget_parts, named_parts
+from posttrain.store.sweeping import PATIENCE, Marker, ended_runs, forget_answers, sweep
 
 ANSWERS_SECONDS = 86400.0  # that an answer over HTTP can be given again
 _CACHED = ("trees", "files")  # folders of the cache whose entries are called by their digests

@@ -18,9 +18,8 @@ from posttrain.decision.policies import origin
 from posttrain.domain.evaluators import measured_suites, suite_evaluator
 from posttrain.domain.kinds import Driver, installed_kind, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
-from posttrain.domain.overrides import Setting
 from posttrain.domain.records import StageRecord
-from posttrain.domain.runspec import load_run_spec
+from posttrain.domain.runspec import Setting, load_run_spec
 from posttrain.execution.trainers.installed import InstalledTrainer
 from posttrain.preflight.datasets import repeated, seen_in_training, wide_steps
 from posttrain.preflight.locks import refuse_lock

@@ -13,7 +13,7 @@ from posttrain.app.courier import Courier
 from posttrain.app.sinks import lacking
 from posttrain.app.workspace import Workspace
 from posttrain.control import actions, channels
-from posttrain.control.models import made_model
+from posttrain.control.lineage import made_model
 from posttrain.control.planning import Planned, Resolve, plan_run
 from posttrain.control.recalls import recall_of, refuse_recalled
 from posttrain.control.submission import submit as submit_manifest
@@ -23,11 +23,10 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import RunState
 from posttrain.domain.manifest import InputRef, Manifest
-from posttrain.domain.overrides import Setting
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord
 from posttrain.domain.rewards import AS_FOUND, Called
-from posttrain.domain.runspec import RunSpec, load_run_spec
+from posttrain.domain.runspec import RunSpec, Setting, load_run_spec
 from posttrain.domain.trackers import Trackers
 from posttrain.drivers.requests import forget_request
 from posttrain.preflight.confinement import check_confinement, check_imports

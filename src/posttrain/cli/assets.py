@@ -143,7 +143,7 @@ def ls(
 ) -> None:
     """List every version of every asset."""
     from posttrain.app.embedded.control import open_control
-    from posttrain.domain.spelling import nearest
+    from posttrain.domain.errors import nearest
 
     if kind is not None and kind not in _LISTED:
         raise InputError(f"asset ls: kind must be one of {', '.join(_LISTED)}, got {kind!r}{nearest(kind, _LISTED)}")
@@ -271,7 +271,7 @@ def _curves_table(curves: Sequence[Curve]) -> Table:
 
 
 def _split(ref: str) -> tuple[str, str]:
-    from posttrain.domain.spelling import nearest
+    from posttrain.domain.errors import nearest
 
     kind, colon, name = ref.partition(":")
     if kind == "history":

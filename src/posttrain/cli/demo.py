@@ -16,7 +16,7 @@ import typer
 from posttrain.cli.console import Output, OutputOption, duration, emit_json, say
 from posttrain.cli.shell import lazily
 from posttrain.domain.errors import AccessError, InputError, WorkspaceError
-from posttrain.domain.roles import Role
+from posttrain.domain.principals import Role
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,7 +14,7 @@ from posttrain.cli.leaving import DETACHED, end_by, heard, leave
 from posttrain.cli.plans import SeedOption, SetOption, changes
 from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError, PosttrainError
-from posttrain.domain.overrides import single
+from posttrain.domain.runspec import single
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control

@@ -26,10 +26,9 @@ from posttrain.cli.console import (
 )
 from posttrain.cli.driving import RunArgument, TimeoutOption
 from posttrain.cli.shell import lazily
-from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.errors import InputError, NotFoundError, meant
 from posttrain.domain.lifecycle import ReleaseState, is_final
 from posttrain.domain.reasons import meaning
-from posttrain.domain.spelling import meant
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from posttrain.cli.console import Output, OutputOption, aside, emit_json, moment, say
-from posttrain.domain.errors import InputError
+from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.places import PROJECT_VARIABLE, SERVER_VARIABLE
-from posttrain.domain.spelling import nearest
 
 if TYPE_CHECKING:
     from posttrain.api.access import Issued

@@ -12,7 +12,7 @@ from posttrain.cli.console import Output, OutputOption, aside, console, emit_jso
 from posttrain.cli.driving import open_quietly
 from posttrain.cli.leaving import DETACHED
 from posttrain.cli.plans import FileArgument
-from posttrain.domain.overrides import parse_overrides, setting_words, value_words, written
+from posttrain.domain.runspec import parse_overrides, setting_words, value_words, written
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control

@@ -29,7 +29,7 @@ def gc(
     from dataclasses import asdict
 
     from posttrain.app.embedded.control import open_control
-    from posttrain.domain.durations import parse_duration
+    from posttrain.domain.amounts import parse_duration
 
     try:
         seconds = float(parse_duration(older_than))

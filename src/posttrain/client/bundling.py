@@ -13,9 +13,8 @@ from posttrain.client.blobs import Sender
 from posttrain.data.parts import data_files, is_pattern
 from posttrain.data.refs import Source, local_path, parse_ref
 from posttrain.domain.errors import InputError
-from posttrain.domain.overrides import Setting, overridden
 from posttrain.domain.places import is_lock
-from posttrain.domain.runspec import read_yaml
+from posttrain.domain.runspec import Setting, overridden, read_yaml
 
 _RECIPE = "recipe"
 

@@ -20,7 +20,7 @@ from typing import Any
 from posttrain.data.modules import SOURCE, WORD, ImportedReward
 from posttrain.data.signatures import Function, definitions, functions, rubrics, signature_of
 from posttrain.domain.canonical import digest_bytes
-from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.errors import InputError, NotFoundError, nearest
 from posttrain.domain.rewards import (
     AUTO,
     DIALECTS,
@@ -33,7 +33,6 @@ from posttrain.domain.rewards import (
     refuse_nameless,
     source_name,
 )
-from posttrain.domain.spelling import nearest
 
 Meta = dict[str, Any]
 REWARD_DIALECTS = (AUTO, *DIALECTS)

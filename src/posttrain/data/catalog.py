@@ -22,12 +22,11 @@ from posttrain.data.parts import data_files, together
 from posttrain.data.refs import NAME, AssetRef, Source, local_path, parse_ref
 from posttrain.domain.canonical import digest_bytes, is_digest
 from posttrain.domain.edges import IMPORTED
-from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.errors import InputError, NotFoundError, nearest
 from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import Asset
 from posttrain.domain.rewards import AS_FOUND, AUTO, Called, source_name
-from posttrain.domain.spelling import nearest
 from posttrain.store.external import EXTERNAL, URI, VERSION, ChangedError, External, fetch_external
 from posttrain.store.ledger import Ledger
 from posttrain.store.trees import (

@@ -16,9 +16,8 @@ from pathlib import Path
 
 from posttrain.data.signatures import definitions, signature_of
 from posttrain.domain.canonical import digest_json
-from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.errors import InputError, NotFoundError, nearest
 from posttrain.domain.rewards import Signature
-from posttrain.domain.spelling import nearest
 from posttrain.store.trees import file_digest
 
 WORD = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

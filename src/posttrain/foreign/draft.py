@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from posttrain.domain.stop_strings import stop_fault
+from posttrain.domain.rendering import stop_fault
 from posttrain.foreign.settings import Settings
 
 _WIDTH = 118

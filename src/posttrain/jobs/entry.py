@@ -51,8 +51,7 @@ from posttrain.store.attempts import AttemptFolder
 from posttrain.store.backends.served import ServedBlobs
 from posttrain.store.blobs import open_blobs
 from posttrain.store.channel import ControlKind
-from posttrain.store.event_writer import EventWriter
-from posttrain.store.spending import SpendingMeter
+from posttrain.store.event_writer import EventWriter, SpendingMeter
 from posttrain.store.trees import materialise
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from posttrain.domain.durations import LONGEST
+from posttrain.domain.amounts import LONGEST
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.runspec import MOST_TOKENS
 from posttrain.planner.estimate import Estimate

@@ -37,8 +37,7 @@ from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.rewards import TURNS, scored_slot
 from posttrain.domain.runspec import RunSpec
 from posttrain.preflight.rewarding import bytes_of, read_reward, registered_otherwise
-from posttrain.store.atomic import make_folder, write_atomic
-from posttrain.store.scratch import scratch
+from posttrain.store.atomic import make_folder, scratch, write_atomic
 from posttrain.store.trees import materialise, tree_listing
 from posttrain.workspace.opened import OpenWorkspace
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.domain.architectures import is_classifier
 from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import OWN, kind_of
 from posttrain.domain.manifest import Manifest, StageManifest
+from posttrain.domain.rendering import is_classifier
 from posttrain.preflight.placing import stored_config
 from posttrain.workspace.opened import OpenWorkspace
 

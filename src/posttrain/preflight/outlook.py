@@ -10,11 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from posttrain.control.cache import cache_key, usable
+from posttrain.control.launching import cache_key, tokens_inherited, usable
 from posttrain.control.looks import gate_looks
 from posttrain.control.planning import Planned
-from posttrain.control.resuming import tokens_inherited
-from posttrain.control.selecting import dataset_slots, selected_on
+from posttrain.control.scores import dataset_slots, selected_on
 from posttrain.decision.power import PowerNote
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.jobs import InputBlob

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.control.planning import Planned
-from posttrain.domain.architectures import CONFIG
 from posttrain.domain.contracts import Load
 from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import OWN, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.placement import NAMED_MODELS
+from posttrain.domain.rendering import CONFIG
 from posttrain.domain.runspec import RunSpec
 from posttrain.execution.machine import Machine, room_of, this_machine
 from posttrain.execution.trainers.native import gpu_visible

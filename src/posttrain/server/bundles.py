@@ -13,7 +13,7 @@ from posttrain.api.operations import FileRef, RunFile
 from posttrain.data.confining import confined
 from posttrain.domain.canonical import is_digest
 from posttrain.domain.errors import InputError, NotFoundError
-from posttrain.store.scratch import scratch
+from posttrain.store.atomic import scratch
 from posttrain.store.trees import tree_listing
 
 if TYPE_CHECKING:

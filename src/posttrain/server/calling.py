@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from posttrain.api.codec import adapter, signature
 from posttrain.api.operations import OPERATIONS, FileRef, Operation, RunFile
 from posttrain.api.versions import UNKNOWN_PARAMETER
-from posttrain.domain.errors import InputError
-from posttrain.domain.spelling import nearest
+from posttrain.domain.errors import InputError, nearest
 from posttrain.server.pages import page
 from posttrain.server.special import SPECIAL
 from posttrain.server.telling import PROGRESS, tell

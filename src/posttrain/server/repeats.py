@@ -21,7 +21,7 @@ from posttrain.domain.errors import CapacityError, ConflictError, InputError, Po
 from posttrain.server.workers import Refused
 from posttrain.store.hosts import server_lives
 from posttrain.store.ledger import Ledger, numbered
-from posttrain.store.repeated import DONE, Repeats
+from posttrain.store.operations import DONE, Repeats
 
 KEPT_SECONDS = ANSWERS_SECONDS
 _FORM = re.compile(r"[A-Za-z0-9_-]{8,64}")

@@ -36,7 +36,7 @@ from posttrain.access.authenticators.token import issue
 from posttrain.app.workspace import Workspace
 from posttrain.control.owners import process_name
 from posttrain.domain.errors import ConflictError, InputError, PosttrainError, WorkspaceError
-from posttrain.domain.roles import Role
+from posttrain.domain.principals import Role
 from posttrain.events.admitting import public, secrets_of
 from posttrain.server import logs
 from posttrain.server.addresses import checked_advertised, is_loopback
@@ -52,12 +52,12 @@ from posttrain.server.readiness import Ready, StoreLook
 from posttrain.server.repeats import KEPT_SECONDS
 from posttrain.server.systemd import Systemd
 from posttrain.server.workers import Workers
-from posttrain.store.access import SOCKET, SOCKETS
 from posttrain.store.atomic import make_folder, unwritable, write_json
 from posttrain.store.blobs import open_blobs
 from posttrain.store.hosts import Hosts
 from posttrain.store.ledger import Ledger
-from posttrain.store.repeated import forget_before
+from posttrain.store.operations import forget_before
+from posttrain.store.reaching import SOCKET, SOCKETS
 from posttrain.workspace.served import LOCK, PLACE, server_of
 
 log = logging.getLogger("posttrain.server")

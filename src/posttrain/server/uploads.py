@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from posttrain.domain.canonical import digest_bytes, is_digest
 from posttrain.domain.errors import ConflictError, DeadlineError, InputError, PartSizeError, UploadError
-from posttrain.store.noted import Noted
-from posttrain.store.parts import LEAST, PART, Parts, PartStore
-from posttrain.store.scratch import scratch
+from posttrain.store.atomic import scratch
+from posttrain.store.parts import LEAST, PART, Noted, Parts, PartStore
 
 if TYPE_CHECKING:
     from posttrain.workspace.opened import OpenWorkspace

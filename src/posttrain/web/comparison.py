@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.control.comparing import Comparison
-from posttrain.control.responses import Response
+from posttrain.control.scores import Response
 from posttrain.web.pages import Sizes, fitted, template, write_page
 from posttrain.web.panels import TONES, Panel, panel
 from posttrain.web.series import CurveSeries

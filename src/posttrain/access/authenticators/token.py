@@ -10,9 +10,8 @@ from posttrain.access.ports import Identity
 from posttrain.access.validity import identity_of
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import AccessError, InputError, NotFoundError
-from posttrain.domain.principals import FORM, is_principal
+from posttrain.domain.principals import FORM, Role, is_principal
 from posttrain.domain.records import Token
-from posttrain.domain.roles import Role
 from posttrain.store.ledger import Ledger
 from posttrain.store.transaction import Transaction
 

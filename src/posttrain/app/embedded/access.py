@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from posttrain.api.access import Issued, Whoami
-from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.errors import InputError, NotFoundError, meant, meant_name
 from posttrain.domain.images import image_rule
-from posttrain.domain.principals import is_project
+from posttrain.domain.principals import Role, is_project
 from posttrain.domain.records import DEFAULT_PROJECT
-from posttrain.domain.roles import Role
-from posttrain.domain.spelling import meant, meant_name
 
 if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace

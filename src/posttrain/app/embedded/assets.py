@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from posttrain.api.values import Exported, Marked, Point, Ranked, Submitted, Sweep
     from posttrain.app.workspace import Workspace
     from posttrain.data.importing import Curve, Imported
-    from posttrain.domain.overrides import Override
     from posttrain.domain.records import Asset, AssetStatus
+    from posttrain.domain.runspec import Override
 
 
 class Assets:
@@ -30,8 +30,8 @@ class Assets:
 
     def add_external(self, uri: str, name: str, *, checksum: str, version: str) -> Asset:
         """See `Assets.add_external`."""
+        from posttrain.store.atomic import scratch
         from posttrain.store.external import external
-        from posttrain.store.scratch import scratch
 
         place = external(uri, version)
         with scratch(self.workspace.root / "cache" / "scratch", "posttrain-external-") as scratched:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from posttrain.control.scores import Scores
     from posttrain.domain.errors import PosttrainError
     from posttrain.domain.manifest import Manifest
-    from posttrain.domain.overrides import Setting
     from posttrain.domain.records import RunRecord, Signal
+    from posttrain.domain.runspec import Setting
     from posttrain.drivers.requests import RunDriver
     from posttrain.trackers.tracking import TrackerState
     from posttrain.views.logs import LogFile
@@ -185,7 +185,7 @@ class Runs:
 
     def diff(self, first: str, second: str) -> RunDiff:
         """See `Runs.diff`."""
-        from posttrain.control.compare import compare
+        from posttrain.control.comparing import compare
 
         one, two = self.run(first).id, self.run(second).id
         manifest = self.manifest(one)

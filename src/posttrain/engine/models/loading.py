@@ -18,8 +18,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from posttrain.domain.architectures import CONFIG, is_classifier
 from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.rendering import CONFIG, is_classifier
 from posttrain.engine.models.backbone import Backbone
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.models.scalar_model import ScalarModel, adopt_classifier, put_scalar_head

@@ -16,7 +16,7 @@ from starlette.responses import RedirectResponse, Response
 
 from posttrain._version import __version__
 from posttrain.domain.errors import AuthenticationError, PosttrainError
-from posttrain.domain.roles import Role
+from posttrain.domain.principals import Role
 from posttrain.server.console import CONSOLE, sessions
 from posttrain.server.logs import logged_problem
 from posttrain.server.workers import Refused
