@@ -18,8 +18,7 @@ from test_preflight_fitting import Change
 from transformers import PreTrainedTokenizerFast
 
 from posttrain.app.handles import submit
-from posttrain.app.planning import view_plan
-from posttrain.app.runs import plan
+from posttrain.app.runs import plan, view_plan
 from posttrain.control.judging import read_evidence
 from posttrain.control.scores import Measured, Responses
 from posttrain.data.rows import distinct_items

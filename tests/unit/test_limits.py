@@ -17,8 +17,7 @@ from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import LimitError
 from posttrain.domain.principals import Role
 from posttrain.domain.records import RunRecord, StageRecord
-from posttrain.server.lanes import FOLLOW, HEAVY, UPLOAD
-from posttrain.server.limits import BODY, MOST, Limits, Most
+from posttrain.server.limits import BODY, FOLLOW, HEAVY, MOST, UPLOAD, Limits, Most
 
 P = "/v1/projects/default"
 

@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from posttrain.app.handles import submit
-from posttrain.app.planning import view_plan
-from posttrain.app.runs import plan
+from posttrain.app.runs import plan, view_plan
 from posttrain.app.workspace import init_workspace
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.engine.config import InitModelConfig

@@ -29,9 +29,8 @@ from posttrain.cli.main import app
 from posttrain.decision.gates import Evidence
 from posttrain.domain.errors import AccessError, DeadlineError, InputError, PosttrainError
 from posttrain.domain.principals import Role
-from posttrain.foreign.carrying import RUN as FOUND
-from posttrain.foreign.carrying import carried, carry
-from posttrain.foreign.outside import FoundModel, Named, OutsideRun, Points
+from posttrain.foreign.outside import RUN as FOUND
+from posttrain.foreign.outside import FoundModel, Named, OutsideRun, Points, carried, carry
 from posttrain.server.calling import to_json
 
 

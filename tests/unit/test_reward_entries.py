@@ -11,8 +11,7 @@ import pytest
 from test_preflight_fitting import Bench, Change
 
 from posttrain.app.handles import submit
-from posttrain.app.planning import view_plan
-from posttrain.app.runs import plan
+from posttrain.app.runs import plan, view_plan
 from posttrain.control.comparing import compare
 from posttrain.control.lineage import Origins, _input_node
 from posttrain.domain.errors import InputError

@@ -42,9 +42,9 @@ from posttrain.engine.samples import Prompt, Trajectory, groups_of
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.trees import put_tree
+from posttrain.web.panels import CurveSeries
 from posttrain.web.quantities import extent
 from posttrain.web.report import StageCurves, render_run_report
-from posttrain.web.series import CurveSeries
 
 NUMBERS = st.floats(-1e9, 1e9, allow_nan=False)
 SMALL = st.floats(-1e6, 1e6, allow_nan=False)

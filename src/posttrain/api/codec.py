@@ -23,10 +23,10 @@ _WHERE = {  # room → names of it that modules import for type checking only
     "collections.abc": "Iterator Mapping Sequence",
     "pathlib": "Path",
     "posttrain.api.access": "Issued Whoami",
+    "posttrain.api.control": "Vigil Watcher",
     "posttrain.api.values": (
         "Asked ChannelView Collected Dead Erasure Exported Locked Marked Point Ranked RunDiff Submitted Sweep Why"
     ),
-    "posttrain.api.watching": "Vigil Watcher",
     "posttrain.control.comparing": "Cell Comparison Difference MetricRow",
     "posttrain.control.downstream": "Downstream",
     "posttrain.control.lineage": "Node",
@@ -59,8 +59,7 @@ _WHERE = {  # room → names of it that modules import for type checking only
     "posttrain.views.reporting": "Written",
     "posttrain.views.status": "RunStatus",
     "posttrain.views.tracing": "RecordedSample WrittenTrace",
-    "posttrain.web.comparison": "ComparePage",
-    "posttrain.web.report": "RunReport",
+    "posttrain.web.report": "ComparePage RunReport",
     "typing": "Any",
 }
 _ROOMS = {name: room for room, names in _WHERE.items() for name in names.split()}

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from posttrain.views.status import StageStatus as StageStatus
     from posttrain.views.tracing import RecordedSample as RecordedSample
     from posttrain.views.tracing import WrittenTrace as WrittenTrace
-    from posttrain.web.comparison import ComparePage as ComparePage
+    from posttrain.web.report import ComparePage as ComparePage
     from posttrain.web.report import RunReport as RunReport
 
 

@@ -2,44 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from posttrain.api.values import Submitted
 from posttrain.app.courier import Courier
+from posttrain.app.export import model_word, named_model
 from posttrain.app.sinks import lacking
 from posttrain.app.workspace import Workspace
 from posttrain.control import actions, channels
+from posttrain.control.approvals import terms
+from posttrain.control.conforming import released_evaluators
 from posttrain.control.lineage import made_model
 from posttrain.control.planning import Planned, Resolve, plan_run
 from posttrain.control.recalls import recall_of, refuse_recalled
+from posttrain.control.stalls import stall_after
 from posttrain.control.submission import submit as submit_manifest
 from posttrain.data.confining import refuse_afar
-from posttrain.data.refs import Source, parse_ref
+from posttrain.data.fitting import context_length
+from posttrain.data.refs import NAME, Source, parse_ref
+from posttrain.decision.releases import origin
 from posttrain.domain.errors import InputError
-from posttrain.domain.kinds import kind_of
+from posttrain.domain.evaluators import measured_suites, suite_evaluator
+from posttrain.domain.kinds import Driver, installed_kind, kind_of
 from posttrain.domain.lifecycle import RunState
-from posttrain.domain.manifest import InputRef, Manifest
+from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.reasons import Reason
-from posttrain.domain.records import RunRecord
+from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.rewards import AS_FOUND, Called
-from posttrain.domain.runspec import RunSpec, Setting, load_run_spec
+from posttrain.domain.runspec import RunSpec, Setting, load_run_spec, parse_run_spec
 from posttrain.domain.trackers import Trackers
 from posttrain.drivers.requests import forget_request
+from posttrain.execution.trainers.installed import InstalledTrainer
 from posttrain.preflight.confinement import check_confinement, check_imports
-from posttrain.preflight.counting import counter
-from posttrain.preflight.fitting import check_fit
-from posttrain.preflight.images import refuse_image
-from posttrain.preflight.judging import refuse_judges_without_scores
+from posttrain.preflight.datasets import counter, repeated, seen_in_training, wide_steps
+from posttrain.preflight.fitting import check_fit, model_files
 from posttrain.preflight.locks import is_lock, read_lock, refuse_lock
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
-from posttrain.preflight.placing import refuse_infeasible, refuse_oversized
-from posttrain.preflight.teaching import check_teachers
+from posttrain.preflight.placing import refuse_image, refuse_infeasible, refuse_oversized, residencies, slower
+from posttrain.preflight.teaching import check_teachers, refuse_judges_without_scores
 from posttrain.trackers.following import Scribe
-from posttrain.trackers.tracking import check_trackers, of_workspace, record_trackers, resolved
+from posttrain.trackers.tracking import check_trackers, describe, of_workspace, record_trackers, resolved
+from posttrain.views.plans import PlanView, StagePlan
 
 JUDGING = (
     "pyarrow.compute",
@@ -52,6 +61,11 @@ JUDGING = (
 REPORTING = ("posttrain.views.reporting",)
 _MOVED = "a model that the run file names is another by now; this run goes on with the one that it began with"
 MAX_SEED = 2**53  # beyond it an integer is not the same number in every JSON reader
+STAGE = "evaluate"
+_REWARD = "reward"  # what it is called in that run
+_USUAL_TOKENS = 256  # of a response at most
+_SOURCE = Path("posttrain eval")  # what errors call the file that nobody wrote; relative paths start here
+_NOT_IN_NAMES = re.compile(r"[^a-z0-9_-]+")
 
 
 def drive_run(
@@ -288,3 +302,150 @@ def load_ahead(modules: Iterable[str]) -> None:
     """Import what a driver will need at the end: sources and libraries may be replaced under one of days."""
     for module in modules:
         import_module(module)
+
+
+def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None, setting: Setting = ()) -> PlanView:
+    """Validate a run file and look ahead.
+
+    Raises:
+        InputError: naming file, field, constraint and value.
+    """
+    refuse_lock(path)
+    spec = load_run_spec(path, setting)
+    planned = resolve_spec(spec, workspace, path, seed=seed)
+    existing = workspace.ledger.runs(manifest_digest=planned.manifest.digest)
+    ahead = look_ahead(planned, spec, workspace, path)
+    if not existing:
+        refuse_hopeless(planned.manifest, ahead, path)
+    found = dict(residencies(planned, spec, workspace, path, ahead.datasets))
+    stages = tuple(
+        StagePlan(
+            stage.name,
+            stage.kind,
+            tuple((slot, _shown(ref), ref.digest) for slot, ref in stage.inputs.items()),
+            _origin(ahead.cached[stage.name]),
+            ahead.estimates[stage.name],
+            planned.contracts[stage.name].load if stage.name in planned.contracts else None,
+            found[stage.name].residency if stage.name in found else None,
+            planned.passes.get(stage.name),
+            stall_after(planned.manifest, stage.name) if kind_of(stage.kind).driver is Driver.JOB else None,
+            tuple(_packages(stage, workspace)),
+            found[stage.name].sizes if stage.name in found else (),
+        )
+        for stage in planned.manifest.stages
+    )
+    warnings = [*ahead.warnings, *planned.warnings]
+    warnings += [*repeated(planned, ahead.datasets), *seen_in_training(planned, ahead.datasets)]
+    warnings += wide_steps(planned, ahead.datasets)
+    warnings += [f"{name}: {warning}" for name, seen in found.items() for warning in seen.warnings]
+    warnings += slower(planned, spec, workspace, path)
+    run = existing[0] if existing else None
+    trackers = tuple(describe(planned.trackers or of_workspace(workspace)))
+    gates = tuple((rule.name, origin(rule, planned.policy)) for rule in planned.manifest.gates if planned.policy)
+    evaluators = tuple(_evaluators(planned.manifest))
+    asked = _approvals(planned, workspace)
+    return PlanView(
+        planned.manifest, stages, ahead.power, tuple(warnings), ahead.changes, trackers, run, gates, evaluators, *asked
+    )
+
+
+def _approvals(planned: Planned, workspace: Workspace) -> tuple[int, tuple[str, ...]]:
+    """How many approvals the release will wait for, and who may give them."""
+    release = planned.manifest.release
+    if release is None:
+        return 0, ()
+    with workspace.ledger.snapshot() as now:
+        found = terms(now, now.channel_record(release.channel), planned.policy, workspace.actor)
+    return (found.needed, found.approvers) if found else (0, ())
+
+
+def _evaluators(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Suite and evaluator of everything that is measured of the released model, as a policy names them."""
+    for stage in released_evaluators(manifest):
+        for suite, _ in measured_suites(stage):
+            yield suite, suite_evaluator(stage, manifest.code, suite)
+
+
+def _packages(stage: StageManifest, workspace: Workspace) -> Iterator[str]:
+    """`posttrain-words 1.0`, for what of a stage is not Posttrain's own."""
+    kind = installed_kind(stage.kind)
+    trainer = workspace.jobs.trainers.get(stage.trainer)
+    plugins = [kind.plugin if kind else None, trainer.plugin if isinstance(trainer, InstalledTrainer) else None]
+    yield from dict.fromkeys(plugin.distribution for plugin in plugins if plugin)
+
+
+def _origin(record: StageRecord | None) -> str | None:
+    return (record.cached_from or f"{record.run_id}/{record.name}") if record else None
+
+
+def _shown(ref: InputRef) -> str:
+    called = f" ({ref.meta['entry']})" if "dialect" in ref.meta and ref.name.startswith("path:") else ""
+    return {"stage": f"stage {ref.word}", "channel": f"channel {ref.name}"}.get(ref.source, ref.name + called)
+
+
+def submit_evaluation(
+    workspace: Workspace,
+    model: str,
+    suites: Sequence[str],
+    *,
+    settings: Mapping[str, Any],
+    runtime: Mapping[str, Any],
+    reward: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    again: bool = False,
+) -> Submitted:
+    """Record a run that measures `model` on each of `suites`; the same question attaches to the run that answers it.
+
+    Args:
+        model: a channel, run, run/stage, or a ref of run.yaml.
+        suites: data sets: `heldout`, `dataset:heldout@1`, a path or a hub ref.
+        settings: of every suite: `max_new_tokens` (None: 256, or half the context), `samples`, `temperature`,
+            `top_k`, `top_p`, `min_p`, `stop`, `pass_at`, `extract`, and with a reward `reward_range` and
+            `reward_timeout`.
+        runtime: `device`, `dtype`, `threads`.
+        reward: scores every response: `ref` (`right`, `reward:right@1`, a path, `MODULE:FUNCTION`), `entry`, `dialect`.
+        again: another run of the same question.
+
+    Raises:
+        InputError: as `plan`, naming what is wrong with model, suite or setting.
+    """
+    if settings.get("max_new_tokens") is None:
+        settings = {**settings, "max_new_tokens": _room(workspace, model)}
+    names = _suite_names(suites)
+    settings = {**settings, **({"reward": _REWARD} if reward else {})}
+    stage = {"suites": {name: {"data": name, **settings} for name in names}, "runtime": dict(runtime)}
+    source: dict[str, Any] = {"owner": workspace.actor.removeprefix("user:"), "seed": seed}
+    if reward:
+        ref = str(reward["ref"])
+        named = NAME.fullmatch(ref) and not Path(ref).suffix
+        source["rewards"] = {_REWARD: {**reward, "ref": f"reward:{ref}" if named else ref}}
+    spec = _spec(source, model_word(workspace, model), names, stage)
+    return submit_planned(plan_spec(spec, workspace, _SOURCE), workspace, again=again, exact=True)
+
+
+def _room(workspace: Workspace, model: str) -> int:
+    """256 tokens, or half of a context that is shorter than two times that."""
+    named = named_model(workspace, model)
+    read = model_files(workspace, named.pinned, named.word if named.ref.on_disk else None, Path.cwd()).read
+    context = context_length(read)
+    return _USUAL_TOKENS if context is None else max(1, min(_USUAL_TOKENS, context // 2))
+
+
+def _spec(source: Mapping[str, Any], model: str, names: Mapping[str, str], stage: Mapping[str, Any]) -> RunSpec:
+    """The run file that nobody needs to write."""
+    head = {"name": f"eval-{'-'.join(names)}"[:63].rstrip("-_"), **source, "model": model, "data": names}
+    return parse_run_spec({**head, "stages": {STAGE: {"kind": "evaluate", "model": "base", **stage}}}, str(_SOURCE))
+
+
+def _suite_names(suites: Sequence[str]) -> dict[str, str]:
+    """Suite name → ref: the data set's own name, or its file's."""
+    found: dict[str, str] = {}
+    for suite in suites:
+        ref = f"dataset:{suite}" if NAME.fullmatch(suite) and not Path(suite).suffix else suite
+        word = ref.rpartition("/")[2] if "/" in ref or ref.startswith(".") else ref.partition(":")[2].partition("@")[0]
+        stem = (word or ref).partition(".")[0].lower()
+        name = _NOT_IN_NAMES.sub("-", stem).strip("-_") or "suite"
+        if name in found:
+            raise InputError(f"posttrain eval: suites must have names of their own, got {name!r} twice; leave one out")
+        found[name] = ref
+    return found

@@ -37,11 +37,11 @@ from posttrain.store.holding import LOCK, FileLock, StoreLock
 from posttrain.store.hosts import Hosts, LedgerLock
 from posttrain.store.ledger import Ledger
 from posttrain.store.upgrade import Upgraded, upgrade_ledger
-from posttrain.workspace.ledgers import FILE, bind, holds_runs, host_name, ledger_place, recorded
 from posttrain.workspace.opened import OpenWorkspace
 from posttrain.workspace.settings import (
     CHANNEL,
     EXECUTOR,
+    FILE,
     FOLDER,
     LIMITS,
     LOCAL,
@@ -52,9 +52,14 @@ from posttrain.workspace.settings import (
     STORE_VARIABLE,
     VARIABLE,
     VARIABLES,
+    bind,
+    holds_runs,
+    host_name,
+    ledger_place,
     record_limits,
     record_places,
     record_variables,
+    recorded,
     settings_lock,
 )
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, emit_json, say
+from posttrain.cli.console import Output, OutputOption, emit_json, open_control, say
 from posttrain.cli.shell import lazily
 from posttrain.domain.approvals import WITHDRAWN
 from posttrain.domain.canonical import DIGEST_PREFIX
@@ -33,8 +33,6 @@ def approve(
     what: WhatArgument, channel: ChannelOption = None, reason: ReasonOption = "", output: OutputOption = Output.TEXT
 ) -> None:
     """Approve a release, or another request, as an approver that the channel's policy names. Not one's own."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     found = control.approve(_named(control, what), channel, reason)
     control.close()
@@ -50,8 +48,6 @@ def reject(
     what: WhatArgument, channel: ChannelOption = None, reason: ReasonOption = "", output: OutputOption = Output.TEXT
 ) -> None:
     """Reject a release, or another request: the release stage that waits for it ends. `approve` takes it back."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     found = control.reject(_named(control, what), channel, reason)
     control.close()

@@ -19,6 +19,7 @@ from posttrain.cli.console import (
     digest,
     emit_json,
     moment,
+    open_control,
     said_after,
     say,
 )
@@ -64,8 +65,6 @@ def add(
     version: Annotated[str, typer.Option(help="External: its version in its store.", show_default=False)] = "",
 ) -> None:
     """Register a version; the same content again is the same version."""
-    from posttrain.app.embedded.control import open_control
-
     kind, name = _split(ref)
     if kind != "reward" and (entry or guideline or dialect != "auto"):
         raise InputError(f"asset add {ref}: --entry, --dialect and --guideline are for rewards only, got a {kind}")
@@ -124,8 +123,6 @@ def create(
     seed: Annotated[int, typer.Option(help="Decides the weights.")] = 0,
 ) -> None:
     """Make a small base model from nothing, by a run of one stage, and register it."""
-    from posttrain.app.embedded.control import open_control
-
     kind, name = _split(ref)
     if kind != "model":
         raise InputError(f"asset create makes models, got {ref!r}; write model:NAME")
@@ -142,7 +139,6 @@ def ls(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """List every version of every asset."""
-    from posttrain.app.embedded.control import open_control
     from posttrain.domain.errors import nearest
 
     if kind is not None and kind not in _LISTED:
@@ -176,8 +172,6 @@ def get(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Show one version: digest, origin and everything known of it."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     asset = control.asset(ref)
     curves = control.curves(asset) if asset.kind == "history" else []
@@ -224,8 +218,6 @@ def restore(ref: RefArgument, reason: ReasonOption = "") -> None:
 
 
 def _mark(ref: str, status: str, reason: str) -> None:
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     asset, marked = control.mark(ref, status, reason)
     control.close()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, console, digest, emit_json, excerpt, say, style
+from posttrain.cli.console import Output, OutputOption, console, digest, emit_json, excerpt, open_control, say, style
 from posttrain.cli.shell import lazily
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ def compare(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Compare what runs scored, item by item: won, lost and tied against the first, with intervals."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     try:
         found = control.compare(what, html)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+    from posttrain.api.control import Control
+
 _C0 = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}  # ␛ for ESC, and so on
 _DIRECTIONS = (*range(0x200E, 0x2010), *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x061C)
 _UNSHOWN = (
@@ -81,6 +83,13 @@ _GLYPHS = {
     "pending": "·",
 }
 _PLAIN_GLYPHS = {"✔": "+", "●": "*", "◌": "-", "■": "-", "✘": "x", "↷": ">", "○": ".", "·": "."}
+
+
+def open_control() -> Control:
+    """See `app.embedded.control.open_control`. What it needs is imported when a command asks."""
+    from posttrain.app.embedded.control import open_control as opened
+
+    return opened()
 
 
 def console() -> Console:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.cli.console import Output, ago, aside, console, digest, duration, say
+from posttrain.cli.console import Output, ago, aside, console, digest, duration, open_control, say
 from posttrain.cli.leaving import DETACHED, end_by, heard, leave
 from posttrain.cli.plans import SeedOption, SetOption, changes
 from posttrain.cli.shell import lazily
@@ -62,8 +62,6 @@ def run(
     detach: DetachOption = False,
 ) -> None:
     """Submit a run and drive it to its end. One submitted before is attached to; the exit code is the outcome."""
-    from posttrain.app.embedded.control import open_control
-
     _refuse_both("run", detach, timeout)
     control = open_control()
     submitted = control.submit(file, again=again, seed=seed, setting=single(sets or ()))
@@ -76,7 +74,6 @@ def run(
 def attach(run: RunArgument, timeout: TimeoutOption = None, detach: DetachOption = False) -> None:
     """Go back to a run: drive it, or watch whoever does, to its end. The exit code is the outcome, as of `run`."""
     from posttrain.api.values import Submitted
-    from posttrain.app.embedded.control import open_control
 
     _refuse_both("attach", detach, timeout)
     control = open_control()
@@ -90,7 +87,6 @@ def attach(run: RunArgument, timeout: TimeoutOption = None, detach: DetachOption
 def retry(run: RunArgument, timeout: TimeoutOption = None, detach: DetachOption = False) -> None:
     """Let a stopped or failed run go on from its checkpoints, and drive it."""
     from posttrain.api.values import Submitted
-    from posttrain.app.embedded.control import open_control
     from posttrain.domain.lifecycle import RunState
 
     _refuse_both("retry", detach, timeout)
@@ -106,8 +102,6 @@ def retry(run: RunArgument, timeout: TimeoutOption = None, detach: DetachOption 
 
 def stop(run: RunArgument) -> None:
     """Stop a run: its jobs write a checkpoint and end. `retry` resumes it."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     run_id = control.run(run).id
     control.stop(run_id)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from posttrain.cli.assets import as_json, summary
-from posttrain.cli.console import Output, OutputOption, digest, emit_json, say
+from posttrain.cli.console import Output, OutputOption, digest, emit_json, open_control, say
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
@@ -29,8 +29,6 @@ def trl_output(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Register the model at DIR's root, else its best or newest checkpoint, with the metrics of trainer_state.json."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     imported = control.import_trl_output(folder, name)
     _tell(control, imported, output)
@@ -48,8 +46,6 @@ def mlflow(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Register a run of an MLflow store: metrics, parameters, data sets, the model among its artifacts."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     imported = control.import_mlflow(where, run, name)
     _tell(control, imported, output)
@@ -65,8 +61,6 @@ def wandb_export(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Register a W&B run's files: metrics, configuration, the model if it is there."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     imported = control.import_wandb_export(folder, name)
     _tell(control, imported, output)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, branch, console, digest, emit_json, say
+from posttrain.cli.console import Output, OutputOption, branch, console, digest, emit_json, open_control, say
 from posttrain.cli.driving import RunArgument
 from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError, IntegrityError
@@ -38,8 +38,6 @@ def promote(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Point a channel at a run's model. Only if every gate passed and the channel has not moved since."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     run_id = control.run(run).id
     release = control.manifest(run_id).release
@@ -71,8 +69,6 @@ def rollback(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Point a channel back at the newest release that is not quarantined, or at --to. Waits for no gate."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     before = control.channel(channel).live
     entry = control.rollback(channel, to, since, reason, lift_quarantine)
@@ -101,8 +97,6 @@ def lineage(
     ] = False,
 ) -> None:
     """Print the tree from weights back to their sources: prompts, reward source, base model and manifest."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     found = control.downstream(target) if downstream else None
     node = found.tree if found else control.lineage(target)
@@ -129,8 +123,6 @@ def verify(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Hash a lineage and the event log again. Exit code 8 when something does not match."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     report = control.verify(target or "")
     control.close()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, aside, console, emit_json, say, style
+from posttrain.cli.console import Output, OutputOption, aside, console, emit_json, open_control, say, style
 from posttrain.cli.driving import open_quietly
 from posttrain.cli.leaving import DETACHED
 from posttrain.cli.plans import FileArgument
@@ -38,7 +38,6 @@ def sweep(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Run a file under several settings and seeds, and rank them as far as intervals allow. Nothing is released."""
-    from posttrain.app.embedded.control import open_control
     from posttrain.domain.errors import InputError
 
     if better not in (None, "higher", "lower"):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, console, emit_json
+from posttrain.cli.console import Output, OutputOption, console, emit_json, open_control
 from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError
 
@@ -39,8 +39,6 @@ def track(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Write what is missing in a run's trackers, or in the registries of a channel. `--tracker` writes one more."""
-    from posttrain.app.embedded.control import open_control
-
     if follow and (tracker or output is Output.JSON):
         raise InputError("track: --follow goes with neither --tracker nor -o json; ask again without it")
     control = open_control()

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, emit_json, say
+from posttrain.cli.console import Output, OutputOption, emit_json, open_control, say
 from posttrain.domain.errors import InputError
 
 
@@ -28,7 +28,6 @@ def gc(
     """Delete artifacts that nothing recorded needs, and what else is left over. Runs may go on meanwhile."""
     from dataclasses import asdict
 
-    from posttrain.app.embedded.control import open_control
     from posttrain.domain.amounts import parse_duration
 
     try:

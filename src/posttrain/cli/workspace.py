@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, aside, console, emit_json, glyph, say, style
+from posttrain.cli.console import Output, OutputOption, aside, console, emit_json, glyph, open_control, say, style
 from posttrain.cli.shell import lazily
 from posttrain.cli.tracking import TrackerOption
 from posttrain.domain.errors import InputError
@@ -207,8 +207,6 @@ def erase(
 ) -> None:
     """Erase what people wrote about a run or a version, or a person's name. That it happened stays, and is proved."""
     from dataclasses import asdict
-
-    from posttrain.app.embedded.control import open_control
 
     control = open_control()
     found = control.erase(what, reason)

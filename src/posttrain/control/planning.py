@@ -10,7 +10,7 @@ from typing import Protocol
 from posttrain.control.codes import code_of
 from posttrain.control.conforming import check_suites
 from posttrain.control.deciding import Decision
-from posttrain.decision.policies import under_policy
+from posttrain.decision.releases import under_policy
 from posttrain.domain.contracts import MODEL, StageContract
 from posttrain.domain.errors import InputError, PosttrainError, nearest
 from posttrain.domain.kinds import CONTROL, GATE, Driver, kind_of

@@ -17,8 +17,16 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.modules import SOURCE, WORD, ImportedReward
-from posttrain.data.signatures import Function, definitions, functions, rubrics, signature_of
+from posttrain.data.signatures import (
+    SOURCE,
+    WORD,
+    Function,
+    ImportedReward,
+    definitions,
+    functions,
+    rubrics,
+    signature_of,
+)
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import InputError, NotFoundError, nearest
 from posttrain.domain.rewards import (

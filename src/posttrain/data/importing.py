@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.data.assets import inspect_model
-from posttrain.data.catalog import Catalog, refuse_name
-from posttrain.data.datasets import inspect_dataset
+from posttrain.data.catalog import Catalog, inspect_dataset, refuse_name
 from posttrain.data.parts import data_files
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.edges import IMPORTED

@@ -15,8 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from posttrain.data.confining import refuse_elsewhere
-from posttrain.data.modules import WORD
 from posttrain.data.parts import PACKED, SUFFIXES, is_pattern
+from posttrain.data.signatures import WORD
 from posttrain.domain.errors import InputError, NotFoundError, nearest
 
 KINDS = ("dataset", "model", "reward", "history")

@@ -17,9 +17,8 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 
 from posttrain.domain.canonical import digest_bytes, is_digest
 from posttrain.domain.errors import AuthenticationError, InputError, NotFoundError
-from posttrain.server.granting import PREFIX
-from posttrain.server.lanes import READ, UPLOAD, in_thread
-from posttrain.server.limits import CHANNEL, Limits
+from posttrain.server.driver import PREFIX
+from posttrain.server.limits import CHANNEL, READ, UPLOAD, Limits, in_thread
 from posttrain.server.requests import whole
 from posttrain.store.atomic import most_of
 from posttrain.store.channels.objects import object_store

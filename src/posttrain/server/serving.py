@@ -39,18 +39,25 @@ from posttrain.domain.errors import ConflictError, InputError, PosttrainError, W
 from posttrain.domain.principals import Role
 from posttrain.events.admitting import public, secrets_of
 from posttrain.server import logs
-from posttrain.server.addresses import checked_advertised, is_loopback
 from posttrain.server.app import Server, build
 from posttrain.server.board import Board
 from posttrain.server.children import start
-from posttrain.server.connections import Door, Room, kind_of, most_of, quiet, raise_files
+from posttrain.server.connections import (
+    Door,
+    Room,
+    checked_advertised,
+    is_loopback,
+    kind_of,
+    most_of,
+    quiet,
+    raise_files,
+)
 from posttrain.server.entrance import Entrance
 from posttrain.server.forwarding import Peers
 from posttrain.server.logs import Logging
 from posttrain.server.metering import Meters
-from posttrain.server.readiness import Ready, StoreLook
+from posttrain.server.readiness import Ready, StoreLook, Systemd
 from posttrain.server.repeats import KEPT_SECONDS
-from posttrain.server.systemd import Systemd
 from posttrain.server.workers import Workers
 from posttrain.store.atomic import make_folder, unwritable, write_json
 from posttrain.store.blobs import open_blobs

@@ -25,11 +25,10 @@ from posttrain.api.guarding import refuse
 from posttrain.api.operations import PREFIX
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import BusyError, LostOperationError, NotFoundError, PosttrainError, StoppedError
-from posttrain.server.asking import OPERATION_SECONDS, Asking
-from posttrain.server.lanes import READ, in_thread
+from posttrain.server.limits import READ, in_thread
 from posttrain.server.logs import logged_problem
 from posttrain.server.repeats import LaterError, used_key
-from posttrain.server.workers import Refused
+from posttrain.server.workers import OPERATION_SECONDS, Asking, Refused
 from posttrain.store.operations import BEAT_SECONDS, Begun, Operations
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from posttrain.domain.records import AttemptRecord, RunRecord
 from posttrain.domain.requests import JobRef
 from posttrain.execution.ports import Executor
 from posttrain.store.hosts import Host
-from posttrain.views.hosts import named
+from posttrain.views.since import named
 from posttrain.workspace.opened import OpenWorkspace
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from posttrain.access.ports import Identity
-from posttrain.access.validity import identity_of
+from posttrain.access.roles import identity_of
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import AccessError, InputError, NotFoundError
 from posttrain.domain.principals import FORM, Role, is_principal

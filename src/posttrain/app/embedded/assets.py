@@ -80,19 +80,19 @@ class Assets:
 
     def curves(self, history: Asset) -> list[Curve]:
         """See `Assets.curves`."""
-        from posttrain.app.importing import history_curves
+        from posttrain.app.assets import history_curves
 
         return history_curves(self.workspace, history)
 
     def import_trl_output(self, folder: Path, name: str | None) -> Imported:
         """See `Assets.import_trl_output`."""
-        from posttrain.app.importing import import_trl_output
+        from posttrain.app.assets import import_trl_output
 
         return self._imported(import_trl_output(self.workspace, folder, name))
 
     def import_mlflow(self, where: str, run: str | None, name: str | None) -> Imported:
         """See `Assets.import_mlflow`."""
-        from posttrain.app.importing import import_carried, import_mlflow
+        from posttrain.app.assets import import_carried, import_mlflow
 
         if is_confined():  # the client read it where the store is, and sent what it found
             return self._imported(import_carried(self.workspace, Path(where), name))
@@ -100,7 +100,7 @@ class Assets:
 
     def import_wandb_export(self, folder: Path, name: str | None) -> Imported:
         """See `Assets.import_wandb_export`."""
-        from posttrain.app.importing import import_wandb_export
+        from posttrain.app.assets import import_wandb_export
 
         return self._imported(import_wandb_export(self.workspace, folder, name))
 
@@ -137,7 +137,7 @@ class Models:
         min_p: float = 0.0,
     ) -> Asked:
         """See `Models.ask`."""
-        from posttrain.app.naming import named_model
+        from posttrain.app.export import named_model
         from posttrain.app.sampling import LONGEST_WAIT, Ask, ask_model, inference_runtime, prompt_row, usual_form
 
         where, wait = inference_runtime(**runtime), timeout or LONGEST_WAIT
@@ -151,8 +151,7 @@ class Models:
 
     def export(self, model: str, folder: Path, *, dtype: str | None, progress: Callable[[str], None]) -> Exported:
         """See `Models.export`."""
-        from posttrain.app.export import export_model
-        from posttrain.app.naming import named_model
+        from posttrain.app.export import export_model, named_model
 
         named = named_model(self.workspace, model)
         return export_model(self.workspace, named, folder, dtype=dtype, progress=progress)

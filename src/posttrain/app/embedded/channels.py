@@ -277,7 +277,7 @@ class Records:
 
     def erase(self, what: str, reason: str) -> Erasure:
         """See `Records.erase`."""
-        from posttrain.app.erasing import erase
+        from posttrain.app.collecting import erase
 
         found = erase(self.workspace, what, reason)
         self.workspace.seal()

@@ -10,8 +10,8 @@ from posttrain.api.values import Locked, RunDiff, Why
 from posttrain.data.confining import refuse_afar
 
 if TYPE_CHECKING:
+    from posttrain.api.control import Vigil as AnyVigil
     from posttrain.api.values import Submitted
-    from posttrain.api.watching import Vigil as AnyVigil
     from posttrain.app.workspace import Workspace
     from posttrain.control.comparing import Comparison
     from posttrain.control.scores import Scores
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from posttrain.views.status import RunStatus, RunWatcher
     from posttrain.views.tracing import RecordedSample, WrittenTrace
     from posttrain.views.vigil import Vigil
-    from posttrain.web.comparison import ComparePage
-    from posttrain.web.report import RunReport
+    from posttrain.web.report import ComparePage, RunReport
 
 
 class Submissions:
@@ -38,7 +37,7 @@ class Submissions:
 
     def plan(self, path: Path, *, seed: int | None = None, setting: Setting = ()) -> PlanView:
         """See `Submissions.plan`."""
-        from posttrain.app.planning import view_plan
+        from posttrain.app.runs import view_plan
 
         return view_plan(path, self.workspace, seed=seed, setting=setting)
 
@@ -68,7 +67,7 @@ class Submissions:
         again: bool,
     ) -> Submitted:
         """See `Submissions.evaluate`."""
-        from posttrain.app.evaluating import submit_evaluation
+        from posttrain.app.runs import submit_evaluation
 
         return submit_evaluation(
             self.workspace, model, suites, settings=settings, runtime=runtime, reward=reward, seed=seed, again=again

@@ -52,9 +52,8 @@ from posttrain.engine.samples import Prompt
 from posttrain.engine.scoring import ModelScorer, RewardScorer, Scorer, response_text
 from posttrain.engine.selection import Selection
 from posttrain.engine.weights.best import BestModel
-from posttrain.jobs.bodies.pools import open_pools
+from posttrain.jobs.bodies.pools import open_pools, settled
 from posttrain.jobs.bodies.rewards import open_rewards
-from posttrain.jobs.bodies.sizing import settled
 from posttrain.jobs.entry import Job, failed, loading
 from posttrain.pacing.balancing import TOKENS, CostModel
 from posttrain.planner.residency import Shape
