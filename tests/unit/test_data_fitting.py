@@ -40,8 +40,7 @@ from posttrain.engine.models.chat import (
     encode_preferences,
     encode_prompts,
 )
-from posttrain.engine.models.initial import character_tokenizer
-from posttrain.engine.models.loading import load_tokenizer
+from posttrain.engine.models.loading import character_tokenizer, load_tokenizer
 
 QUESTION = {"role": "user", "content": "Q: sort 31"}
 ANSWER = {"role": "assistant", "content": "A: 13"}

@@ -11,7 +11,7 @@ from cli_world import World, make_world
 
 from posttrain.data.fitting import PlanTokenizer, open_tokenizer
 from posttrain.domain.contracts import RowNeeds
-from posttrain.engine.models.initial import character_tokenizer
+from posttrain.engine.models.loading import character_tokenizer
 from posttrain.preflight.fitting import _lengths
 
 LEARN, PAIRS, ASK = RowNeeds(learn=True), RowNeeds(pairs=True), RowNeeds()

@@ -42,7 +42,7 @@ from posttrain.domain.principals import Role
 from posttrain.domain.records import Asset, RunRecord, StageRecord
 from posttrain.domain.runspec import Budget
 from posttrain.server import limits
-from posttrain.server.repeats import Once, request_id
+from posttrain.server.underway import Once, request_id
 from posttrain.server.uploads import Uploads
 from posttrain.server.watching import Looking, Watchers
 from posttrain.store.operations import Repeats

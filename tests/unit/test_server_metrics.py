@@ -17,7 +17,7 @@ from posttrain.domain.principals import Role
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.sinks import Rule, SinkRecord
 from posttrain.server import metering
-from posttrain.server.board import Board
+from posttrain.server.metering import Board
 from posttrain.store.schema import SCHEMA_VERSION
 from posttrain.store.standing import standing
 

@@ -22,8 +22,7 @@ from posttrain.client.blobs import Sender
 from posttrain.client.transport import Transport
 from posttrain.domain.errors import InputError, StoppedError
 from posttrain.domain.principals import Role
-from posttrain.server.repeats import Once, request_id
-from posttrain.server.underway import Running, Underway, asked_of
+from posttrain.server.underway import Once, Running, Underway, asked_of, request_id
 from posttrain.server.workers import Asking, Workers
 from posttrain.store.hosts import Hosts
 from posttrain.store.operations import BEAT_SECONDS, SILENT_SECONDS, Operations, Repeats

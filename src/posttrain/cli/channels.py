@@ -7,8 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, aside, digest, emit_json, harmless, moment, open_control, say
-from posttrain.cli.shell import lazily
+from posttrain.cli.console import (
+    Output,
+    OutputOption,
+    aside,
+    digest,
+    emit_json,
+    harmless,
+    lazily,
+    moment,
+    open_control,
+    say,
+)
 
 if TYPE_CHECKING:
     from posttrain.domain.policies import PinnedPolicy

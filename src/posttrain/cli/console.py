@@ -9,10 +9,11 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -54,7 +55,6 @@ class Output(StrEnum):
 
 
 OutputOption = Annotated[Output, typer.Option("--output", "-o", help="text for people, json for programs.")]
-
 _STYLES = {
     "succeeded": "green",
     "pass": "green",
@@ -272,3 +272,13 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
+
+
+def lazily(name: str) -> Callable[[str], list[str]]:
+    """The function of this name in `cli.completion`, which opens the workspace: no other command should load it."""
+
+    def complete(incomplete: str) -> list[str]:
+        found: list[str] = getattr(import_module("posttrain.cli.completion"), name)(incomplete)
+        return found
+
+    return complete

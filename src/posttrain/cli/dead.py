@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, ago, console, emit_json, harmless, open_control, say
-from posttrain.cli.shell import lazily
+from posttrain.cli.console import Output, OutputOption, ago, console, emit_json, harmless, lazily, open_control, say
 from posttrain.domain.errors import InputError
 
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, duration, emit_json, open_control, say
-from posttrain.cli.shell import lazily
+from posttrain.cli.console import Output, OutputOption, duration, emit_json, lazily, open_control, say
 from posttrain.domain.errors import AccessError, InputError, WorkspaceError
 from posttrain.domain.principals import Role
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from posttrain.cli import driving
-from posttrain.cli.console import Output, OutputOption, aside, digest, emit_json, open_control, say
+from posttrain.cli.console import Output, OutputOption, aside, digest, emit_json, lazily, open_control, say
 from posttrain.cli.driving import TimeoutOption
-from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:

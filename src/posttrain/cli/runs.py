@@ -20,13 +20,13 @@ from posttrain.cli.console import (
     duration,
     emit_json,
     glyph,
+    lazily,
     open_control,
     pass_on,
     say,
     style,
 )
 from posttrain.cli.driving import RunArgument, TimeoutOption
-from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError, NotFoundError, meant
 from posttrain.domain.lifecycle import ReleaseState, is_final
 from posttrain.domain.reasons import meaning

@@ -7,8 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, ago, console, duration, emit_json, moment, open_control, say
-from posttrain.cli.shell import lazily
+from posttrain.cli.console import (
+    Output,
+    OutputOption,
+    ago,
+    console,
+    duration,
+    emit_json,
+    lazily,
+    moment,
+    open_control,
+    say,
+)
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:

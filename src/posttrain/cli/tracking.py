@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, console, emit_json, open_control
-from posttrain.cli.shell import lazily
+from posttrain.cli.console import Output, OutputOption, console, emit_json, lazily, open_control
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:

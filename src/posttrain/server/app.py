@@ -49,9 +49,18 @@ from posttrain.server.logs import facts, logged_problem
 from posttrain.server.metering import MEDIA_TYPE as METRICS_TYPE
 from posttrain.server.metering import Meters
 from posttrain.server.observing import Observing, verb_of
-from posttrain.server.repeats import LaterError, Once, request_id, used_key
 from posttrain.server.requests import check_path, read, sent, timely, weight
-from posttrain.server.underway import Underway, accepted, as_now, asked_of, wait_of
+from posttrain.server.underway import (
+    LaterError,
+    Once,
+    Underway,
+    accepted,
+    as_now,
+    asked_of,
+    request_id,
+    used_key,
+    wait_of,
+)
 from posttrain.server.worker import INTERFACE
 from posttrain.server.workers import Answers, Asking, Refused
 from posttrain.store.operations import Begun, Operations

@@ -31,8 +31,8 @@ from posttrain.domain.principals import DRIVER
 from posttrain.domain.records import AttemptRecord
 from posttrain.drivers.log import DriverLog
 from posttrain.events.bus import Deliverer
-from posttrain.server.board import Board
 from posttrain.server.logs import DriverLines, Logging, begin
+from posttrain.server.metering import Board
 from posttrain.store.atomic import read_json
 from posttrain.store.grants import Grants
 from posttrain.store.reaching import INSIDE, SOCKET, JobAccess, tell

@@ -40,7 +40,6 @@ from posttrain.domain.principals import Role
 from posttrain.events.admitting import public, secrets_of
 from posttrain.server import logs
 from posttrain.server.app import Server, build
-from posttrain.server.board import Board
 from posttrain.server.children import start
 from posttrain.server.connections import (
     Door,
@@ -55,9 +54,9 @@ from posttrain.server.connections import (
 from posttrain.server.entrance import Entrance
 from posttrain.server.forwarding import Peers
 from posttrain.server.logs import Logging
-from posttrain.server.metering import Meters
+from posttrain.server.metering import Board, Meters
 from posttrain.server.readiness import Ready, StoreLook, Systemd
-from posttrain.server.repeats import KEPT_SECONDS
+from posttrain.server.underway import ANSWERS_KEPT_SECONDS
 from posttrain.server.workers import Workers
 from posttrain.store.atomic import make_folder, unwritable, write_json
 from posttrain.store.blobs import open_blobs
@@ -396,7 +395,7 @@ def _tidy(workers: Workers, ledger: Ledger, over: threading.Event) -> None:
         with suppress(PosttrainError):  # a database that is away: the next time
             workers.tidy()
             if round_ % _FORGET == 0:
-                forget_before(ledger, ledger.clock.now() - KEPT_SECONDS)
+                forget_before(ledger, ledger.clock.now() - ANSWERS_KEPT_SECONDS)
 
 
 def _shown(host: str) -> str:

@@ -26,9 +26,9 @@ from posttrain.engine.batch import TokenBatch
 from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.heap import keep_freed_memory
 from posttrain.engine.models.activation_checkpointing import checkpoint_activations
-from posttrain.engine.models.costs import cost_model
+from posttrain.engine.models.backbone import cost_model
 from posttrain.engine.models.sharding import FullySharded, Sharding, Unsharded, local
-from posttrain.engine.roles.update import Division
+from posttrain.engine.roles.port import Division
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights.checkpoint import read_role, write_role
 from posttrain.pacing.balancing import micro_batches

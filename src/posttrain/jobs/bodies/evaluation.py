@@ -26,11 +26,11 @@ from posttrain.engine.evaluation.evaluate import (
     Item,
     Judge,
     Meter,
+    RewardJudge,
     SuiteResult,
     evaluate_suite,
     suite_items,
 )
-from posttrain.engine.evaluation.judging import RewardJudge
 from posttrain.engine.memory import peak_memory
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.loading import load_tokenizer

@@ -46,12 +46,11 @@ from posttrain.engine.models.loading import is_sequence_classifier, load_tokeniz
 from posttrain.engine.models.source import ModelSource, ScalarSource
 from posttrain.engine.recipes.algorithm import RolloutAlgorithm, RowAlgorithm
 from posttrain.engine.recipes.dataflow import Entry, load_dataflow
-from posttrain.engine.roles.frozen import FrozenWorker
-from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.samples import Prompt
 from posttrain.engine.scoring import ModelScorer, RewardScorer, Scorer, response_text
 from posttrain.engine.selection import Selection
-from posttrain.engine.weights.best import BestModel
+from posttrain.engine.weights.checkpoint import BestModel
 from posttrain.jobs.bodies.pools import open_pools, settled
 from posttrain.jobs.bodies.rewards import open_rewards
 from posttrain.jobs.entry import Job, failed, loading
