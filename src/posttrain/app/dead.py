@@ -42,7 +42,7 @@ def look_again(workspace: Workspace, within: str) -> list[Dead]:
 
 
 def assume_dead(workspace: Workspace, stage: str) -> AttemptRecord:
-    """Take a person's word that the job of RUN/STAGE is dead; see `control.fencing`.
+    """Take a person's word that the job of RUN/STAGE is dead; see `control.attempts`.
 
     Raises:
         InputError: it names no stage, or one whose job is seen.

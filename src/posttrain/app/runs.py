@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from posttrain.api.values import Submitted
 from posttrain.app.courier import Courier
-from posttrain.app.export import model_word, named_model
 from posttrain.app.sinks import lacking
 from posttrain.app.workspace import Workspace
 from posttrain.control import actions, channels
@@ -24,8 +21,7 @@ from posttrain.control.recalls import recall_of, refuse_recalled
 from posttrain.control.stalls import stall_after
 from posttrain.control.submission import submit as submit_manifest
 from posttrain.data.confining import refuse_afar
-from posttrain.data.fitting import context_length
-from posttrain.data.refs import NAME, Source, parse_ref
+from posttrain.data.refs import Source, parse_ref
 from posttrain.decision.releases import origin
 from posttrain.domain.errors import InputError
 from posttrain.domain.evaluators import measured_suites, suite_evaluator
@@ -35,13 +31,13 @@ from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.rewards import AS_FOUND, Called
-from posttrain.domain.runspec import RunSpec, Setting, load_run_spec, parse_run_spec
+from posttrain.domain.runspec import RunSpec, Setting, load_run_spec
 from posttrain.domain.trackers import Trackers
 from posttrain.drivers.requests import forget_request
 from posttrain.execution.trainers.installed import InstalledTrainer
 from posttrain.preflight.confinement import check_confinement, check_imports
 from posttrain.preflight.datasets import counter, repeated, seen_in_training, wide_steps
-from posttrain.preflight.fitting import check_fit, model_files
+from posttrain.preflight.fitting import check_fit
 from posttrain.preflight.locks import is_lock, read_lock, refuse_lock
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
 from posttrain.preflight.placing import refuse_image, refuse_infeasible, refuse_oversized, residencies, slower
@@ -61,11 +57,6 @@ JUDGING = (
 REPORTING = ("posttrain.views.reporting",)
 _MOVED = "a model that the run file names is another by now; this run goes on with the one that it began with"
 MAX_SEED = 2**53  # beyond it an integer is not the same number in every JSON reader
-STAGE = "evaluate"
-_REWARD = "reward"  # what it is called in that run
-_USUAL_TOKENS = 256  # of a response at most
-_SOURCE = Path("posttrain eval")  # what errors call the file that nobody wrote; relative paths start here
-_NOT_IN_NAMES = re.compile(r"[^a-z0-9_-]+")
 
 
 def drive_run(
@@ -381,71 +372,3 @@ def _origin(record: StageRecord | None) -> str | None:
 def _shown(ref: InputRef) -> str:
     called = f" ({ref.meta['entry']})" if "dialect" in ref.meta and ref.name.startswith("path:") else ""
     return {"stage": f"stage {ref.word}", "channel": f"channel {ref.name}"}.get(ref.source, ref.name + called)
-
-
-def submit_evaluation(
-    workspace: Workspace,
-    model: str,
-    suites: Sequence[str],
-    *,
-    settings: Mapping[str, Any],
-    runtime: Mapping[str, Any],
-    reward: Mapping[str, Any] | None = None,
-    seed: int = 0,
-    again: bool = False,
-) -> Submitted:
-    """Record a run that measures `model` on each of `suites`; the same question attaches to the run that answers it.
-
-    Args:
-        model: a channel, run, run/stage, or a ref of run.yaml.
-        suites: data sets: `heldout`, `dataset:heldout@1`, a path or a hub ref.
-        settings: of every suite: `max_new_tokens` (None: 256, or half the context), `samples`, `temperature`,
-            `top_k`, `top_p`, `min_p`, `stop`, `pass_at`, `extract`, and with a reward `reward_range` and
-            `reward_timeout`.
-        runtime: `device`, `dtype`, `threads`.
-        reward: scores every response: `ref` (`right`, `reward:right@1`, a path, `MODULE:FUNCTION`), `entry`, `dialect`.
-        again: another run of the same question.
-
-    Raises:
-        InputError: as `plan`, naming what is wrong with model, suite or setting.
-    """
-    if settings.get("max_new_tokens") is None:
-        settings = {**settings, "max_new_tokens": _room(workspace, model)}
-    names = _suite_names(suites)
-    settings = {**settings, **({"reward": _REWARD} if reward else {})}
-    stage = {"suites": {name: {"data": name, **settings} for name in names}, "runtime": dict(runtime)}
-    source: dict[str, Any] = {"owner": workspace.actor.removeprefix("user:"), "seed": seed}
-    if reward:
-        ref = str(reward["ref"])
-        named = NAME.fullmatch(ref) and not Path(ref).suffix
-        source["rewards"] = {_REWARD: {**reward, "ref": f"reward:{ref}" if named else ref}}
-    spec = _spec(source, model_word(workspace, model), names, stage)
-    return submit_planned(plan_spec(spec, workspace, _SOURCE), workspace, again=again, exact=True)
-
-
-def _room(workspace: Workspace, model: str) -> int:
-    """256 tokens, or half of a context that is shorter than two times that."""
-    named = named_model(workspace, model)
-    read = model_files(workspace, named.pinned, named.word if named.ref.on_disk else None, Path.cwd()).read
-    context = context_length(read)
-    return _USUAL_TOKENS if context is None else max(1, min(_USUAL_TOKENS, context // 2))
-
-
-def _spec(source: Mapping[str, Any], model: str, names: Mapping[str, str], stage: Mapping[str, Any]) -> RunSpec:
-    """The run file that nobody needs to write."""
-    head = {"name": f"eval-{'-'.join(names)}"[:63].rstrip("-_"), **source, "model": model, "data": names}
-    return parse_run_spec({**head, "stages": {STAGE: {"kind": "evaluate", "model": "base", **stage}}}, str(_SOURCE))
-
-
-def _suite_names(suites: Sequence[str]) -> dict[str, str]:
-    """Suite name → ref: the data set's own name, or its file's."""
-    found: dict[str, str] = {}
-    for suite in suites:
-        ref = f"dataset:{suite}" if NAME.fullmatch(suite) and not Path(suite).suffix else suite
-        word = ref.rpartition("/")[2] if "/" in ref or ref.startswith(".") else ref.partition(":")[2].partition("@")[0]
-        stem = (word or ref).partition(".")[0].lower()
-        name = _NOT_IN_NAMES.sub("-", stem).strip("-_") or "suite"
-        if name in found:
-            raise InputError(f"posttrain eval: suites must have names of their own, got {name!r} twice; leave one out")
-        found[name] = ref
-    return found

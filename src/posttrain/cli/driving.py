@@ -1,4 +1,4 @@
-"""`run`, `attach`, `retry`, `stop`: whoever calls them drives the run until it ends, or leaves it (`cli.leaving`)."""
+"""`run`, `attach`, `retry`, `stop`: whoever calls them drives the run until it ends, or leaves it."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Meters:
 
     Args:
         workspace: whose database and store are looked at; None: nothing is.
-        driver: what the driver shows (`server.board`).
+        driver: what the driver shows.
         processes: kind → ids of processes.
     """
 

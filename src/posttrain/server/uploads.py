@@ -1,7 +1,7 @@
 """Uploads by digest that go on where they stopped, at whichever server of the ledger.
 
 What came so far lies in the store, in parts (`store.parts`); what came as a whole is the project's by a row
-(`store.noted`), also before anything names it.
+(`store.parts`), also before anything names it.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def _role(word: str) -> Role:
 
 
 class Sinks:
-    """See `api.sinks.Sinks`."""
+    """See `api.control.Sinks`."""
 
     workspace: Workspace
 

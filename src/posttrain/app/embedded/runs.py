@@ -67,7 +67,7 @@ class Submissions:
         again: bool,
     ) -> Submitted:
         """See `Submissions.evaluate`."""
-        from posttrain.app.runs import submit_evaluation
+        from posttrain.app.evaluating import submit_evaluation
 
         return submit_evaluation(
             self.workspace, model, suites, settings=settings, runtime=runtime, reward=reward, seed=seed, again=again

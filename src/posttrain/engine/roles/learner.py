@@ -1,7 +1,7 @@
 """What every trainable role does: AdamW with a schedule, over micro-batches, whole or sharded over ranks.
 
 How a mini-batch is cut into shards and micro-batches changes nothing but memory and rounding: losses arrive as weighted
-sums over global denominators (see `algorithms.aggregation`), so gradients simply add up. With dropout it also changes
+sums over global denominators (see `algorithms.objectives`), so gradients simply add up. With dropout it also changes
 which masks are drawn, since every micro-batch draws its own; so a run is reproducible for one micro-batch budget and
 rank count, and another is another sample of the same noise.
 """

@@ -6,7 +6,7 @@
         policy-model-00001-of-00002.safetensors      one rank's rows of the parameters, at the optimiser's precision
         policy-optimizer-00001-of-00002.safetensors  AdamW: <parameter>/exp_avg, /exp_avg_sq, /step
         critic-…                one such pair per rank of every role that learns
-        best/                   the best model before this step, where the stage keeps it (`weights.best`)
+        best/                   the best model before this step, where the stage keeps it
         state.json              TrainState: step, data cursor, tokens spent, what it belongs to
         COMMIT                  domain.jobs.CheckpointCommit: {"format", "step", "shards": {name: sha256:…}}
 

@@ -235,7 +235,7 @@ def _reward_function(
     placed: bool,
 ) -> Scorer:
     ranks = config.placement.pool_of("reward").resources.rank_count if config.placement.reward else 1
-    timeout = float(config.reward_timeout)  # settled (`bodies.sizing`)
+    timeout = float(config.reward_timeout)  # settled (`bodies.pools`)
     opened = open_rewards(job, "reward", reward, stack, timeout=timeout, ranks=ranks)
 
     def tell(line: str) -> None:
