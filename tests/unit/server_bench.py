@@ -27,9 +27,9 @@ from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.server.app import Server, build
 from posttrain.server.calling import to_json
 from posttrain.server.connections import Door, Room
-from posttrain.server.driver import Granting
 from posttrain.server.entrance import Entrance
 from posttrain.server.forwarding import Peers
+from posttrain.server.granting import Granting
 from posttrain.server.limits import Limits
 from posttrain.server.metering import Meters
 from posttrain.server.serving import Bind, configured

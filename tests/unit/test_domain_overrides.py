@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.runspec import (
+from posttrain.domain.overrides import (
     overridden,
     parse_override,
     parse_overrides,

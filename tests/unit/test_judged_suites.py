@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerFast
 from posttrain.app.handles import submit
 from posttrain.app.runs import plan, view_plan
 from posttrain.control.judging import read_evidence
-from posttrain.control.scores import Measured, Responses
+from posttrain.control.responses import Responses
+from posttrain.control.scores import Measured
 from posttrain.data.rows import distinct_items
 from posttrain.domain.errors import FailureClass, InputError
 from posttrain.domain.jobs import InputBlob, JobResult

@@ -33,7 +33,7 @@ from posttrain.domain.requests import JobRequest
 from posttrain.execution.executors.local.executor import refuse_elsewhere
 from posttrain.execution.processes import of_a_server
 from posttrain.server.attempts import LEAST_COUNTED
-from posttrain.server.driver import PREFIX, RENEW_SECONDS
+from posttrain.server.granting import PREFIX, RENEW_SECONDS
 from posttrain.server.limits import CHANNEL
 from posttrain.store.atomic import SMALL, write_json
 from posttrain.store.backends.served import ServedBlobs

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
         Sweep,
     )
     from posttrain.domain.ids import Name, Word
+    from posttrain.domain.overrides import Override
     from posttrain.domain.records import Asset, AssetStatus
-    from posttrain.domain.runspec import Override
 
 
 class Assets(Protocol):

@@ -46,7 +46,7 @@ _WHERE = {  # room → names of it that modules import for type checking only
         "Asset AssetStatus AttemptRecord ChannelRecord Deployment Event Look Quarantine ReleaseEntry "
         "RunRecord Signal StageRecord Token"
     ),
-    "posttrain.domain.runspec": "Override Setting",
+    "posttrain.domain.overrides": "Override Setting",
     "posttrain.domain.sinks": "Rule SinkView",
     "posttrain.drivers.requests": "RunDriver",
     "posttrain.store.erasure": "Erased",

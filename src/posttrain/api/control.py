@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from posttrain.domain.errors import PosttrainError
     from posttrain.domain.ids import Name, RunId, SampleId, StageName, Word
     from posttrain.domain.manifest import Manifest
+    from posttrain.domain.overrides import Setting
     from posttrain.domain.policies import PinnedPolicy
     from posttrain.domain.records import (
         AttemptRecord,
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
         RunRecord,
         Signal,
     )
-    from posttrain.domain.runspec import Setting
     from posttrain.domain.sinks import SinkView
 
 

@@ -19,7 +19,7 @@ from pydantic import Field
 from posttrain.api.codec import signature
 from posttrain.api.pages import CURSOR, LIMIT, LISTS, MOST, USUAL
 from posttrain.api.versions import API_VERSION
-from posttrain.domain.runspec import Override
+from posttrain.domain.overrides import Override
 
 PREFIX = f"/v{API_VERSION}/projects/{{project}}"
 _NAMED = re.compile(r"{(\w+)}")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from posttrain.domain.gates import GateReport
     from posttrain.domain.lifecycle import ReleaseState
     from posttrain.domain.manifest import Manifest
+    from posttrain.domain.overrides import Setting
     from posttrain.domain.records import (
         AssetStatus,
         AttemptRecord,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
         ReleaseEntry,
         RunRecord,
     )
-    from posttrain.domain.runspec import Setting
     from posttrain.drivers.requests import RunDriver as RunDriver
     from posttrain.store.erasure import Erased as Erased
     from posttrain.store.sweeping import SweptBlobs as SweptBlobs

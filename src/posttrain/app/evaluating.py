@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.api.values import Submitted
-from posttrain.app.export import model_word, named_model
+from posttrain.app.naming import model_word, named_model
 from posttrain.app.runs import plan_spec, submit_planned
 from posttrain.app.workspace import Workspace
 from posttrain.data.fitting import context_length

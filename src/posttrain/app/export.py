@@ -7,34 +7,34 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 from posttrain._version import __version__
 from posttrain.api.values import Exported
+from posttrain.app.naming import NamedModel
 from posttrain.app.workspace import Workspace
 from posttrain.control.budgets import spending
 from posttrain.control.explain import explain_run
-from posttrain.control.lineage import MadeModel, Node, asset_lineage, made_model, model_lineage
-from posttrain.control.scores import selected
+from posttrain.control.lineage import MadeModel, Node, asset_lineage, model_lineage
+from posttrain.control.selecting import selected
 from posttrain.data.assets import floating_types
-from posttrain.data.refs import AssetRef, Source, local_path, parse_ref
+from posttrain.data.refs import Source
 from posttrain.decision.releases import release_states
 from posttrain.domain.contracts import BEST
 from posttrain.domain.edges import IMPORTED
-from posttrain.domain.errors import InputError, NotFoundError, nearest
+from posttrain.domain.errors import InputError
 from posttrain.domain.identity import deciding
-from posttrain.domain.manifest import InputRef, Manifest, StageManifest
+from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.records import StageRecord
 from posttrain.domain.rendering import CONFIG, is_classifier
 from posttrain.execution.foreground import answers
 from posttrain.store.atomic import scratch, sync_folder, sync_tree, unwritable
-from posttrain.store.trees import materialise, tree_listing
+from posttrain.store.trees import tree_listing
 from posttrain.views.reporting import tree_lines
 from posttrain.web.card import ModelCard, ScoreLine, StageLine, render_card
 
-_HEADS = ("model", "channel", "run", "hf")
 _CAST = "posttrain.jobs.cast"
 _CAST_SECONDS = 21600.0
 _CARD, _LINEAGE = "README.md", "lineage.json"
@@ -42,61 +42,6 @@ _PARTIAL = ".posttrain-export-"  # what a killed one left, the next one in the s
 _PRIVATE = ("by", "owner", "registered by", "uri")
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = get_args(Dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class NamedModel:
-    """A model that somebody named, pinned to its bytes."""
-
-    word: str  # as run.yaml would name it: channel:prod, run:sort/sft, model:base, hf:org/name@revision, a path
-    ref: AssetRef
-    pinned: InputRef
-    made: MadeModel | None  # None: no run of this workspace made it
-
-    @property
-    def digest(self) -> str:
-        """Of its tree of files."""
-        return str(self.pinned.digest)
-
-    def folder(self, workspace: Workspace) -> Path:
-        """Its files, in Hugging Face format; not to be written to.
-
-        Raises:
-            NotFoundError, IntegrityError: bytes are missing or corrupt.
-        """
-        if self.ref.on_disk:
-            return local_path(self.ref, Path.cwd())
-        return materialise(workspace.blobs, self.digest, workspace.root / "cache")
-
-
-def named_model(workspace: Workspace, text: str) -> NamedModel:
-    """The model that `prod`, `prod@3`, `sort-b0ed9b49`, `sort/sft` or a ref such as `model:base` means here.
-
-    A channel goes before a run of the same name; relative paths start here and with `./`.
-
-    Raises:
-        NotFoundError: nobody knows it. InputError: ill-formed, or a folder that is no model.
-    """
-    word = model_word(workspace, text)
-    ref = parse_ref(word, "model")
-    if not ref.made:
-        return NamedModel(word, ref, workspace.catalog.resolver(Path.cwd())("model", word), None)
-    try:
-        made = made_model(workspace.stores, ref)
-    except NotFoundError as error:
-        if word == text or ref.source is Source.CHANNEL:  # there is the channel, and the error says what it has
-            raise
-        hint = nearest(text, workspace.ledger.channels()) or " (there are no channels yet)"
-        raise NotFoundError(f"model {text!r}: no channel{hint}, and {error}") from error
-    return NamedModel(word, ref, made.pinned(word), made)
-
-
-def model_word(workspace: Workspace, text: str) -> str:
-    """How run.yaml would name what a person calls `text`."""
-    if text.partition(":")[0] in _HEADS or text.startswith((".", "~", "/")):
-        return text
-    head = "channel" if text.partition("@")[0] in workspace.ledger.channels() else "run"
-    return f"{head}:{text}"
 
 
 def export_model(

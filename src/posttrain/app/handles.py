@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from posttrain.api.control import Control
     from posttrain.api.values import PlanView
     from posttrain.app.workspace import Workspace
-    from posttrain.domain.runspec import Setting
+    from posttrain.domain.overrides import Setting
 
 
 def connect(url: str, token: str | None = None, *, project: str | None = None) -> Control:

@@ -28,10 +28,11 @@ from posttrain.domain.evaluators import measured_suites, suite_evaluator
 from posttrain.domain.kinds import Driver, installed_kind, kind_of
 from posttrain.domain.lifecycle import RunState
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
+from posttrain.domain.overrides import Setting
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.rewards import AS_FOUND, Called
-from posttrain.domain.runspec import RunSpec, Setting, load_run_spec
+from posttrain.domain.runspec import RunSpec, load_run_spec
 from posttrain.domain.trackers import Trackers
 from posttrain.drivers.requests import forget_request
 from posttrain.execution.trainers.installed import InstalledTrainer

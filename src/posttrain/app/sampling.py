@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from posttrain.api.values import Answer
-from posttrain.app.export import NamedModel
+from posttrain.app.naming import NamedModel
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.manifest import InputRef

@@ -17,7 +17,7 @@ import typer
 from posttrain.cli.console import Output, ago, aside, console, digest, duration, lazily, open_control, say
 from posttrain.cli.plans import SeedOption, SetOption, changes
 from posttrain.domain.errors import InputError, PosttrainError
-from posttrain.domain.runspec import single
+from posttrain.domain.overrides import single
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from posttrain.cli.console import Output, OutputOption, console, emit_json, open_control, say
-from posttrain.domain.runspec import single
+from posttrain.domain.overrides import single
 
 FileArgument = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="A run file.")]
 SeedOption = Annotated[int | None, typer.Option(help="Instead of the file's seed.")]

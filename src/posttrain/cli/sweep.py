@@ -24,7 +24,7 @@ from posttrain.cli.console import (
 )
 from posttrain.cli.driving import DETACHED, open_quietly
 from posttrain.cli.plans import FileArgument
-from posttrain.domain.runspec import parse_overrides, setting_words, value_words, written
+from posttrain.domain.overrides import parse_overrides, setting_words, value_words, written
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -23,8 +23,9 @@ from posttrain.data.parts import data_files, is_pattern
 from posttrain.data.refs import Source, local_path, parse_ref
 from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes
 from posttrain.domain.errors import ConflictError, InfrastructureError, InputError, IntegrityError, unwritable
+from posttrain.domain.overrides import Setting, overridden
 from posttrain.domain.places import is_lock
-from posttrain.domain.runspec import Setting, overridden, read_yaml
+from posttrain.domain.runspec import read_yaml
 from posttrain.store.atomic import write_stream
 from posttrain.store.trees import file_digest, put_tree
 

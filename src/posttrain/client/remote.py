@@ -22,8 +22,8 @@ from posttrain.client.operations import RemoteLog, RemoteVigil, RemoteWatcher, c
 from posttrain.client.transport import Transport, in_path
 from posttrain.domain.errors import ApiVersionError, DeadlineError, NotFoundError, PosttrainError
 from posttrain.domain.lifecycle import is_final
+from posttrain.domain.overrides import Override
 from posttrain.domain.places import lock_path
-from posttrain.domain.runspec import Override
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
         Written,
         WrittenTrace,
     )
+    from posttrain.domain.overrides import Setting
     from posttrain.domain.records import Asset, RunRecord
-    from posttrain.domain.runspec import Setting
 
 _PAGE = 200  # things of one page
 _EVERY, _DRAW = 0.5, 0.1  # seconds between two looks at a run, and between two calls of whoever draws it

@@ -6,24 +6,17 @@ of this run measured it on the same suite; and whatever a gate compares with. No
 
 from __future__ import annotations
 
-import io
-import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from posttrain.control.deciding import RIVAL
 from posttrain.control.judging import read_evidence
-from posttrain.data.contamination import contamination
-from posttrain.data.rows import Row
 from posttrain.decision.gates import Evidence
 from posttrain.decision.intervals import CONFIDENCE, Estimate, Paired, estimate, paired
 from posttrain.domain.canonical import digest_json
-from posttrain.domain.contracts import BEST, METRICS, UNCHANGED
+from posttrain.domain.contracts import METRICS
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
@@ -32,13 +25,6 @@ from posttrain.domain.records import StageRecord
 from posttrain.domain.rewards import JUDGES
 
 JUDGED = ("reward", "sampled_reward")  # metrics of a suite that its reward decides
-_LIGHT = ("suite", "item_id", "kind", "sample_index", "correct", "truncated", "tokens")
-_TEXTS = ("prompt", "answer", "response", "extracted")
-_REWARD, _COMPONENTS = "reward", "components"  # the second as JSON
-_BATCH = 512  # rows
-_SELECTED = "what was selected on rows is no evidence on them; probe other rows"
-_LEARNT = "what it learnt by heart looks best; probe rows that it is not trained on"
-_STEP = "best/step"  # the metric that says after which step the best model was kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,180 +254,3 @@ def paired_json(one: Paired | None) -> dict[str, Any] | None:
     counts = {"higher": one.higher, "lower": one.lower, "same": one.same, "items": one.items}
     limits = {"value": one.difference, "low": one.low, "high": one.high, "method": one.method}
     return {**limits, **counts, "mcnemar_p": one.mcnemar_p}
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """One response without its texts."""
-
-    row: int  # in the file
-    suite: str
-    item_id: str
-    kind: str  # greedy | sample
-    sample: int
-    correct: bool | None  # None: there is no answer to compare with
-    truncated: bool
-    tokens: int
-    reward: float | None = None  # None: the suite has none
-
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    """One response with its texts."""
-
-    answered: Answered
-    prompt: str
-    answer: str  # what it is compared with
-    response: str
-    extracted: str | None  # what of the response was compared; None: nothing was found in it
-    components: Mapping[str, float] = field(default_factory=dict)  # of its reward
-
-
-class Responses:
-    """The responses of one evaluation.
-
-    Args:
-        data: of `items.parquet`.
-        source: how errors call it.
-
-    Raises:
-        IntegrityError: it is not such a file.
-    """
-
-    def __init__(self, data: bytes, source: str) -> None:
-        self._source = source
-        try:
-            self._file = pq.ParquetFile(io.BytesIO(data))
-            missing = [name for name in (*_LIGHT, *_TEXTS) if name not in self._file.schema_arrow.names]
-            if missing:
-                raise ValueError(f"column {missing[0]} is missing")
-            known = self._file.schema_arrow.names
-            self._scored = [name for name in (_REWARD, _COMPONENTS) if name in known]  # earlier versions had none
-            columns = self._file.read(columns=[*_LIGHT, *self._scored[:1]]).to_pydict()
-        except (OSError, ValueError, pa.ArrowException) as error:
-            raise IntegrityError(f"{source}: responses cannot be read: {error}; evaluate again") from error
-        rows = zip(*columns.values(), strict=True)
-        self.all: Sequence[Answered] = [Answered(place, *row) for place, row in enumerate(rows)]
-
-    def greedy(self, suite: str) -> list[Answered]:
-        """The greedy answers to a suite, one per item, in its order."""
-        return [one for one in self.all if one.suite == suite and one.kind == "greedy"]
-
-    @property
-    def suites(self) -> list[str]:
-        """Their names."""
-        return list(dict.fromkeys(one.suite for one in self.all))
-
-    def texts(self, chosen: Collection[Answered]) -> dict[int, Response]:
-        """Row → the whole response.
-
-        Raises:
-            IntegrityError: the file is damaged.
-        """
-        wanted = {one.row: one for one in chosen}
-        found: dict[int, Response] = {}
-        if not wanted:
-            return found
-        try:
-            for start, batch in self._batches():
-                for row in range(start, start + len(batch["prompt"])):
-                    if row in wanted:
-                        said: dict[str, Any] = {name: batch[name][row - start].as_py() for name in _TEXTS}
-                        prompt, answer, response = (said[name] or "" for name in _TEXTS[:3])
-                        parts = batch[_COMPONENTS][row - start].as_py() if _COMPONENTS in self._scored else None
-                        found[row] = Response(
-                            wanted[row], prompt, answer, response, said["extracted"], json.loads(parts or "{}")
-                        )
-        except (OSError, ValueError, pa.ArrowException) as error:
-            raise IntegrityError(f"{self._source}: responses cannot be read: {error}; evaluate again") from error
-        return found
-
-    def _batches(self) -> Iterator[tuple[int, Any]]:
-        start = 0
-        for batch in self._file.iter_batches(batch_size=_BATCH, columns=[*_TEXTS, *self._scored[1:]]):
-            yield start, batch
-            start += batch.num_rows
-
-
-def spread(rows: Sequence[Answered], most: int) -> list[Answered]:
-    """At most so many, evenly from the first to the last: the beginning of a suite need not be like the rest."""
-    if len(rows) <= most:
-        return list(rows)
-    return [rows[place * (len(rows) - 1) // max(1, most - 1)] for place in range(most)]
-
-
-def dataset_slots(stage: StageManifest) -> list[tuple[str, InputRef]]:
-    """The data a stage works through: not its reward, its model or its probe."""
-    return [(slot, ref) for slot, ref in stage.inputs.items() if slot == "data" or slot.startswith("suites.")]
-
-
-def selects(stage: StageManifest) -> bool:
-    """Whether the stage's probe decides anything."""
-    return "probe" in stage.inputs and bool(stage.params.get("keep_best") or stage.params.get("early_stopping"))
-
-
-def selected_on(manifest: Manifest, rows: Mapping[str, Sequence[Row] | None]) -> Iterator[str]:
-    """One warning for each probe that a stage selects by and whose rows a suite measures, or the stage trains on.
-
-    Args:
-        rows: digest of a data set → its rows; None: they were not read, so only the digests are compared.
-    """
-    suites = _suites(manifest)
-    for stage in filter(selects, manifest.stages):
-        probe, data = stage.inputs["probe"], stage.inputs["data"]
-        read = rows.get(str(probe.digest))
-        asked = None if read is None else read[: int(stage.params["probe"]["items"])]
-        for digest, other in {**suites, str(data.digest): data}.items():
-            place, known = f"{stage.name}: the probe's {probe.name}", rows.get(digest)
-            trained = digest == str(data.digest)
-            little = _LEARNT if trained else _SELECTED
-            if digest == str(probe.digest):
-                yield f"{place} is {'what the stage trains on' if trained else 'the data of a suite'}: {little}"
-            elif asked is not None and known is not None:
-                report = contamination(known, asked)
-                if report.found:
-                    yield f"{place} against {other.name}: {report}: {little}"
-
-
-def choice_warnings(manifest: Manifest, metrics: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """What a run trained or its probes chose that tells or ships less than it seems to, one line each.
-
-    Args:
-        metrics: stage → what it measured, as far as it has ended.
-    """
-    yield from selected_on(manifest, {})
-    for name, measured in metrics.items():
-        if measured.get(UNCHANGED):
-            yield f"{name}: no step updated weights, so what it leaves is what it began with; look at its rewards"
-    if manifest.release is None:
-        return
-    stages = {stage.name: stage for stage in manifest.stages}
-    name, _, output = manifest.release.model.partition("/")  # a manifest of before may hold a word that is refused now
-    while name in stages:
-        if output == BEST and metrics.get(name, {}).get(_STEP) == 0:
-            yield (
-                f"{name}: its best model by the probe is the one that it began with (step 0), so nothing that was "
-                f"trained in {name} ships"
-            )
-        ref = stages[name].inputs.get("model")
-        if ref is None or ref.source != "stage":
-            return
-        name, output = ref.name, str(ref.output)
-
-
-def _suites(manifest: Manifest) -> dict[str, InputRef]:
-    """Digest → data set of every suite."""
-    measured = [stage for stage in manifest.stages if stage.measures]
-    return {str(ref.digest): ref for stage in measured for _, ref in dataset_slots(stage)}
-
-
-def selected(metrics: Mapping[str, float]) -> str:
-    """`probe/accuracy 0.91 at step 40`, of a stage whose probe chose; else empty."""
-    found = [name for name in metrics if name.startswith("best/probe/")]
-    return f"{found[0].removeprefix('best/')} {metrics[found[0]]:.4g} at step {metrics['best/step']:g}" if found else ""
-
-
-def selection_words(metrics: Mapping[str, float]) -> str:
-    """`best: probe/accuracy 0.91 at step 40; stopped early at step 60`; empty where no probe decided anything."""
-    early = f"; stopped early at step {metrics['stopped_early/step']:g}" if "stopped_early/step" in metrics else ""
-    return f"best: {selected(metrics)}{early}" if selected(metrics) else ""

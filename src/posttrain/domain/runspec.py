@@ -20,11 +20,7 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,150 +40,16 @@ from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.gates import CHANNEL, GateRule
 from posttrain.domain.images import image_reference
 from posttrain.domain.kinds import ADDED, kind_names
+from posttrain.domain.overrides import Setting, overridden, setting_words
 from posttrain.domain.principals import is_plain
 from posttrain.domain.rewards import AUTO, DIALECTS, Called
 from posttrain.domain.trackers import Trackers
 from posttrain.domain.validation import Frozen, explain
 
-MOST_VALUES = 1000  # of one path
-_LONGEST = 40
-_WIDE = 10**9
-_FLOAT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 _DEEPEST, _MOST_VALUES = 64, 100_000  # of a run file
 RESERVED_STAGES = frozenset({"base", *ADDED, CHANNEL})
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 MOST_TOKENS = 2**53 - 1  # that a run may declare
-
-
-@dataclass(frozen=True, slots=True)
-class Override:
-    """One path and what it is set to: `Override("grpo.steps", (100, 200))`."""
-
-    path: str
-    values: tuple[Any, ...]
-
-
-Setting = tuple[tuple[str, Any], ...]  # (path, value) of each path: one point
-
-
-def parse_override(text: str) -> Override:
-    """Read `PATH=VALUE[,VALUE…]`.
-
-    Raises:
-        InputError: no path, no value, or values that are not YAML.
-    """
-    path, equals, written = text.partition("=")
-    path = path.strip()
-    if not equals or not path or not all(path.split(".")):
-        raise InputError(f"--set: must be PATH=VALUE, or PATH=VALUE,VALUE for a sweep, got {text!r}")
-    import yaml  # here: `--help` needs none
-
-    try:
-        values = yaml.safe_load(f"[{written}]")
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(f"--set {path}: values must be YAML, separated by commas, got {written!r}") from error
-    values = [_number(value) for value in values] if isinstance(values, list) else values
-    if not isinstance(values, list) or not 1 <= len(values) <= MOST_VALUES or not written.strip():
-        raise InputError(f"--set {path}: must have 1 to {MOST_VALUES} values, got {written[:_LONGEST]!r}")
-    twice = next((value for place, value in enumerate(values) if value in values[:place]), None)
-    if twice is not None:
-        raise InputError(f"--set {path}: values must differ, got {twice!r} twice; leave one out")
-    return Override(path, tuple(values))
-
-
-def _number(value: Any) -> Any:
-    """`1e-4`, which YAML 1.1 takes for text."""
-    return float(value) if isinstance(value, str) and _FLOAT.fullmatch(value) else value
-
-
-def parse_overrides(texts: Sequence[str]) -> tuple[Override, ...]:
-    """Read several; no path may come twice.
-
-    Raises:
-        InputError: as `parse_override`.
-    """
-    found = tuple(parse_override(text) for text in texts)
-    paths = [one.path.removeprefix("stages.") for one in found]
-    twice = next((path for path in paths if paths.count(path) > 1), None)
-    if twice is not None:
-        raise InputError(f"--set {twice}: must be given once, with its values separated by commas")
-    return found
-
-
-def settings(overrides: Sequence[Override]) -> Iterator[Setting]:
-    """Every combination, the last path's values changing fastest; one empty setting where nothing is overridden."""
-    for values in itertools.product(*(one.values for one in overrides)):
-        yield tuple((one.path, value) for one, value in zip(overrides, values, strict=True))
-
-
-def single(texts: Sequence[str]) -> Setting:
-    """The one setting of overrides that have a value each.
-
-    Raises:
-        InputError: as `parse_overrides`; or one has several values.
-    """
-    found = parse_overrides(texts)
-    many = next((one for one in found if len(one.values) > 1), None)
-    if many is not None:
-        raise InputError(
-            f"--set {many.path}: must have one value, got {len(many.values)}; posttrain sweep takes several"
-        )
-    return tuple((one.path, one.values[0]) for one in found)
-
-
-def overridden(raw: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
-    """A run file's content with a setting in it.
-
-    Raises:
-        InputError: a path goes through what is no map.
-    """
-    changed: dict[str, Any] = copy.deepcopy(dict(raw))
-    stages = changed.get("stages")
-    for path, value in setting:
-        keys = path.split(".")
-        if isinstance(stages, dict) and keys[0] in stages and keys[0] not in raw:
-            keys = ["stages", *keys]
-        place: Any = changed
-        for depth, key in enumerate(keys[:-1]):
-            if place.get(key) is None:  # defaults may stand for a whole map
-                if keys[0] == "stages" and depth == 1:
-                    names = ", ".join(stages) if isinstance(stages, dict) else "none"
-                    raise InputError(f"--set {path}: the run file has no stage {key!r}; it has {names}")
-                place[key] = {}
-            place = place[key]
-            if not isinstance(place, dict):
-                raise InputError(f"--set {path}: {'.'.join(keys[: depth + 1])} must be a map, got {place!r:.40}")
-        place[keys[-1]] = value
-    return changed
-
-
-def setting_words(setting: Setting) -> str:
-    """As a person reads it: `grpo.steps 100, seed 3`; where nothing is overridden, `as written`."""
-    return ", ".join(f"{path} {value_words(value)}" for path, value in setting) or "as written"
-
-
-def value_words(value: Any) -> str:
-    """A value in few characters."""
-    text = value if isinstance(value, str) else written(value)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
-
-
-def written(value: Any) -> str:
-    """A value as `--set` takes it: YAML that is read back as the same value."""
-    import yaml
-
-    if isinstance(value, str) and _reads_back(value):
-        return value
-    return yaml.safe_dump([value], default_flow_style=True, width=_WIDE, sort_keys=False).strip()[1:-1]
-
-
-def _reads_back(text: str) -> bool:
-    import yaml
-
-    try:
-        return bool(yaml.safe_load(f"[{text}]") == [text]) and text == text.strip() and text.isprintable()
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return False
 
 
 def parse_count(value: Any) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from posttrain.control.deciding import ADDED
 from posttrain.control.planning import Count, Planned
-from posttrain.control.scores import dataset_slots, selects
+from posttrain.control.selecting import dataset_slots, selects
 from posttrain.data.contamination import contamination
 from posttrain.data.rows import Row, demonstrations, has_answer, prompt_text, repeated_rows
 from posttrain.domain.manifest import InputRef

@@ -37,7 +37,7 @@ def refuse_judges_without_scores(
     for stage in manifest.stages:
         if _JUDGE in stage.inputs and scores(manifest, stage, _JUDGE, workspace, source, model) is False:
             raise InputError(
-                f"{source}: stages.{stage.name}.{_SLOT}: must score responses, got {stage.inputs[_SLOT].name}, which "
+                f"{source}: stages.{stage.name}.{_JUDGE}: must score responses, got {stage.inputs[_JUDGE].name}, which "
                 "is no sequence classifier; name a stage of kind reward_model, or a model that such a stage made"
             )
 

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 
 from posttrain.domain.canonical import digest_bytes, is_digest
 from posttrain.domain.errors import AuthenticationError, InputError, NotFoundError
-from posttrain.server.driver import PREFIX
+from posttrain.server.granting import PREFIX
 from posttrain.server.limits import CHANNEL, READ, UPLOAD, Limits, in_thread
 from posttrain.server.requests import whole
 from posttrain.store.atomic import most_of

@@ -7,7 +7,8 @@ from pathlib import Path
 from string import ascii_uppercase
 
 from posttrain.control.comparing import MOST, Comparison, Subject, side_by_side, subject
-from posttrain.control.scores import Answered, Measured, Responses, spread
+from posttrain.control.responses import Answered, Responses, spread
+from posttrain.control.scores import Measured
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.views.answers import shortened
 from posttrain.views.drawing import stage_curves

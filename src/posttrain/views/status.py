@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.control.budgets import spending
 from posttrain.control.channels import standings
 from posttrain.control.launching import trained_elsewhere
-from posttrain.control.scores import choice_warnings, selection_words
+from posttrain.control.selecting import choice_warnings, selection_words
 from posttrain.domain.approvals import Standing
 from posttrain.domain.contracts import BEST, MODEL
 from posttrain.domain.gates import GateReport

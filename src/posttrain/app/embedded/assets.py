@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from posttrain.api.values import Exported, Marked, Point, Ranked, Submitted, Sweep
     from posttrain.app.workspace import Workspace
     from posttrain.data.importing import Curve, Imported
+    from posttrain.domain.overrides import Override
     from posttrain.domain.records import Asset, AssetStatus
-    from posttrain.domain.runspec import Override
 
 
 class Assets:
@@ -137,7 +137,7 @@ class Models:
         min_p: float = 0.0,
     ) -> Asked:
         """See `Models.ask`."""
-        from posttrain.app.export import named_model
+        from posttrain.app.naming import named_model
         from posttrain.app.sampling import LONGEST_WAIT, Ask, ask_model, inference_runtime, prompt_row, usual_form
 
         where, wait = inference_runtime(**runtime), timeout or LONGEST_WAIT
@@ -151,7 +151,8 @@ class Models:
 
     def export(self, model: str, folder: Path, *, dtype: str | None, progress: Callable[[str], None]) -> Exported:
         """See `Models.export`."""
-        from posttrain.app.export import export_model, named_model
+        from posttrain.app.export import export_model
+        from posttrain.app.naming import named_model
 
         named = named_model(self.workspace, model)
         return export_model(self.workspace, named, folder, dtype=dtype, progress=progress)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from posttrain.control.scores import Scores
     from posttrain.domain.errors import PosttrainError
     from posttrain.domain.manifest import Manifest
+    from posttrain.domain.overrides import Setting
     from posttrain.domain.records import RunRecord, Signal
-    from posttrain.domain.runspec import Setting
     from posttrain.drivers.requests import RunDriver
     from posttrain.trackers.tracking import TrackerState
     from posttrain.views.logs import LogFile
