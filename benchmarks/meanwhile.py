@@ -38,7 +38,7 @@ from posttrain.engine.config import GRPOConfig, KLConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.models.initial import character_tokenizer, initial_model
+from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.recipes.algorithm import RolloutDefaults
 from posttrain.engine.recipes.grpo import GRPO

@@ -40,7 +40,7 @@ from posttrain.engine.groups.port import Call, Flow, Stored
 from posttrain.engine.groups.worker_group import Future
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models import adopt_module
-from posttrain.engine.models.initial import character_tokenizer, initial_model
+from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.rewards.port import Score
 from posttrain.engine.rewards.scripted import ScriptedReward

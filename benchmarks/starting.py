@@ -116,7 +116,7 @@ def encoding(rounds: int) -> float:
     # here: a process that launches jobs has no torch
     from posttrain.engine.config import InitModelConfig
     from posttrain.engine.models.chat import encode_examples
-    from posttrain.engine.models.initial import character_tokenizer
+    from posttrain.engine.models.loading import character_tokenizer
 
     tokenizer = character_tokenizer(InitModelConfig().characters)
     rows = [

@@ -66,7 +66,7 @@ from posttrain.engine.loop.from_rows import FromRows
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Recipe
 from posttrain.engine.models import adopt_module
-from posttrain.engine.models.initial import character_tokenizer, initial_model
+from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.rewards.scripted import ScriptedReward

@@ -14,8 +14,8 @@ from console_bench import ATTACK, CHANNEL, ConsoleWorld, console_world
 from server_bench import KEY
 from test_pages import FAINT, LEAST_CONTRAST, SCHEMES, SHOTS, WIDE
 
+from posttrain.domain.principals import Role
 from posttrain.domain.records import RunRecord, StageRecord
-from posttrain.domain.roles import Role
 
 pytestmark = pytest.mark.browser
 WIDTHS = (390, 1280)

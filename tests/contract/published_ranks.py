@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from held_bytes import HeldBytes
 
-from posttrain.engine.algorithms.aggregation import Totals
-from posttrain.engine.algorithms.objectives import SupervisedObjective
+from posttrain.engine.algorithms.objectives import SupervisedObjective, Totals
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models.source import ModelSource

@@ -22,14 +22,13 @@ import torch.distributed as dist
 from held_bytes import HeldBytes
 from safetensors.torch import load_file
 
-from posttrain.engine.algorithms.aggregation import Totals
-from posttrain.engine.algorithms.objectives import SupervisedObjective
+from posttrain.engine.algorithms.objectives import SupervisedObjective, Totals
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.groups.rank_context import RankContext
-from posttrain.engine.models.initial import character_tokenizer, initial_model
+from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.models.source import ModelSource
-from posttrain.engine.roles.torch_engine import TorchEngine
+from posttrain.engine.roles.training import TorchEngine
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 
 SIZE = InitModelConfig(hidden_size=256, intermediate_size=1024, layers=8, context_length=64)

@@ -23,18 +23,18 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.objectives import (
     LossParts,
     PolicyObjective,
     Predictions,
     PreferenceObjective,
+    Totals,
     ValueObjective,
 )
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models import adopt_classifier, adopt_module
-from posttrain.engine.models.scalar_model import put_scalar_head
+from posttrain.engine.models.language_model import put_scalar_head
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig

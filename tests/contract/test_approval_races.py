@@ -15,7 +15,7 @@ from ledger_workers import PATIENCE
 from test_approvals import made_bench, submitted
 
 from postgres_server import Server
-from posttrain.control import approving
+from posttrain.control import actions
 from posttrain.domain.approvals import APPROVED
 from posttrain.domain.errors import StaleWriteError
 from posttrain.domain.reasons import Reason
@@ -74,7 +74,7 @@ def test_somebody_approves_while_the_stage_asks_for_the_first_time(
     bench: Bench, postgres: Server, aside: ThreadPoolExecutor
 ) -> None:
     run_id = judged(bench)
-    request = approving.find_release(bench.stores, run_id, None)
+    request = actions.find_release(bench.stores, run_id, None)
     with bench.ledger.transaction("user:bob") as said:
         said.lock_channel("prod")
         said.ask_approval(request)

@@ -22,8 +22,8 @@ from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.blobs import open_blobs
 from posttrain.store.database import Database
+from posttrain.store.event_writer import SpendingMeter
 from posttrain.store.ledger import Ledger
-from posttrain.store.spending import SpendingMeter
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the local executor needs /proc")
 

@@ -16,9 +16,8 @@ from posttrain.engine.models import LanguageModel, adopt_module, token_logprobs
 from posttrain.engine.rollout import Generation, SamplingParams
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.contract import RolloutEngineContract
-from posttrain.engine.rollout.decode_graphs import GraphedSteps, Run, cuda_recorder
 from posttrain.engine.rollout.fused_weights import fuse_weights
-from posttrain.engine.rollout.kv_pages import PageStore, padded_size
+from posttrain.engine.rollout.kv_pages import GraphedSteps, PageStore, Run, cuda_recorder, padded_size
 from posttrain.engine.rollout.llama_decoder import LlamaDecoder
 from posttrain.engine.rollout.port import RolloutEngine
 
@@ -91,7 +90,7 @@ def compare(device: str, dtype: torch.dtype, near: float, record: Callable[[Run]
 
 @torch.inference_mode()
 def test_repeated_steps_say_what_steps_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.engine.rollout.decode_graphs._AFTER", 3)
+    monkeypatch.setattr("posttrain.engine.rollout.kv_pages._AFTER", 3)
     record = Repeats()
     compare("cpu", torch.float32, 1e-5, record)
     assert 2 <= record.recorded <= 12
@@ -100,7 +99,7 @@ def test_repeated_steps_say_what_steps_say(monkeypatch: pytest.MonkeyPatch) -> N
 
 @torch.inference_mode()
 def test_what_was_recorded_is_dropped_when_what_it_reads_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.engine.rollout.decode_graphs._AFTER", 0)
+    monkeypatch.setattr("posttrain.engine.rollout.kv_pages._AFTER", 0)
     decoder, record = decoder_of(), Repeats()
     prompts = several(3)
     store = store_with(decoder, prompts)
@@ -142,7 +141,7 @@ class TestNativeRepeated(RolloutEngineContract):
 
 @torch.inference_mode()
 def test_an_engine_repeats_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.engine.rollout.decode_graphs._AFTER", 4)
+    monkeypatch.setattr("posttrain.engine.rollout.kv_pages._AFTER", 4)
     record = Repeats()
     sampling = SamplingParams(60, seed=3, ignore_eos=True)
     work = [Generation(str(key), (3 + key, 9), key, sampling, 60 - key) for key in range(9)]
@@ -163,7 +162,7 @@ def test_an_engine_repeats_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
 @torch.inference_mode()
 def test_cuda_graphs_say_what_steps_say(dtype: torch.dtype, near: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.engine.rollout.decode_graphs._AFTER", 3)
+    monkeypatch.setattr("posttrain.engine.rollout.kv_pages._AFTER", 3)
     compare("cuda", dtype, near, cuda_recorder())
 
 

@@ -16,7 +16,7 @@ from posttrain.domain.facts import Metric, Note
 from posttrain.domain.jobs import InputBlob, JobOrder, JobResult
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.models import adopt_module, load_scalar_model, save_model
-from posttrain.engine.models.initial import character_tokenizer, initial_model
+from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.rollout.opening import decoding_fallbacks
 from posttrain.jobs import entry
 from posttrain.jobs.bodies import evaluation, training

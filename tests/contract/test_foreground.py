@@ -99,7 +99,7 @@ def test_it_goes_with_whoever_no_longer_listens(program: Callable[[str], str]) -
 
 SERVED = """
 import os
-from posttrain.jobs.foreground import serve
+from posttrain.jobs.entry import serve
 
 def program(asked):
     os.write(1, b"a library's own words")

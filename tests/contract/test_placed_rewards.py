@@ -11,10 +11,10 @@ import pytest
 from reward_bench import Opener, call
 
 from posttrain.engine.rewards.answers import MAX_PLACES, AnswerError, plain
+from posttrain.engine.rewards.parallel import WeightedReward
 from posttrain.engine.rewards.port import RewardCall, RewardError, part_of
 from posttrain.engine.rewards.protocol import MalformedError, receive
 from posttrain.engine.rewards.scripted import ScriptedReward
-from posttrain.engine.rewards.weighted import WeightedReward
 
 TALK = RewardCall(
     ["Q", "Q"],

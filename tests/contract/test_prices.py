@@ -20,7 +20,7 @@ from posttrain.engine.recipes.algorithm import Update
 from posttrain.engine.recipes.dataflow import Dataflow
 from posttrain.engine.samples import Prompt
 from posttrain.execution.trainers.native import NativeTrainer
-from posttrain.planner.estimate import Workload, comparable, estimate
+from posttrain.planner.prospects import Workload, comparable, estimate
 
 SAMPLED = {"prompts_per_step": 3, "max_new_tokens": 5}
 JUDGED = {**SAMPLED, "reward": "r"}

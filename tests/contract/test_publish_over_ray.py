@@ -12,8 +12,7 @@ import pytest
 from odd_transit import flip_what_arrives, lose_what_arrives, serves
 
 from posttrain.domain.errors import IntegrityError
-from posttrain.engine.algorithms.aggregation import Totals
-from posttrain.engine.algorithms.objectives import SupervisedObjective
+from posttrain.engine.algorithms.objectives import SupervisedObjective, Totals
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.cluster import Cluster, open_cluster
 from posttrain.engine.groups.pool import ResourcePool

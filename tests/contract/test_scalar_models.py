@@ -22,14 +22,14 @@ from transformers import (
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.models import load_model, save_model
-from posttrain.engine.models.loading import load_scalar_model
-from posttrain.engine.models.scalar_model import (
+from posttrain.engine.models.language_model import (
     ScalarModel,
     adopt_classifier,
     put_scalar_head,
     sequence_scores,
     token_values,
 )
+from posttrain.engine.models.loading import load_scalar_model
 from posttrain.pacing.balancing import micro_batches
 
 SHAPES = [(5, 9), (3, 2), (11, 9), (1, 1), (4, 20), (2, 12), (7, 7), (3, 0)]  # prompt and response tokens

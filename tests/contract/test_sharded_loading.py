@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models import adopt_module
-from posttrain.engine.roles.torch_engine import TorchEngine
+from posttrain.engine.roles.training import TorchEngine
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 
 

@@ -17,8 +17,7 @@ from held_bytes import HeldBytes
 from torch import Tensor
 
 from posttrain.domain.errors import InputError, IntegrityError
-from posttrain.engine.algorithms.aggregation import Totals
-from posttrain.engine.algorithms.objectives import SupervisedObjective
+from posttrain.engine.algorithms.objectives import SupervisedObjective, Totals
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool

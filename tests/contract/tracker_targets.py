@@ -186,7 +186,7 @@ class WandbBench:
     def _records(self, run: str) -> Iterable[Any]:
         from wandb.proto.wandb_internal_pb2 import Record
 
-        from posttrain.foreign.wandb_records import records
+        from posttrain.foreign.wandb_export import records
 
         (file,) = (self.folder / "wandb").glob(f"offline-run-*-{run}/run-{run}.wandb")
         return map(Record.FromString, records(file))

@@ -25,7 +25,7 @@ from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models import adopt_module
 from posttrain.engine.roles.contract import HELD, VOCABULARY, Bench, learned
 from posttrain.engine.roles.port import TrainEngine
-from posttrain.engine.roles.torch_engine import TorchEngine
+from posttrain.engine.roles.training import TorchEngine
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, warmup_steps=0, weight_decay=0.1, max_grad_norm=0.5)

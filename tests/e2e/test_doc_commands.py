@@ -24,8 +24,7 @@ from workbench import Workbench
 from posttrain.cli.main import app
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.models import adopt_module
-from posttrain.engine.models.initial import character_tokenizer, initial_model
-from posttrain.engine.models.loading import save_model
+from posttrain.engine.models.loading import character_tokenizer, initial_model, save_model
 
 COMMANDS = list(commands())
 README = ROOT / "README.md"

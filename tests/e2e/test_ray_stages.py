@@ -30,7 +30,7 @@ from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.loop.controller import Controller, Order
 from posttrain.engine.loop.from_rows import FromRows
 from posttrain.engine.models.exported import Shard, put
-from posttrain.engine.models.initial import character_tokenizer, initial_model
+from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.roles.training import TrainWorker

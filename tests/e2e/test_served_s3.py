@@ -15,7 +15,7 @@ from workbench import Live, Reference, Workbench
 
 from hostile_proxy import GONE, HostileProxy, hostile_proxy
 from posttrain.domain.canonical import digest_bytes
-from posttrain.store.access import read_access
+from posttrain.store.reaching import read_access
 from posttrain.store.trees import tree_listing
 from s3_server import KEYS, s3_server, use_s3
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from posttrain.data.assets import inspect_reward
-from posttrain.data.modules import imported_reward
 from posttrain.data.rows import read_rows
+from posttrain.data.signatures import imported_reward
 from posttrain.domain.rewards import DIALECTS, Signature
 from posttrain.engine.rewards.port import RewardCall
 from posttrain.engine.rewards.process import ProcessReward, open_reward

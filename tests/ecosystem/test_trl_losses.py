@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.algorithms.objectives import Totals
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import (
     DPOConfig,
@@ -27,7 +27,7 @@ from posttrain.engine.config import (
     SFTConfig,
 )
 from posttrain.engine.models import adopt_module
-from posttrain.engine.models.initial import character_tokenizer, initial_model
+from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.models.predicting import predict
 from posttrain.engine.recipes.algorithm import Algorithm, ScoredGroup
 from posttrain.engine.recipes.dpo import DPO

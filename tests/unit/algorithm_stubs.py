@@ -14,13 +14,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from posttrain.engine.algorithms.aggregation import Totals, token_weights
+from posttrain.engine.algorithms.advantages import generalized_advantages, whiten
 from posttrain.engine.algorithms.distillation import DistillationObjective
-from posttrain.engine.algorithms.gae import generalized_advantages, whiten
 from posttrain.engine.algorithms.kl import kl_rewards
-from posttrain.engine.algorithms.objectives import LossParts, PolicyObjective, ValueObjective
-from posttrain.engine.batch import Document, TokenBatch
-from posttrain.engine.predictions import CANDIDATES, Need, Predictions
+from posttrain.engine.algorithms.objectives import LossParts, PolicyObjective, Totals, ValueObjective, token_weights
+from posttrain.engine.batch import CANDIDATES, Document, Need, Predictions, TokenBatch
 from posttrain.engine.recipes.algorithm import (
     PROXIMAL,
     REFERENCE,

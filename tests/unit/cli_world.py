@@ -34,7 +34,7 @@ from posttrain.store.blobs import open_blobs
 from posttrain.store.event_writer import EventWriter
 from posttrain.store.trees import materialise
 from posttrain.web.curves import draw_learning_curve
-from posttrain.web.series import CurveSeries
+from posttrain.web.panels import CurveSeries
 
 ITEMS = 200
 _PLACES = ("POSTTRAIN_STORE", "POSTTRAIN_LEDGER")

@@ -17,8 +17,8 @@ from web_pages import TWO, rich_world
 
 from posttrain.app.workspace import Workspace
 from posttrain.domain.canonical import digest_json
+from posttrain.domain.principals import Role
 from posttrain.domain.records import RunRecord, StageRecord
-from posttrain.domain.roles import Role
 
 ATTACK = (
     "</pre></style></title></textarea><script>window.__pwned=1;document.title='pwned'</script>"

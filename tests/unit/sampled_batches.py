@@ -9,9 +9,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from posttrain.engine.algorithms.aggregation import Totals
-from posttrain.engine.batch import Document, TokenBatch
-from posttrain.engine.predictions import Predictions
+from posttrain.engine.algorithms.objectives import Totals
+from posttrain.engine.batch import Document, Predictions, TokenBatch
 
 EXACT: Final = {"rel": 1e-12, "abs": 1e-12}  # what float64 in both, ours and a reference, may differ by
 

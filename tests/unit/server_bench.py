@@ -22,10 +22,9 @@ from posttrain.app.workspace import Workspace, init_workspace
 from posttrain.client.remote import remote_control
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.lifecycle import AttemptState
+from posttrain.domain.principals import Role
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
-from posttrain.domain.roles import Role
 from posttrain.server.app import Server, build
-from posttrain.server.asking import Asking
 from posttrain.server.calling import to_json
 from posttrain.server.connections import Door, Room
 from posttrain.server.entrance import Entrance
@@ -35,7 +34,7 @@ from posttrain.server.limits import Limits
 from posttrain.server.metering import Meters
 from posttrain.server.serving import Bind, configured
 from posttrain.server.worker import Worker
-from posttrain.server.workers import Refused
+from posttrain.server.workers import Asking, Refused
 from posttrain.store.atomic import write_json
 from posttrain.store.grants import Grants
 from posttrain.store.trees import put_tree

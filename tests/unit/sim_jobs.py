@@ -19,8 +19,7 @@ from posttrain.domain.jobs import ANOTHER_RUNS, Cause, CheckpointCommit, Failure
 from posttrain.domain.requests import JobRequest
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.channel import ControlKind
-from posttrain.store.event_writer import EventWriter
-from posttrain.store.spending import SpendingMeter
+from posttrain.store.event_writer import EventWriter, SpendingMeter
 from posttrain.store.trees import file_digest
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from test_control_protocol import VERBS
 from posttrain.api.guarding import NEEDS, guarded
 from posttrain.app.workspace import open_workspace
 from posttrain.domain.errors import AccessError
-from posttrain.domain.roles import Role, lower
+from posttrain.domain.principals import Role, lower
 
 PEOPLE = {"vi": Role.VIEWER, "sue": Role.SUBMITTER, "app": Role.APPROVER, "root": Role.ADMIN}
 As = Callable[[str], None]

@@ -20,10 +20,9 @@ from posttrain.control.owners import process_name
 from posttrain.domain.errors import InfrastructureError, InputError, IntegrityError, WorkspaceError
 from posttrain.domain.lifecycle import RunState
 from posttrain.drivers import detaching
-from posttrain.drivers import environment as driver_environment
+from posttrain.drivers import detaching as driver_environment
 from posttrain.drivers import requests as drivers
-from posttrain.drivers.detaching import detach
-from posttrain.drivers.environment import environment_key
+from posttrain.drivers.detaching import detach, environment_key
 from posttrain.drivers.log import MOST_BYTES, DriverLog, Veil, last_line, previous
 from posttrain.drivers.requests import (
     DriverKind,

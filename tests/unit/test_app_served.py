@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from posttrain._version import __version__
-from posttrain.app import served as module
-from posttrain.app.served import server_checks, standing_checks
+from posttrain.app import doctor as module
+from posttrain.app.doctor import server_checks, standing_checks
 from posttrain.app.workspace import Workspace, init_workspace
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import WorkspaceError

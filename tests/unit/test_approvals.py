@@ -22,15 +22,14 @@ from posttrain.app.background import Background
 from posttrain.app.workspace import open_workspace
 from posttrain.cli.live import run_table
 from posttrain.cli.screens import approval_lines
-from posttrain.control import approving, channels, judging
+from posttrain.control import actions, channels, judging
 from posttrain.control.actions import promote, retry, stop
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.approvals import APPROVED, REJECTED, Action, Approval, Standing, Terms, request_of, weigh
 from posttrain.domain.errors import AccessError, ApprovalError, InputError, StaleWriteError
 from posttrain.domain.policies import parse_policy
-from posttrain.domain.principals import DRIVER
+from posttrain.domain.principals import DRIVER, Role
 from posttrain.domain.reasons import Reason
-from posttrain.domain.roles import Role
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.drivers.requests import runs_folder
 from posttrain.store.atomic import make_folder
@@ -488,11 +487,11 @@ def test_a_freeze_wipes_nothing_that_was_said_of_a_change(bench: Bench) -> None:
     unprotects("has none")
     with bench.ledger.snapshot() as now:
         (request,) = now.approval_requests("prod")
-    approving.say(bob, request, REJECTED, "never")
-    approving.say(ann, request, APPROVED)
+    actions.say(bob, request, REJECTED, "never")
+    actions.say(ann, request, APPROVED)
     frozen_for_a_while()
     unprotects("was rejected by user:bob: never")
-    approving.say(bob, request, APPROVED)
+    actions.say(bob, request, APPROVED)
     frozen_for_a_while()
     assert not channels.protect(eve, "prod", protected=False).protected, "what was approved still is"
     channels.protect(eve, "prod", protected=True)
@@ -604,7 +603,7 @@ def erased(bench: Bench, name: str) -> None:
 
 
 def said(bench: Bench, actor: str, run_id: str, verdict: str = APPROVED) -> Standing:
-    return approving.say(by(bench, actor), approving.find_release(bench.stores, run_id, None), verdict)
+    return actions.say(by(bench, actor), actions.find_release(bench.stores, run_id, None), verdict)
 
 
 def test_who_submitted_a_run_does_not_approve_it_once_that_name_was_erased(
@@ -779,10 +778,10 @@ def test_an_approval_wakes_the_run_in_its_own_transaction(bench: Bench, monkeypa
     run_id = planned(bench, monkeypatch)
     bench.clock.time += 1000
     assert bench.reconciler.queue.due() == set()
-    request = approving.find_release(bench.stores, run_id, None)
+    request = actions.find_release(bench.stores, run_id, None)
     hashed: list[str] = []
     monkeypatch.setattr(judging, "check_weights", lambda *words: hashed.append("once"))
-    approving.say(by(bench, "user:ann"), request, APPROVED)
+    actions.say(by(bench, "user:ann"), request, APPROVED)
     assert bench.reconciler.queue.due() == {run_id}
     assert bench.drive(run_id).state == "succeeded"
     assert hashed == ["once"], "weights are hashed when it is approved, not before"
@@ -792,7 +791,7 @@ def test_stop_ends_the_wait_and_a_retry_finds_what_was_said(bench: Bench, monkey
     run_id = planned(bench, monkeypatch)
     stop(bench.stores, run_id)
     assert bench.drive(run_id).state == "stopped"
-    approving.say(by(bench, "user:bob"), approving.find_release(bench.stores, run_id, None), APPROVED)
+    actions.say(by(bench, "user:bob"), actions.find_release(bench.stores, run_id, None), APPROVED)
     assert bench.reconciler.queue.look("run", run_id) is None, "nobody has to look at a run that has ended"
     retry(bench.stores, bench.jobs.folders, run_id)
     assert bench.drive(run_id).state == "succeeded"
@@ -808,7 +807,7 @@ def test_whatever_makes_the_wait_moot_wakes_the_run(bench: Bench, monkeypatch: p
     elif how == "freeze":
         channels.freeze(bench.stores, "prod", channels.RELEASES)
     else:
-        approving.say(by(bench, "user:bob"), approving.find_release(bench.stores, run_id, None), REJECTED)
+        actions.say(by(bench, "user:bob"), actions.find_release(bench.stores, run_id, None), REJECTED)
     assert bench.reconciler.queue.due() == {run_id}
     ended = bench.drive(run_id)
     reasons = {"policy": "Succeeded", "freeze": "ChannelFrozen", "reject": "ApprovalRejected"}
@@ -890,7 +889,7 @@ def test_audit_4_history_names_who_requested_a_release_and_never_the_account_of_
 ) -> None:
     run_id = planned(bench, monkeypatch)  # submitted by `test`
     driver = Reconciler(by(bench, DRIVER), bench.jobs, "here")
-    approving.say(by(bench, "user:ann"), approving.find_release(bench.stores, run_id, None), APPROVED)
+    actions.say(by(bench, "user:ann"), actions.find_release(bench.stores, run_id, None), APPROVED)
     assert driver.drive(run_id, interval=1.0, timeout=3600).state == "succeeded"
     (move,) = moves(bench.ledger, "prod")
     assert (move.entry.actor, move.approved_by) == ("test", ("user:ann",))

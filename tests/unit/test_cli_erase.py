@@ -19,9 +19,9 @@ from test_channel_policies import policy_file
 
 from posttrain.app.workspace import open_workspace
 from posttrain.store.audit import verify_rows
-from posttrain.store.audited import TABLES
 from posttrain.store.database import Database
 from posttrain.store.erasure import erase_subject
+from posttrain.store.journal import TABLES
 from posttrain.store.ledger import Ledger
 
 WHO, SAID = "quillfeather", "whisperings"

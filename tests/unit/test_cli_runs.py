@@ -21,7 +21,7 @@ from posttrain.store.attempts import AttemptFolder
 from posttrain.store.audit import verify_rows
 from posttrain.views.vigil import Vigil
 from posttrain.web.curves import learning_curve
-from posttrain.web.series import CurveSeries
+from posttrain.web.panels import CurveSeries
 
 
 @pytest.fixture

@@ -30,9 +30,9 @@ from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.executors.local.podman import fetched
 from posttrain.server.connections import Door
 from posttrain.server.serving import Bind, configured
-from posttrain.store.access import JobAccess, read_access
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.backends.served import ServedBlobs
+from posttrain.store.reaching import JobAccess, read_access
 
 IMAGE = f"localhost/train@sha256:{'a1' * 32}"
 SECRET = "swordfish"

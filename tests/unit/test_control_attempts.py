@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from control_bench import RUN, TRAIN_ONLY, Bench, train, vanish
 
-from posttrain.control import actions, resuming
+from posttrain.control import actions, launching
 from posttrain.control.decide import BACKOFF_SECONDS
+from posttrain.control.launching import trained_elsewhere
 from posttrain.control.reconciler import Reconciler
-from posttrain.control.resuming import trained_elsewhere
 from posttrain.domain.errors import FailureClass, StaleWriteError
 from posttrain.domain.facts import Progress
 from posttrain.domain.jobs import CheckpointCommit, Failure, JobResult, JobState, Observation, Output
@@ -132,7 +132,7 @@ def test_a_checkpoint_that_is_dropped_while_it_is_published_is_passed_over(
             (folder / "policy.safetensors").unlink(missing_ok=True)
         return put_tree(blobs, folder)
 
-    monkeypatch.setattr(resuming, "put_tree", overtaken)
+    monkeypatch.setattr(launching, "put_tree", overtaken)
     bench.scripts["sft"] = [dies_after({1: 100, 2: 250}, tokens=300), train()]
     run = bench.drive(bench.submit(**TRAIN_ONLY))
     first, second = bench.ledger.attempts(run.id)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.control import budgets
-from posttrain.control.cache import cache_key
+from posttrain.control.launching import cache_key
 from posttrain.domain.canonical import canonical_json, digest_bytes
 from posttrain.domain.errors import BudgetExceededError, FailureClass
 from posttrain.domain.facts import Progress
@@ -25,8 +25,7 @@ from posttrain.domain.requests import JobRequest
 from posttrain.domain.runspec import Budget
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import AttemptFolder
-from posttrain.store.event_writer import EventWriter
-from posttrain.store.spending import SpendingMeter
+from posttrain.store.event_writer import EventWriter, SpendingMeter
 
 
 def ticks(bench: Bench, run_id: str, count: int = 3) -> None:

@@ -29,7 +29,7 @@ from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.trainers.native import NativeTrainer
 
 _PURE = {
-    "posttrain.control.budgets", "posttrain.control.orders", "posttrain.control.retrying", "posttrain.control.stalls",
+    "posttrain.control.budgets", "posttrain.control.orders", "posttrain.control.decide", "posttrain.control.stalls",
 }  # fmt: skip
 LIVE = (AttemptState.PLANNED, AttemptState.LAUNCHED)
 

@@ -9,7 +9,7 @@ import pytest
 from control_bench import TRAIN_ONLY, Bench, train, vanish
 
 from posttrain.control import actions
-from posttrain.control.fencing import assume_dead
+from posttrain.control.attempts import assume_dead
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.jobs import ANOTHER_RUNS
 from posttrain.domain.records import AttemptRecord, Event

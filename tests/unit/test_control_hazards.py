@@ -8,9 +8,9 @@ import pytest
 from control_bench import RUN, TRAIN_ONLY, Bench, evaluate, fail, train
 
 from posttrain.control import actions
+from posttrain.control.decide import PREEMPTIONS_PER_ATTEMPT
 from posttrain.control.explain import explain_run
 from posttrain.control.lineage import release_lineage
-from posttrain.control.retrying import PREEMPTIONS_PER_ATTEMPT
 from posttrain.control.verifying import verify
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import ConflictError, FailureClass, InfrastructureError, NotFoundError, QuarantinedError

@@ -13,7 +13,7 @@ import pytest
 from control_bench import TRAIN_ONLY, Bench, train
 
 from posttrain.control import actions
-from posttrain.control.fencing import give_up
+from posttrain.control.attempts import give_up
 from posttrain.domain.jobs import ANOTHER_RUNS, Cause
 from posttrain.execution.executors.fake import Hostility
 from posttrain.execution.processes import identity

@@ -10,7 +10,7 @@ import pytest
 from control_bench import TRAIN_ONLY, Bench, evaluate, fail, train
 from sqlalchemy import update
 
-from posttrain.control.fencing import assume_dead
+from posttrain.control.attempts import assume_dead
 from posttrain.control.jobs import AttemptFolders
 from posttrain.control.reconciler import LEASE_SECONDS, Reconciler
 from posttrain.domain.errors import FailureClass, InputError

@@ -20,7 +20,7 @@ from posttrain.domain.errors import ConflictError, GateInconclusiveError, GateRe
 from posttrain.domain.jobs import JobResult, Output
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.audit import verify_rows
-from posttrain.store.audited import TABLES
+from posttrain.store.journal import TABLES
 from posttrain.store.schema import deployments, releases
 from posttrain.store.sealer import seal
 from posttrain.views.moves import moves

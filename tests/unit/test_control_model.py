@@ -32,7 +32,7 @@ from hypothesis.stateful import (
 from posttrain.api.handles import Channel, Run
 from posttrain.app.embedded.control import control_of
 from posttrain.app.workspace import Workspace
-from posttrain.control import approving, channels
+from posttrain.control import actions, channels
 from posttrain.control.planning import plan_run
 from posttrain.control.reconciler import Reconciler
 from posttrain.control.submission import submit
@@ -191,7 +191,7 @@ class People(RuleBasedStateMachine):
     def says(self, which: int, verdict: str) -> None:
         """The approver of a run's channel, of its release."""
         run_id, stores = self.pick(which), replace(self.workspace.stores, actor="user:bob")
-        does = lambda: approving.say(stores, approving.find_release(stores, run_id, None), verdict)  # noqa: E731
+        does = lambda: actions.say(stores, actions.find_release(stores, run_id, None), verdict)  # noqa: E731
         self.same(lambda: self.runs[run_id].say(verdict), does)
 
     @rule(name=st.sampled_from(CHANNELS), which=st.sampled_from((None, POLICY, ASKING, ASKING)))

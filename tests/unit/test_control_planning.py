@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from posttrain.control.cache import cache_key
+from posttrain.control.launching import cache_key
 from posttrain.control.planning import plan_run
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError, NotFoundError

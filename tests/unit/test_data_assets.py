@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from posttrain.data import rows
 from posttrain.data.assets import REWARD_DIALECTS, inspect_model, inspect_reward
+from posttrain.data.catalog import inspect_dataset
 from posttrain.data.contamination import contamination
-from posttrain.data.datasets import inspect_dataset
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.errors import InputError, NotFoundError, PosttrainError
 from posttrain.domain.rewards import DIALECTS

@@ -33,15 +33,14 @@ from posttrain.data.fitting import (
 from posttrain.data.rows import Row, read_rows
 from posttrain.domain import rendering
 from posttrain.domain.errors import InputError
-from posttrain.domain.time_limit import TimeLimitError, time_limit
+from posttrain.domain.rendering import TimeLimitError, time_limit
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.models.chat import (
     encode_examples,
     encode_preferences,
     encode_prompts,
 )
-from posttrain.engine.models.initial import character_tokenizer
-from posttrain.engine.models.loading import load_tokenizer
+from posttrain.engine.models.loading import character_tokenizer, load_tokenizer
 
 QUESTION = {"role": "user", "content": "Q: sort 31"}
 ANSWER = {"role": "assistant", "content": "A: 13"}

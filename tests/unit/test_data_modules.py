@@ -12,8 +12,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from posttrain.data.catalog import Catalog
-from posttrain.data.modules import imported_reward
 from posttrain.data.refs import Source, parse_ref
+from posttrain.data.signatures import imported_reward
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.rewards import Signature
 from posttrain.engine.rewards.port import RewardCall

@@ -8,13 +8,12 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.algorithms.aggregation import Totals
-from posttrain.engine.algorithms.objectives import SupervisedObjective
+from posttrain.engine.algorithms.objectives import SupervisedObjective, Totals
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.groups.rank_context import RankContext
-from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
+from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 

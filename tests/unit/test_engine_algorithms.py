@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from posttrain.engine.algorithms.advantages import ESTIMATORS, dr_grpo, grpo, has_signal, rloo
-from posttrain.engine.algorithms.aggregation import MODES, Totals, token_weights
 from posttrain.engine.algorithms.losses import (
     corrected_kl_penalty,
     is_clipped,
@@ -22,6 +21,7 @@ from posttrain.engine.algorithms.losses import (
     negative_log_likelihood,
     ppo_clip,
 )
+from posttrain.engine.algorithms.objectives import MODES, Totals, token_weights
 from posttrain.engine.algorithms.schedule import learning_rate
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.journal import Journal

@@ -22,7 +22,7 @@ from posttrain.engine.models.chat import (
     encode_preferences,
     encode_prompts,
 )
-from posttrain.engine.models.initial import character_tokenizer
+from posttrain.engine.models.loading import character_tokenizer
 
 CHARACTERS = InitModelConfig().characters
 QUESTION = {"role": "user", "content": "Q: sort 31"}

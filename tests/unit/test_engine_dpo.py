@@ -11,14 +11,14 @@ from sampled_batches import EXACT, responses
 from test_engine_recipes import TINY, TOKENIZER, inline, quiet
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.algorithms.objectives import Totals
 from posttrain.engine.assembly import open_learner
+from posttrain.engine.batch import Predictions
 from posttrain.engine.config import DPOConfig
 from posttrain.engine.loop.from_rows import FromRows
 from posttrain.engine.loop.roles import Roles
-from posttrain.engine.models.initial import initial_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.predictions import Predictions
+from posttrain.engine.models.loading import initial_model
 from posttrain.engine.recipes.dpo import DPO
 from posttrain.engine.recipes.reward_model import RewardModel
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig

@@ -11,7 +11,7 @@ from test_engine_training import grpo, quiet, tiny, worker
 from torch import Tensor
 
 from posttrain.engine.algorithms.advantages import ESTIMATORS
-from posttrain.engine.algorithms.aggregation import MODES
+from posttrain.engine.algorithms.objectives import MODES
 from posttrain.engine.config import KLConfig
 from posttrain.engine.recipes import policy_gradient
 from posttrain.engine.samples import Prompt, Trajectory

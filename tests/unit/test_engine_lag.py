@@ -22,18 +22,16 @@ from torch import Tensor
 from posttrain.domain.errors import BudgetExceededError, InputError, IntegrityError
 from posttrain.domain.facts import Metric, Note, Sample, Span
 from posttrain.domain.kinds import OWN, WRITTEN
-from posttrain.engine.algorithms.aggregation import Totals
-from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective
+from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective, Totals
 from posttrain.engine.assembly import open_roles
-from posttrain.engine.batch import Document, TokenBatch
+from posttrain.engine.batch import Document, Predictions, TokenBatch
 from posttrain.engine.config import GRPOConfig, OnPolicyConfig, TraceConfig, named
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.loop.controller import Limits
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.models.initial import initial_model
+from posttrain.engine.models.loading import initial_model
 from posttrain.engine.models.source import ModelSource, ScalarSource
-from posttrain.engine.predictions import Predictions
 from posttrain.engine.recipes.algorithm import PROXIMAL
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.rollout.backends.native import NativeRollout

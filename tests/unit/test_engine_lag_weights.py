@@ -16,17 +16,15 @@ from test_engine_training import PROMPTS, TINY, TOKENIZER, Desk, FixedScorer, ev
 from torch import Tensor
 
 from posttrain.domain.facts import Metric
-from posttrain.engine.algorithms.aggregation import Totals
-from posttrain.engine.algorithms.objectives import PolicyObjective
+from posttrain.engine.algorithms.objectives import PolicyObjective, Totals
 from posttrain.engine.assembly import open_roles
-from posttrain.engine.batch import Document, TokenBatch
+from posttrain.engine.batch import Document, Predictions, TokenBatch
 from posttrain.engine.config import GRPOConfig, TraceConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.models.initial import initial_model
+from posttrain.engine.models.loading import initial_model
 from posttrain.engine.models.source import ModelSource
-from posttrain.engine.predictions import Predictions
 from posttrain.engine.recipes.algorithm import ScoredGroup
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.settings import PolicyGradientOptimizerConfig

@@ -10,9 +10,15 @@ from test_engine_training import DOCUMENTS, LossOf, gpt2, mean_loss, sft, worker
 from torch import Tensor
 
 from posttrain.domain.errors import IntegrityError
-from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.losses import corrected_kl_penalty
-from posttrain.engine.algorithms.objectives import KLTerm, LossParts, PolicyObjective, Predictions, ValueObjective
+from posttrain.engine.algorithms.objectives import (
+    KLTerm,
+    LossParts,
+    PolicyObjective,
+    Predictions,
+    Totals,
+    ValueObjective,
+)
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.settings import OptimizerConfig

@@ -16,28 +16,25 @@ from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, qu
 
 from posttrain.domain.errors import BudgetExceededError, InputError
 from posttrain.domain.facts import Fact, Note, Sample
-from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.kl import score_rewards
-from posttrain.engine.algorithms.objectives import LossParts, SupervisedObjective
+from posttrain.engine.algorithms.objectives import LossParts, SupervisedObjective, Totals
 from posttrain.engine.assembly import open_roles
-from posttrain.engine.batch import Document, TokenBatch
+from posttrain.engine.batch import Document, Need, Predictions, TokenBatch
 from posttrain.engine.config import DataflowConfig, GroupConfig, GRPOConfig, PPOConfig
 from posttrain.engine.evaluation.probe import ProbeSchedule
 from posttrain.engine.loop.controller import Controller, Limits
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.rollout_metrics import engine_metrics
-from posttrain.engine.models.initial import initial_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.predictions import Need, Predictions
+from posttrain.engine.models.loading import initial_model
 from posttrain.engine.recipes.algorithm import Drop, PromptSource, ScoredGroup, Update, pack
 from posttrain.engine.recipes.dataflow import Dataflow
 from posttrain.engine.recipes.dpo import DPOObjective
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.recipes.policy_gradient import PolicyGradient
 from posttrain.engine.recipes.ppo import PPO
-from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.learner import DivergedError
-from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.batched import BatchedEngine
 from posttrain.engine.rollout.batches import Rollouts

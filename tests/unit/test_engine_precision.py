@@ -11,12 +11,17 @@ from batches import pieces
 from sampled_batches import EXACT, clipped, loss_and_gradient, responses, sampled
 from torch import Tensor
 
-from posttrain.engine.algorithms.aggregation import MODES, Totals
-from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective, SupervisedObjective, ValueObjective
-from posttrain.engine.batch import TokenBatch
+from posttrain.engine.algorithms.objectives import (
+    MODES,
+    KLTerm,
+    PolicyObjective,
+    SupervisedObjective,
+    Totals,
+    ValueObjective,
+)
+from posttrain.engine.batch import Predictions, TokenBatch
 from posttrain.engine.config import DAPOConfig, GroupConfig, GRPOConfig, PPOConfig, ReinforcePlusPlusConfig
 from posttrain.engine.precision import precision
-from posttrain.engine.predictions import Predictions
 from posttrain.engine.recipes.dapo import DAPO
 from posttrain.engine.recipes.dr_grpo import DrGRPO
 from posttrain.engine.recipes.grpo import GRPO

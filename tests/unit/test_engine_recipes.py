@@ -39,9 +39,8 @@ from posttrain.engine.loop.from_rows import FromRows
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Recipe
 from posttrain.engine.models.chat import PreferencePair
-from posttrain.engine.models.initial import character_tokenizer, initial_model
-from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.models.scalar_model import ScalarModel, adopt_classifier, put_scalar_head
+from posttrain.engine.models.language_model import ScalarModel, adopt_classifier, adopt_module, put_scalar_head
+from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.recipes.algorithm import VALUES, Column, Update
 from posttrain.engine.recipes.dataflow import Dataflow, load_dataflow
@@ -51,8 +50,7 @@ from posttrain.engine.recipes.reward_model import RewardModel
 from posttrain.engine.rewards.parallel import ParallelReward
 from posttrain.engine.rewards.port import RewardCall, Score
 from posttrain.engine.rewards.scripted import ScriptedReward
-from posttrain.engine.roles.frozen import FrozenWorker
-from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.scoring import ModelScorer, Scorer
 from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig, RuntimeConfig

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.algorithms.gae import generalized_advantages
+from posttrain.engine.algorithms.advantages import generalized_advantages
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.loop.held_groups import Held, read_held, write_held
 from posttrain.engine.recipes.algorithm import ScoredGroup

@@ -18,7 +18,7 @@ from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.port import Answer, Call
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.models.initial import initial_model
+from posttrain.engine.models.loading import initial_model
 from posttrain.engine.models.source import ModelSource, ScalarSource
 from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.roles.training import TrainWorker

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from posttrain.domain.errors import DeadlineError, InputError
 from posttrain.domain.facts import Sample
-from posttrain.engine.algorithms.gae import whiten
+from posttrain.engine.algorithms.advantages import whiten
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import (
     CriticConfig,
@@ -37,7 +37,7 @@ from posttrain.engine.groups.port import Flow
 from posttrain.engine.groups.worker_group import Future
 from posttrain.engine.loop.incoming import Incoming
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.models.initial import initial_model
+from posttrain.engine.models.loading import initial_model
 from posttrain.engine.models.source import ModelSource, ScalarSource
 from posttrain.engine.recipes.algorithm import ScoredGroup, pack
 from posttrain.engine.recipes.dapo import DAPO
@@ -48,8 +48,7 @@ from posttrain.engine.recipes.rloo import RLOO
 from posttrain.engine.rewards.parallel import ParallelReward
 from posttrain.engine.rewards.port import RewardCall, RewardError, Score
 from posttrain.engine.rewards.scripted import ScriptedReward
-from posttrain.engine.roles.frozen import FrozenWorker
-from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.rollout.batches import Rollouts
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Group, Prompt, Trajectory, groups_of

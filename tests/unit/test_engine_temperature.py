@@ -16,15 +16,15 @@ from torch import Tensor
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Note, Sample
-from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.algorithms.objectives import Totals
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import GRPOConfig, KLConfig, TraceConfig
 from posttrain.engine.loop.held_groups import Held, read_held, write_held
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models import logprobs as logprobs_module
-from posttrain.engine.models.initial import initial_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
+from posttrain.engine.models.loading import initial_model
 from posttrain.engine.models.logprobs import likeliest_tokens
 from posttrain.engine.models.predicting import predict
 from posttrain.engine.recipes.algorithm import Drop, PromptSource, ScoredGroup, pack, with_temperature

@@ -18,8 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from posttrain.domain.errors import BudgetExceededError, FailureClass, InputError, IntegrityError
 from posttrain.domain.facts import Fact, Metric, Note, Progress, Sample, Span
-from posttrain.engine.algorithms.aggregation import Totals
-from posttrain.engine.algorithms.objectives import LossParts, Need, Predictions
+from posttrain.engine.algorithms.objectives import LossParts, Need, Predictions, Totals
 from posttrain.engine.assembly import open_learner, open_roles
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import GRPOConfig, InitModelConfig, KLConfig, SFTConfig, TraceConfig
@@ -32,15 +31,14 @@ from posttrain.engine.loop.controller import CONTROLLER_METRICS, Controller, Lim
 from posttrain.engine.loop.from_rows import FromRows
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Recipe
-from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
+from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.rewards.port import Score
 from posttrain.engine.rewards.scripted import ScriptedReward
-from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.learner import DivergedError
-from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
 from posttrain.engine.rollout.generating import generate
 from posttrain.engine.rollout.port import SamplingParams

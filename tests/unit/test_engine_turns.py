@@ -20,25 +20,24 @@ from test_engine_training import Desk, stop_after
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Fact, Note, Sample
-from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.kl import kl_estimate
+from posttrain.engine.algorithms.objectives import Totals
 from posttrain.engine.assembly import open_roles
-from posttrain.engine.batch import TokenBatch
+from posttrain.engine.batch import Predictions, TokenBatch
 from posttrain.engine.config import CriticConfig, DataflowConfig, PPOConfig, PPOKLConfig, TraceConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.loop.environment import Failed, TextEnvironment
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.rollout_metrics import engine_metrics
-from posttrain.engine.models.initial import initial_model
 from posttrain.engine.models.language_model import adopt_module
+from posttrain.engine.models.loading import initial_model
 from posttrain.engine.models.source import ModelSource
-from posttrain.engine.predictions import Predictions
 from posttrain.engine.recipes.algorithm import PromptSource, ScoredGroup, pack
 from posttrain.engine.recipes.ppo import PPO
+from posttrain.engine.rewards.parallel import WeightedReward
 from posttrain.engine.rewards.port import RewardError, Score
 from posttrain.engine.rewards.scripted import ScriptedReward
-from posttrain.engine.rewards.weighted import WeightedReward
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.batches import Rollouts

@@ -35,9 +35,8 @@ from posttrain.engine.algorithms.passk import pass_at_k
 from posttrain.engine.config import InitModelConfig, SuiteConfig
 from posttrain.engine.evaluation.answers import Extractor
 from posttrain.engine.evaluation.evaluate import Item, Meter, SuiteResult, evaluate_suite, suite_items
-from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.models.loading import save_model
+from posttrain.engine.models.loading import character_tokenizer, initial_model, save_model
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
 from posttrain.jobs.bodies import evaluation
 from posttrain.jobs.entry import run

@@ -13,8 +13,7 @@ from cli_world import World, make_world
 from posttrain.domain.errors import InputError
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.engine.config import stage_config
-from posttrain.foreign.draft import Draft
-from posttrain.foreign.settings import read_settings
+from posttrain.foreign.settings import Draft, read_settings
 from posttrain.foreign.trl import from_trl
 from posttrain.foreign.verl import from_verl
 

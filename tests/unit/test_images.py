@@ -16,7 +16,7 @@ from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import AccessError, InputError, NotFoundError
 from posttrain.domain.identity import job_identity
 from posttrain.domain.images import allows, image_reference, image_rule
-from posttrain.domain.roles import Role
+from posttrain.domain.principals import Role
 from posttrain.store.audit import verify_rows
 from posttrain.store.sealer import seal
 

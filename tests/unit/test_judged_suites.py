@@ -18,8 +18,7 @@ from test_preflight_fitting import Change
 from transformers import PreTrainedTokenizerFast
 
 from posttrain.app.handles import submit
-from posttrain.app.planning import view_plan
-from posttrain.app.runs import plan
+from posttrain.app.runs import plan, view_plan
 from posttrain.control.judging import read_evidence
 from posttrain.control.responses import Responses
 from posttrain.control.scores import Measured
@@ -28,9 +27,8 @@ from posttrain.domain.errors import FailureClass, InputError
 from posttrain.domain.jobs import InputBlob, JobResult
 from posttrain.domain.measures import ItemRange, compares
 from posttrain.engine.config import InitModelConfig, SuiteConfig
-from posttrain.engine.evaluation.evaluate import Meter, SuiteResult, _mean, evaluate_suite, suite_items
-from posttrain.engine.evaluation.judging import RewardJudge
-from posttrain.engine.models.initial import character_tokenizer
+from posttrain.engine.evaluation.evaluate import Meter, RewardJudge, SuiteResult, _mean, evaluate_suite, suite_items
+from posttrain.engine.models.loading import character_tokenizer
 from posttrain.engine.rewards.port import RewardCall, RewardError
 from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.execution.trainers.native import NativeTrainer

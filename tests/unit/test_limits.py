@@ -15,10 +15,9 @@ from server_bench import Answer, ServerBench, served
 from posttrain.client.transport import Transport
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import LimitError
+from posttrain.domain.principals import Role
 from posttrain.domain.records import RunRecord, StageRecord
-from posttrain.domain.roles import Role
-from posttrain.server.lanes import FOLLOW, HEAVY, UPLOAD
-from posttrain.server.limits import BODY, MOST, Limits, Most
+from posttrain.server.limits import BODY, FOLLOW, HEAVY, MOST, UPLOAD, Limits, Most
 
 P = "/v1/projects/default"
 

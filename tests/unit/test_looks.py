@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from control_bench import RUN, TRAIN_ONLY, Bench, Script, evaluate, train
+from posttrain.engine.models.initial import character_tokenizer
 from scipy import stats
 
 from posttrain.control import channels
@@ -23,10 +24,9 @@ from posttrain.domain.canonical import digest_json
 from posttrain.domain.gates import GateReport, GateRule, Outcome
 from posttrain.domain.measures import RATE
 from posttrain.domain.policies import ChannelPolicy, LookBudget, parse_policy
-from posttrain.domain.roles import Role
+from posttrain.domain.principals import Role
 from posttrain.engine.config import InitModelConfig, SuiteConfig
 from posttrain.engine.evaluation.evaluate import suite_items
-from posttrain.engine.models.initial import character_tokenizer
 from posttrain.preflight.datasets import Dataset
 from posttrain.store.attempts import AttemptFolder
 

@@ -19,8 +19,8 @@ from posttrain.api.operations import ELSEWHERE, OF_PAGES, OPERATIONS
 from posttrain.api.problems import problem, raised
 from posttrain.client.remote import RemoteControl
 from posttrain.domain import errors
+from posttrain.domain.principals import Role
 from posttrain.domain.records import RunRecord, StageRecord
-from posttrain.domain.roles import Role
 from posttrain.server.calling import to_json
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.PosttrainError)]

@@ -11,8 +11,8 @@ from cli_world import World, make_world
 
 from posttrain.data.fitting import PlanTokenizer, open_tokenizer
 from posttrain.domain.contracts import RowNeeds
-from posttrain.engine.models.initial import character_tokenizer
-from posttrain.preflight.lengths import _lengths
+from posttrain.engine.models.loading import character_tokenizer
+from posttrain.preflight.fitting import _lengths
 
 LEARN, PAIRS, ASK = RowNeeds(learn=True), RowNeeds(pairs=True), RowNeeds()
 ASKED, ANSWER = {"role": "user", "content": "5 + 3"}, {"role": "assistant", "content": "8"}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.planner.estimate import Experience, Workload, estimate
+from posttrain.planner.prospects import Experience, Workload, estimate
 
 WORK = {"steps": 10, "prompts": 10, "documents": 80, "trained": 80, "max_new_tokens": 32}
 GRPO = Workload("grpo", WORK, length=20.0)

@@ -20,8 +20,8 @@ from posttrain.execution.cluster_facts import (
     ray_answer,
     read_machine,
 )
-from posttrain.preflight.checks import Check
 from posttrain.preflight.cluster_checks import (
+    Check,
     check_devices,
     check_gloo,
     check_limits,

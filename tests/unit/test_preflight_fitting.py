@@ -12,12 +12,11 @@ import pytest
 import yaml
 
 from posttrain.app.handles import submit
-from posttrain.app.planning import view_plan
-from posttrain.app.runs import plan
+from posttrain.app.runs import plan, view_plan
 from posttrain.app.workspace import init_workspace
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.engine.config import InitModelConfig
-from posttrain.engine.models.initial import character_tokenizer, initial_model
+from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.store.trees import tree_listing
 
 CONTEXT = 32

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cli_world import World, make_world
 
-from posttrain.domain.architectures import is_classifier
+from posttrain.domain.rendering import is_classifier
 
 RUN = """\
 name: judged

@@ -11,11 +11,9 @@ import pytest
 from test_preflight_fitting import Bench, Change
 
 from posttrain.app.handles import submit
-from posttrain.app.planning import view_plan
-from posttrain.app.runs import plan
-from posttrain.control.compare import compare
-from posttrain.control.lineage import _input_node
-from posttrain.control.origins import Origins
+from posttrain.app.runs import plan, view_plan
+from posttrain.control.comparing import compare
+from posttrain.control.lineage import Origins, _input_node
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.manifest import InputRef

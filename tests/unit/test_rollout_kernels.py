@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.engine.models.language_model import float32_logits
-from posttrain.engine.rollout.row_products import padded_width, weigh
+from posttrain.engine.rollout.page_attention import padded_width, weigh
 
 WIDEST = 1104
 SHAPES = [(8, 2), (16, 1), (32, 2), (64, 1), (64, 7), (128, 4), (12, 2)]

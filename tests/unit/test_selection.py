@@ -23,7 +23,7 @@ from posttrain.domain.jobs import JobResult
 from posttrain.engine.config import GRPOConfig, RewardModelConfig, SFTConfig, TrainingConfig
 from posttrain.engine.selection import Selection, Standing, UnmeasuredError
 from posttrain.engine.settings import EarlyStoppingConfig
-from posttrain.engine.weights.best import BestModel
+from posttrain.engine.weights.checkpoint import BestModel
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.jobs import entry
 from posttrain.jobs.bodies import training

@@ -38,14 +38,14 @@ from posttrain.domain.errors import (
     PosttrainError,
 )
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
+from posttrain.domain.principals import Role
 from posttrain.domain.records import Asset, RunRecord, StageRecord
-from posttrain.domain.roles import Role
 from posttrain.domain.runspec import Budget
-from posttrain.server import lanes
-from posttrain.server.repeats import Once, request_id
+from posttrain.server import limits
+from posttrain.server.underway import Once, request_id
 from posttrain.server.uploads import Uploads
 from posttrain.server.watching import Looking, Watchers
-from posttrain.store.repeated import Repeats
+from posttrain.store.operations import Repeats
 from posttrain.store.trees import FORMAT
 
 ROWS = "".join(json.dumps({"prompt": f"{n}", "completion": f"{n % 10}"}) + "\n" for n in range(50))
@@ -950,7 +950,7 @@ def test_a_stream_that_breaks_off_is_one_line(bench: ServerBench) -> None:
 def test_more_followers_than_threads_are_refused_and_those_who_leave_make_room(
     bench: ServerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(lanes._limits, lanes.FOLLOW, CapacityLimiter(2))
+    monkeypatch.setitem(limits._limits, limits.FOLLOW, CapacityLimiter(2))
     run_id = waiting(bench, "silent-22222222")
     head = f"GET {PROJECT}/runs/{run_id}/logs?follow=true HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n\r\n"
     followers = [socket.create_connection(("127.0.0.1", bench.port)) for _ in range(2)]

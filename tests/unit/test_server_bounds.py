@@ -22,13 +22,12 @@ from console_bench import Browser
 from server_bench import Answer, ServerBench, served
 
 from posttrain.domain.canonical import digest_json
+from posttrain.domain.principals import Role
 from posttrain.domain.records import RunRecord, StageRecord
-from posttrain.domain.roles import Role
-from posttrain.server import lanes
+from posttrain.server import limits
 from posttrain.server.connections import MOST, most_of, quiet
-from posttrain.server.console import sessions
-from posttrain.server.lanes import ADOPT, UPLOAD
-from posttrain.server.limits import BODY, LOGIN, Most
+from posttrain.server.console import visiting
+from posttrain.server.limits import ADOPT, BODY, LOGIN, UPLOAD, Most
 from posttrain.store.sessions import MOST as MOST_SESSIONS
 
 P = "/v1/projects/default"
@@ -248,7 +247,7 @@ def test_looking_at_direct_uploads_is_limited_and_done_once(tmp_path: Path, monk
                 pass
             assert not store.begun.acquire(blocking=False), "one look at a digest at a time"
             assert [one.status for one in found] == [429, 429]
-            assert lanes._limits[UPLOAD].borrowed_tokens == 0, "no thread that inputs of jobs need"
+            assert limits._limits[UPLOAD].borrowed_tokens == 0, "no thread that inputs of jobs need"
         finally:
             store.go.set()
             for thread in threads:
@@ -279,14 +278,14 @@ def test_sessions_of_one_token_are_few(bench: ServerBench) -> None:
 
 def test_who_guesses_tokens_has_few_threads(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.limits.most[LOGIN] = Most(1, 1)
-    begun, go, real = threading.Semaphore(0), threading.Event(), sessions.log_in
+    begun, go, real = threading.Semaphore(0), threading.Event(), visiting.log_in
 
     def slow(*words: Any) -> dict[str, str]:
         begun.release()
         go.wait()
         return real(*words)
 
-    monkeypatch.setattr(sessions, "log_in", slow)
+    monkeypatch.setattr(visiting, "log_in", slow)
     browser = Browser(bench)
     first = threading.Thread(target=browser.log_in, args=("posttrain_" + "x" * 43,))
     first.start()
@@ -300,8 +299,8 @@ def test_who_guesses_tokens_has_few_threads(bench: ServerBench, monkeypatch: pyt
 
 
 def test_a_busy_server_says_so(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(lanes._WAITING, lanes.HEAVY, -1)
-    monkeypatch.setattr("posttrain.server.lanes._limits", {lanes.HEAVY: SimpleNamespace(**Full)})
+    monkeypatch.setitem(limits._WAITING, limits.HEAVY, -1)
+    monkeypatch.setattr("posttrain.server.limits._limits", {limits.HEAVY: SimpleNamespace(**Full)})
     found = bench.ask("GET", f"{P}/lineage?target=x", bench.tokens["ann"])
     assert (found.status, found.json["type"]) == (503, "urn:posttrain:problem:busy")
     assert found.json["title"] == "The server has too much to do at the moment; nothing was done."

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from posttrain.access.authenticators import session
 from posttrain.app.workspace import Workspace
-from posttrain.domain.roles import Role
+from posttrain.domain.principals import Role
 
 HOME = "/projects/default"
 REFUSED = 403
@@ -418,7 +418,7 @@ def test_a_stream_tells_that_a_page_is_another_and_ends_with_the_session(world: 
 
 
 def test_too_many_followers_are_refused(world: ConsoleWorld, ann: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.server.console.live.MOST", 0)
+    monkeypatch.setattr("posttrain.server.console.routes.MOST", 0)
     assert ann.get(f"{HOME}/live?of=runs").status == 503
 
 

@@ -19,7 +19,7 @@ from test_server import everywhere
 
 from posttrain.api.operations import OPERATIONS, Operation
 from posttrain.domain.errors import InputError, WorkspaceError
-from posttrain.domain.roles import Role
+from posttrain.domain.principals import Role
 from posttrain.server import logs
 from posttrain.server.logs import DriverLines, Logging, Printed, begin
 

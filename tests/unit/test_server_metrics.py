@@ -13,11 +13,11 @@ from server_bench import KEY, ServerBench, served
 
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import WorkspaceError
+from posttrain.domain.principals import Role
 from posttrain.domain.records import RunRecord, StageRecord
-from posttrain.domain.roles import Role
 from posttrain.domain.sinks import Rule, SinkRecord
 from posttrain.server import metering
-from posttrain.server.board import Board
+from posttrain.server.metering import Board
 from posttrain.store.schema import SCHEMA_VERSION
 from posttrain.store.standing import standing
 

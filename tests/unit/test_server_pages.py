@@ -18,8 +18,8 @@ from posttrain.api.pages import LISTS, MOST, cursor, place
 from posttrain.app.embedded.control import control_of
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import CursorError, InputError
+from posttrain.domain.principals import Role
 from posttrain.domain.records import RunRecord
-from posttrain.domain.roles import Role
 
 P = "/v1/projects/default"
 

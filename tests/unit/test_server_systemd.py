@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.server import systemd as module
-from posttrain.server.systemd import Systemd
+from posttrain.server import readiness as module
+from posttrain.server.readiness import Systemd
 
 
 @pytest.fixture

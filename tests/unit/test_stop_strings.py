@@ -13,15 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_control_planning import RUN, manifest
 
-from posttrain.control.cache import cache_key
+from posttrain.control.launching import cache_key
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.manifest import Manifest
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models import adopt_module
-from posttrain.engine.models.initial import character_tokenizer, initial_model
-from posttrain.engine.models.loading import save_model
+from posttrain.engine.models.loading import character_tokenizer, initial_model, save_model
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.rollout.worker import RolloutWorker
 

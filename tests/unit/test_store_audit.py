@@ -11,12 +11,12 @@ import pytest
 
 from posttrain.domain.approvals import Action, request_of
 from posttrain.domain.errors import IntegrityError
+from posttrain.domain.principals import Role
 from posttrain.domain.records import Asset, AttemptRecord, RunRecord, StageRecord, Token
-from posttrain.domain.roles import Role
 from posttrain.domain.sinks import Rule, SinkRecord
 from posttrain.store.audit import verify_rows
-from posttrain.store.audited import TABLES
 from posttrain.store.database import Database
+from posttrain.store.journal import TABLES
 from posttrain.store.ledger import Ledger
 from posttrain.store.schema import looks
 from posttrain.store.sealer import seal, verify_chain

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from posttrain.domain.errors import IntegrityError
 from posttrain.domain.records import RunRecord
 from posttrain.store.database import Database
-from posttrain.store.envelopes import FIELDS, Payload, envelope_leaf
+from posttrain.store.journal import FIELDS, Payload, envelope_leaf
 from posttrain.store.ledger import Ledger
 from posttrain.store.merkle import EMPTY
 from posttrain.store.sealer import seal, verify_chain

@@ -176,7 +176,7 @@ SHORT_WAITS = {
     "control/reconciler.py:SLOT_SECONDS": "between two looks for slots that other processes left; nothing ends with it",
     "control/pulse.py:OBSERVE_SECONDS": "between two readings of what jobs report; nothing ends with it",
     "events/ports.py:CONNECT_SECONDS": "a receiver that is away longer is tried again later, and nothing is lost",
-    "trackers/reaching.py:_SECONDS": "a server that is away longer is told, and tried again later",
+    "trackers/tracking.py:_SECONDS": "a server that is away longer is told, and tried again later",
     "views/vigil.py:_ALONE": "told a little early, nothing else: a driver may follow",
     "data/fitting.py:_MEAN_SECONDS": "a mean over rows, looked at after ten seconds; a rendering takes a thousandth",
     "engine/evaluation/answers.py:_SECONDS": "100,000 times what it takes: a pattern cannot hang a run",
@@ -185,7 +185,7 @@ SHORT_WAITS = {
     "execution/executors/local/executor.py:_POLL_SECONDS": "between two looks",
     "execution/executors/local/forkserver.py:_END_SECONDS": "then an idle process is killed",
     "execution/processes.py:HEARTBEAT_SECONDS": "between two signs of life",
-    "store/claims.py:_POLL_SECONDS": "between two looks",
+    "store/attempts.py:_POLL_SECONDS": "between two looks",
     "store/operations.py:_LOOKED_SECONDS": "between two notes that somebody looked",
     "store/upgrade.py:_TRY_SECONDS": "then others go on, and it is tried again",
 }

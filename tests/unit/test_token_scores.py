@@ -24,8 +24,8 @@ from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import CriticConfig, PPOConfig, PPOKLConfig
 from posttrain.engine.loop.held_groups import Held, read_held, write_held
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.models.initial import initial_model
 from posttrain.engine.models.language_model import adopt_module
+from posttrain.engine.models.loading import initial_model
 from posttrain.engine.recipes.algorithm import ScoredGroup, pack
 from posttrain.engine.rewards.port import RewardError, Score
 from posttrain.engine.rewards.process import open_reward

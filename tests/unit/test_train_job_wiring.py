@@ -21,8 +21,8 @@ from posttrain.engine.groups.pool import Deadlines
 from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.loop import controller, from_rows
 from posttrain.engine.loop.controller import Order
-from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
+from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.rollout import worker
 from posttrain.engine.rollout.batches import PromptBatch
 from posttrain.engine.rollout.generating import SilentError

@@ -21,14 +21,11 @@ from posttrain.app.embedded.control import Embedded
 from posttrain.client.blobs import Sender
 from posttrain.client.transport import Transport
 from posttrain.domain.errors import InputError, StoppedError
-from posttrain.domain.roles import Role
-from posttrain.server.asking import Asking
-from posttrain.server.repeats import Once, request_id
-from posttrain.server.underway import Running, Underway, asked_of
-from posttrain.server.workers import Workers
+from posttrain.domain.principals import Role
+from posttrain.server.underway import Once, Running, Underway, asked_of, request_id
+from posttrain.server.workers import Asking, Workers
 from posttrain.store.hosts import Hosts
-from posttrain.store.operations import BEAT_SECONDS, SILENT_SECONDS, Operations
-from posttrain.store.repeated import Repeats
+from posttrain.store.operations import BEAT_SECONDS, SILENT_SECONDS, Operations, Repeats
 from posttrain.store.schema import operations
 
 P = "/v1/projects/default"

@@ -12,7 +12,7 @@ from posttrain.client.blobs import Sender
 from posttrain.client.transport import Transport
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import ConflictError, DeadlineError, InputError
-from posttrain.domain.roles import Role
+from posttrain.domain.principals import Role
 from posttrain.server.uploads import Arriving, _blocks
 from posttrain.store.parts import LEAST, PART, Parts, PartStore
 

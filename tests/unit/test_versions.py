@@ -22,8 +22,8 @@ from posttrain.api.versions import API_VERSION, API_VERSIONS
 from posttrain.client.remote import remote_control
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import ApiVersionError, PosttrainError
+from posttrain.domain.principals import Role
 from posttrain.domain.records import RunRecord, StageRecord
-from posttrain.domain.roles import Role
 
 DAY = 86400.0
 P = "/v1/projects/default"

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.web.panels import HEIGHT, WIDTH, panel
+from posttrain.web.panels import HEIGHT, WIDTH, CurveSeries, panel
 from posttrain.web.quantities import brief, extent, rank, ticks
-from posttrain.web.series import CurveSeries
 
 NOISE = list(np.random.default_rng(1).normal(size=200))
 

@@ -16,6 +16,7 @@ from posttrain.domain.errors import WorkspaceError
 from posttrain.domain.facts import Sample
 from posttrain.domain.gates import Outcome, Verdict
 from posttrain.web.pages import MOST_BYTES, duration, excerpt, number
+from posttrain.web.panels import CurveSeries
 from posttrain.web.report import (
     BudgetRow,
     ChangeRow,
@@ -31,7 +32,6 @@ from posttrain.web.report import (
     run_report,
     scale,
 )
-from posttrain.web.series import CurveSeries
 
 VOID = {"meta", "br", "img", "line", "circle", "path", "link", "input", "hr"}
 FAILED = Verdict(

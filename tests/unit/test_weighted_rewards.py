@@ -34,17 +34,16 @@ from posttrain.domain.jobs import InputBlob
 from posttrain.engine.algorithms.advantages import ESTIMATORS
 from posttrain.engine.loop.rollout_metrics import rollout_metrics
 from posttrain.engine.recipes.algorithm import ScoredGroup
-from posttrain.engine.rewards.parallel import ParallelReward
+from posttrain.engine.rewards.parallel import ParallelReward, WeightedReward
 from posttrain.engine.rewards.port import RewardCall, RewardError, RewardFunction, Score
 from posttrain.engine.rewards.scripted import ScriptedReward
-from posttrain.engine.rewards.weighted import WeightedReward
 from posttrain.engine.samples import Prompt, Trajectory, groups_of
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.trees import put_tree
+from posttrain.web.panels import CurveSeries
 from posttrain.web.quantities import extent
 from posttrain.web.report import StageCurves, render_run_report
-from posttrain.web.series import CurveSeries
 
 NUMBERS = st.floats(-1e9, 1e9, allow_nan=False)
 SMALL = st.floats(-1e6, 1e6, allow_nan=False)

@@ -15,8 +15,8 @@ from control_bench import TRAIN_ONLY, Bench, evaluate, train, vanish
 from posttrain.app.workspace import init_workspace
 from posttrain.control import actions
 from posttrain.control.jobs import AttemptFolders
+from posttrain.control.launching import tokens_taken_over, trained_elsewhere
 from posttrain.control.reconciler import Reconciler
-from posttrain.control.resuming import tokens_taken_over, trained_elsewhere
 from posttrain.domain.errors import InfrastructureError, InputError, WorkspaceError
 from posttrain.domain.facts import Progress
 from posttrain.domain.jobs import CheckpointCommit, JobOrder, JobResult

@@ -16,7 +16,7 @@ from posttrain.cli.main import app
 from posttrain.domain.errors import InputError, WorkspaceError
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
-from posttrain.workspace.ledgers import bind
+from posttrain.workspace.settings import bind
 
 ADDRESS = "postgresql://ann@localhost:1/ledger"
 

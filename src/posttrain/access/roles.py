@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from posttrain.access.ports import OS, Identity
-from posttrain.domain.roles import Role, lower
+from posttrain.domain.errors import AccessError
+from posttrain.domain.principals import NOBODY, Role, lower
+from posttrain.domain.records import Token
 from posttrain.store.ledger import Ledger
 
 
@@ -22,3 +24,21 @@ def role_of(ledger: Ledger, identity: Identity) -> Role | None:
         return role
     most = identity.scopes.get(ledger.project)
     return None if most is None else lower(role, most)
+
+
+def identity_of(token: Token | None, moment: float, auth: str, unknown: str) -> Identity:
+    """Who stands behind a token that was found.
+
+    Args:
+        unknown: what to say where there is none.
+
+    Raises:
+        AccessError: there is none, or it is good for nothing any more.
+    """
+    if token is None or token.actor.startswith(NOBODY):
+        raise AccessError(unknown)
+    if token.revoked_at is not None:
+        raise AccessError(f"token {token.id} was revoked; ask an admin for another one")
+    if moment >= token.expires_at:
+        raise AccessError(f"token {token.id} has expired; ask an admin for another one")
+    return Identity(token.actor, auth, {name: Role(role) for name, role in token.scopes.items()})

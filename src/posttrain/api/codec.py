@@ -23,12 +23,11 @@ _WHERE = {  # room → names of it that modules import for type checking only
     "collections.abc": "Iterator Mapping Sequence",
     "pathlib": "Path",
     "posttrain.api.access": "Issued Whoami",
+    "posttrain.api.control": "Vigil Watcher",
     "posttrain.api.values": (
         "Asked ChannelView Collected Dead Erasure Exported Locked Marked Point Ranked RunDiff Submitted Sweep Why"
     ),
-    "posttrain.api.watching": "Vigil Watcher",
-    "posttrain.control.compare": "Difference",
-    "posttrain.control.comparing": "Cell Comparison MetricRow",
+    "posttrain.control.comparing": "Cell Comparison Difference MetricRow",
     "posttrain.control.downstream": "Downstream",
     "posttrain.control.lineage": "Node",
     "posttrain.control.planning": "Planned Resolve",
@@ -42,12 +41,12 @@ _WHERE = {  # room → names of it that modules import for type checking only
     "posttrain.domain.ids": "Name Principal RunId SampleId StageName TokenId Word",
     "posttrain.domain.lifecycle": "ReleaseState",
     "posttrain.domain.manifest": "Manifest",
-    "posttrain.domain.overrides": "Override Setting",
     "posttrain.domain.policies": "PinnedPolicy",
     "posttrain.domain.records": (
         "Asset AssetStatus AttemptRecord ChannelRecord Deployment Event Look Quarantine ReleaseEntry "
         "RunRecord Signal StageRecord Token"
     ),
+    "posttrain.domain.overrides": "Override Setting",
     "posttrain.domain.sinks": "Rule SinkView",
     "posttrain.drivers.requests": "RunDriver",
     "posttrain.store.erasure": "Erased",
@@ -60,8 +59,7 @@ _WHERE = {  # room → names of it that modules import for type checking only
     "posttrain.views.reporting": "Written",
     "posttrain.views.status": "RunStatus",
     "posttrain.views.tracing": "RecordedSample WrittenTrace",
-    "posttrain.web.comparison": "ComparePage",
-    "posttrain.web.report": "RunReport",
+    "posttrain.web.report": "ComparePage RunReport",
     "typing": "Any",
 }
 _ROOMS = {name: room for room, names in _WHERE.items() for name in names.split()}

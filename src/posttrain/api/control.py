@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from posttrain.api.access import Access
 from posttrain.api.assets import Assets, Models
-from posttrain.api.sinks import Sinks
 
 if TYPE_CHECKING:
     from posttrain.api.values import (
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
         Written,
         WrittenTrace,
     )
-    from posttrain.api.watching import Vigil, Watcher
     from posttrain.domain.approvals import Standing
     from posttrain.domain.errors import PosttrainError
     from posttrain.domain.ids import Name, RunId, SampleId, StageName, Word
@@ -56,6 +54,49 @@ if TYPE_CHECKING:
         RunRecord,
         Signal,
     )
+    from posttrain.domain.sinks import SinkView
+
+
+class Sinks(Protocol):
+    """Telling the outside of events."""
+
+    def sinks(self) -> list[SinkView]:
+        """Every sink, and how far it is."""
+
+    def add_sink(
+        self, name: Name, kind: str, settings: Mapping[str, Any], rule: Mapping[str, Any], *, from_start: bool = False
+    ) -> SinkView:
+        """Tell a place of events from now on.
+
+        Args:
+            kind: webhook | jsonl | email.
+            settings: where it is, and the names of what holds its secrets; see its back-end.
+            rule: of which events; see `domain.sinks.Rule`.
+            from_start: of every event that the log has, too.
+
+        Raises:
+            InputError: settings or a rule that mean nothing. ConflictError: there is a sink of this name.
+        """
+
+    def test_sink(self, name: Name) -> str:
+        """Send it a message that is marked as a test; where it went.
+
+        Raises:
+            SinkError: it did not take it.
+        """
+
+    def pause_sink(self, name: Name) -> SinkView:
+        """Tell it of nothing until `resume_sink`; what happens meanwhile waits."""
+
+    def resume_sink(self, name: Name, *, skip: bool = False) -> SinkView:
+        """Deliver again, and at once, also where a back-off would wait.
+
+        Args:
+            skip: leave out what it was not told of so far.
+        """
+
+    def remove_sink(self, name: Name) -> None:
+        """Forget it."""
 
 
 class Submissions(Protocol):
@@ -328,3 +369,20 @@ class Control(Submissions, Runs, Channels, Records, Assets, Models, Access, Sink
 
     def close(self) -> None:
         """Nothing is asked after it."""
+
+
+class Watcher(Protocol):
+    """Looks at one run again and again."""
+
+    def read(self) -> RunStatus:
+        """The run as it is now."""
+
+
+class Vigil(Protocol):
+    """Waits for a run that somebody else drives."""
+
+    def look(self) -> RunRecord:
+        """The run as it is now. Raises DeadlineError when the time is up."""
+
+    def rest(self, seconds: float) -> None:
+        """Until the next look."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from posttrain.api.access import Whoami
 from posttrain.domain.errors import AccessError
 from posttrain.domain.ids import TYPES, Id
-from posttrain.domain.roles import Role
+from posttrain.domain.principals import Role
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control

@@ -127,7 +127,7 @@ _OTHERWISE: Mapping[str, Mapping[str, Any]] = {  # parameters that are values wh
     "scores": {"run_id": str},
     "curves": {"ref": str},
     "compare": {"words": list[str], "page": bool},
-    "import_mlflow": {"folder": FileRef, "name": str | None},  # as `foreign.carrying` has it
+    "import_mlflow": {"folder": FileRef, "name": str | None},  # as `foreign.outside` has it
     "evaluate": {  # files: relative path in the words → what lies there
         **{"model": str, "suites": list[str], "settings": dict[str, Any], "runtime": dict[str, Any]},
         **{"reward": dict[str, Any] | None, "seed": int, "again": bool, "files": dict[str, FileRef]},

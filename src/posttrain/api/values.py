@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from posttrain.control.compare import Difference as Difference
     from posttrain.control.comparing import Cell as Cell
     from posttrain.control.comparing import Comparison as Comparison
+    from posttrain.control.comparing import Difference as Difference
     from posttrain.control.comparing import MetricRow as MetricRow
     from posttrain.control.downstream import Downstream as Downstream
     from posttrain.control.lineage import Node as Node
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from posttrain.views.status import StageStatus as StageStatus
     from posttrain.views.tracing import RecordedSample as RecordedSample
     from posttrain.views.tracing import WrittenTrace as WrittenTrace
-    from posttrain.web.comparison import ComparePage as ComparePage
+    from posttrain.web.report import ComparePage as ComparePage
     from posttrain.web.report import RunReport as RunReport
 
 

@@ -8,11 +8,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.datasets import inspect_dataset
+from posttrain.data.catalog import inspect_dataset
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.runspec import parse_run_spec
-from posttrain.foreign.draft import Draft
-from posttrain.foreign.settings import read_settings
+from posttrain.foreign.settings import Draft, read_settings
 from posttrain.foreign.trl import from_trl
 from posttrain.foreign.verl import from_verl
 from posttrain.store.atomic import unwritable

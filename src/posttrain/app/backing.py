@@ -19,8 +19,7 @@ from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import verify_chain
 from posttrain.store.work import let_go
-from posttrain.workspace.ledgers import FILE, KEY
-from posttrain.workspace.settings import FOLDER, OWN_STORE, SETTINGS, VARIABLE
+from posttrain.workspace.settings import FILE, FOLDER, KEY, OWN_STORE, SETTINGS, VARIABLE
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from posttrain.app.workspace import Workspace
-from posttrain.domain.errors import InputError
+from posttrain.domain.errors import InputError, meant_name, nearest
 from posttrain.domain.measures import QUANTITIES, measurable
 from posttrain.domain.policies import ChannelPolicy, PinnedPolicy
-from posttrain.domain.roles import Role
-from posttrain.domain.spelling import meant_name, nearest
+from posttrain.domain.principals import Role
 
 
 def pinned_policy(policy: ChannelPolicy, source: Path, workspace: Workspace) -> ChannelPolicy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from posttrain.api.values import Dead
 from posttrain.app.workspace import Workspace
-from posttrain.control import fencing
+from posttrain.control import attempts
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.records import AttemptRecord
 from posttrain.store.work import Work
@@ -42,7 +42,7 @@ def look_again(workspace: Workspace, within: str) -> list[Dead]:
 
 
 def assume_dead(workspace: Workspace, stage: str) -> AttemptRecord:
-    """Take a person's word that the job of RUN/STAGE is dead; see `control.fencing`.
+    """Take a person's word that the job of RUN/STAGE is dead; see `control.attempts`.
 
     Raises:
         InputError: it names no stage, or one whose job is seen.
@@ -51,7 +51,7 @@ def assume_dead(workspace: Workspace, stage: str) -> AttemptRecord:
     run, _, name = _named(workspace, stage).partition("/")
     if not name:
         raise InputError(f"dead: --assume-dead needs RUN/STAGE, got {stage!r}; posttrain why {run} names the stage")
-    return fencing.assume_dead(workspace.stores, workspace.jobs, run, name)
+    return attempts.assume_dead(workspace.stores, workspace.jobs, run, name)
 
 
 def _named(workspace: Workspace, text: str) -> str:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.errors import InputError, NotFoundError, nearest
 from posttrain.domain.runspec import read_yaml
-from posttrain.domain.spelling import nearest
 from posttrain.domain.validation import Frozen, explain
 from posttrain.store.atomic import unwritable
 

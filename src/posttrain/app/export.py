@@ -17,22 +17,20 @@ from posttrain.app.naming import NamedModel
 from posttrain.app.workspace import Workspace
 from posttrain.control.budgets import spending
 from posttrain.control.explain import explain_run
-from posttrain.control.lineage import Node, asset_lineage, model_lineage
-from posttrain.control.models import MadeModel
+from posttrain.control.lineage import MadeModel, Node, asset_lineage, model_lineage
 from posttrain.control.selecting import selected
 from posttrain.data.assets import floating_types
 from posttrain.data.refs import Source
 from posttrain.decision.releases import release_states
-from posttrain.domain.architectures import CONFIG, is_classifier
 from posttrain.domain.contracts import BEST
 from posttrain.domain.edges import IMPORTED
 from posttrain.domain.errors import InputError
 from posttrain.domain.identity import deciding
 from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.records import StageRecord
+from posttrain.domain.rendering import CONFIG, is_classifier
 from posttrain.execution.foreground import answers
-from posttrain.store.atomic import sync_folder, sync_tree, unwritable
-from posttrain.store.scratch import scratch
+from posttrain.store.atomic import scratch, sync_folder, sync_tree, unwritable
 from posttrain.store.trees import tree_listing
 from posttrain.views.reporting import tree_lines
 from posttrain.web.card import ModelCard, ScoreLine, StageLine, render_card

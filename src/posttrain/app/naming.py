@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.app.workspace import Workspace
-from posttrain.control.models import MadeModel, made_model
+from posttrain.control.lineage import MadeModel, made_model
 from posttrain.data.refs import AssetRef, Source, local_path, parse_ref
-from posttrain.domain.errors import NotFoundError
+from posttrain.domain.errors import NotFoundError, nearest
 from posttrain.domain.manifest import InputRef
-from posttrain.domain.spelling import nearest
 from posttrain.store.trees import materialise
 
 _HEADS = ("model", "channel", "run", "hf")

@@ -12,7 +12,7 @@ from posttrain.client.logins import logged_in
 from posttrain.client.transport import Transport
 from posttrain.domain.errors import PosttrainError
 from posttrain.domain.places import PROJECT_VARIABLE, SERVER_VARIABLE
-from posttrain.preflight.checks import Check
+from posttrain.preflight.cluster_checks import Check
 
 _APART = 60.0  # seconds between two clocks that are told
 

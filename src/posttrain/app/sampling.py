@@ -14,7 +14,7 @@ from posttrain.app.naming import NamedModel
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.manifest import InputRef
-from posttrain.domain.stop_strings import stop_fault
+from posttrain.domain.rendering import stop_fault
 from posttrain.domain.validation import explain
 from posttrain.engine.settings import MOST_ROWS, MOST_TOKENS, InferenceRuntimeConfig
 from posttrain.execution.foreground import answers

@@ -12,9 +12,8 @@ from urllib.parse import urlsplit
 from posttrain.access.ports import OS
 from posttrain.control.owners import process_alive, process_name
 from posttrain.data.confining import is_confined
-from posttrain.domain.errors import InputError
+from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.sinks import BY_PERSON, Cursor, Rule, SinkRecord, SinkView
-from posttrain.domain.spelling import nearest
 from posttrain.events.admitting import public, refuse_foreign_secrets, refuse_resolved
 from posttrain.events.bus import Deliverer
 from posttrain.events.messages import trial

@@ -34,15 +34,14 @@ from posttrain.store.channels.objects import checked_url
 from posttrain.store.clock import SystemClock
 from posttrain.store.database import Database
 from posttrain.store.holding import LOCK, FileLock, StoreLock
-from posttrain.store.hosts import Hosts
+from posttrain.store.hosts import Hosts, LedgerLock
 from posttrain.store.ledger import Ledger
-from posttrain.store.sharing import LedgerLock
 from posttrain.store.upgrade import Upgraded, upgrade_ledger
-from posttrain.workspace.ledgers import FILE, bind, holds_runs, host_name, ledger_place, recorded
 from posttrain.workspace.opened import OpenWorkspace
 from posttrain.workspace.settings import (
     CHANNEL,
     EXECUTOR,
+    FILE,
     FOLDER,
     LIMITS,
     LOCAL,
@@ -53,9 +52,14 @@ from posttrain.workspace.settings import (
     STORE_VARIABLE,
     VARIABLE,
     VARIABLES,
+    bind,
+    holds_runs,
+    host_name,
+    ledger_place,
     record_limits,
     record_places,
     record_variables,
+    recorded,
     settings_lock,
 )
 

@@ -18,17 +18,19 @@ from posttrain.cli.console import (
     console,
     digest,
     emit_json,
+    lazily,
     moment,
+    open_control,
     said_after,
     say,
 )
-from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from posttrain.api.values import Curve
+    from posttrain.api.control import Control
+    from posttrain.api.values import Curve, Imported
     from posttrain.domain.records import Asset, AssetStatus
 
 KINDS = ("dataset", "model", "reward")  # that `add` registers
@@ -38,11 +40,16 @@ _SHOWN = ("uri", "rows", "architecture", "parameters", "entry", "source_digest",
 app = typer.Typer(
     help="Register and look up versioned data sets, models and rewards.", no_args_is_help=True, rich_markup_mode=None
 )
-
 RefArgument = Annotated[
     str, typer.Argument(help="KIND:NAME (the latest) or KIND:NAME@VERSION.", autocompletion=lazily("assets"))
 ]
 ReasonOption = Annotated[str, typer.Option(help="Why; kept in the event log.", show_default=False)]
+NameOption = Annotated[
+    str | None, typer.Option(help="Of the model and its history; by default the run's own.", show_default=False)
+]
+imports = typer.Typer(
+    help="Register an outside run's model, metrics and data.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 @app.command("add")
@@ -64,8 +71,6 @@ def add(
     version: Annotated[str, typer.Option(help="External: its version in its store.", show_default=False)] = "",
 ) -> None:
     """Register a version; the same content again is the same version."""
-    from posttrain.app.embedded.control import open_control
-
     kind, name = _split(ref)
     if kind != "reward" and (entry or guideline or dialect != "auto"):
         raise InputError(f"asset add {ref}: --entry, --dialect and --guideline are for rewards only, got a {kind}")
@@ -124,8 +129,6 @@ def create(
     seed: Annotated[int, typer.Option(help="Decides the weights.")] = 0,
 ) -> None:
     """Make a small base model from nothing, by a run of one stage, and register it."""
-    from posttrain.app.embedded.control import open_control
-
     kind, name = _split(ref)
     if kind != "model":
         raise InputError(f"asset create makes models, got {ref!r}; write model:NAME")
@@ -142,8 +145,7 @@ def ls(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """List every version of every asset."""
-    from posttrain.app.embedded.control import open_control
-    from posttrain.domain.spelling import nearest
+    from posttrain.domain.errors import nearest
 
     if kind is not None and kind not in _LISTED:
         raise InputError(f"asset ls: kind must be one of {', '.join(_LISTED)}, got {kind!r}{nearest(kind, _LISTED)}")
@@ -176,8 +178,6 @@ def get(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Show one version: digest, origin and everything known of it."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     asset = control.asset(ref)
     curves = control.curves(asset) if asset.kind == "history" else []
@@ -224,8 +224,6 @@ def restore(ref: RefArgument, reason: ReasonOption = "") -> None:
 
 
 def _mark(ref: str, status: str, reason: str) -> None:
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     asset, marked = control.mark(ref, status, reason)
     control.close()
@@ -271,7 +269,7 @@ def _curves_table(curves: Sequence[Curve]) -> Table:
 
 
 def _split(ref: str) -> tuple[str, str]:
-    from posttrain.domain.spelling import nearest
+    from posttrain.domain.errors import nearest
 
     kind, colon, name = ref.partition(":")
     if kind == "history":
@@ -305,3 +303,84 @@ def as_json(asset: Asset) -> dict[str, Any]:
         "parents": list(asset.parents),
         "meta": dict(asset.meta),
     }
+
+
+@imports.command("trl-output")
+def trl_output(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The output_dir of a TRL or transformers trainer.")],
+    name: NameOption = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Register the model at DIR's root, else its best or newest checkpoint, with the metrics of trainer_state.json."""
+    control = open_control()
+    imported = control.import_trl_output(folder, name)
+    _tell(control, imported, output)
+
+
+@imports.command("mlflow")
+def mlflow(
+    where: Annotated[
+        str, typer.Argument(metavar="DIR|URI", help="A folder with mlruns or mlflow.db, a file of sqlite, or a URI.")
+    ],
+    run: Annotated[
+        str | None, typer.Option(help="Its id or name, where there are several.", show_default=False)
+    ] = None,
+    name: NameOption = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Register a run of an MLflow store: metrics, parameters, data sets, the model among its artifacts."""
+    control = open_control()
+    imported = control.import_mlflow(where, run, name)
+    _tell(control, imported, output)
+
+
+@imports.command("wandb-export")
+def wandb_export(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="A run's folder (run-ID.wandb), or its history: CSV, JSONL, Parquet."),
+    ],
+    name: NameOption = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Register a W&B run's files: metrics, configuration, the model if it is there."""
+    control = open_control()
+    imported = control.import_wandb_export(folder, name)
+    _tell(control, imported, output)
+
+
+def _tell(control: Control, imported: Imported, output: Output) -> None:
+    control.close()
+    record = imported.record
+    if output is Output.JSON:
+        emit_json(
+            {
+                "from": record["from"],
+                "of": record["of"],
+                "record": imported.digest,
+                "assets": [as_json(asset) for asset in imported.assets],
+                "named": record["named"],
+                "withheld": record["withheld"],
+                "left_out": record["left_out"],
+                "notes": record["notes"],
+                "unknown": imported.unknown,
+            }
+        )
+        return
+    for asset in imported.assets:
+        say(f"{asset.ref}  {digest(asset.digest)}  {summary(asset)}")
+    if "model" in record:
+        say(f"model: {record['model']['place']}")
+    if record.get("history", {}).get("not_finite"):
+        say(f"note: {record['history']['not_finite']} of its values are NaN or infinite, kept as they are")
+    say(*(f"note: {note}" for note in record["notes"]))
+    if named := imported.named_only:
+        say(f"known by name only: {', '.join(named)}")
+    say(*(f"  {row['name']}: {row['why']}" for row in record["named"] if row.get("why")))
+    if record["withheld"]:
+        say(f"parameters left out, for they may be secrets: {', '.join(record['withheld'])}")
+    if record["left_out"]:
+        say(f"left out: {', '.join(f'{name} ({why})' for name, why in record['left_out'].items())}")
+    say(f"before this: unknown ({imported.unknown})")
+    last = imported.assets[-1].ref
+    say(f'next: posttrain sample {last} "…"' if "model" in record else f"next: posttrain asset get {last}")

@@ -7,8 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, aside, digest, emit_json, harmless, moment, say
-from posttrain.cli.shell import lazily
+from posttrain.cli.console import (
+    Output,
+    OutputOption,
+    aside,
+    digest,
+    emit_json,
+    harmless,
+    lazily,
+    moment,
+    open_control,
+    say,
+)
 
 if TYPE_CHECKING:
     from posttrain.domain.policies import PinnedPolicy
@@ -33,8 +43,6 @@ def policy(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Print a channel's policy, as a file that `set-policy` takes."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     pinned, told = control.policy(channel, asked), control.policies(channel) if history else []
     control.close()
@@ -58,8 +66,6 @@ def set_policy(
     file: Annotated[Path, typer.Argument(metavar="POLICY.yaml", help="Gates, suites, approvers.")],
 ) -> None:
     """Let every release of a channel pass a policy from now on. What was judged under another must be judged again."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     before = control.channel_record(channel)
     pinned, notes = control.set_policy(channel, file)
@@ -80,8 +86,6 @@ def set_policy(
 @app.command("remove-policy")
 def remove_policy(channel: ChannelArgument) -> None:
     """Let releases pass what their run files say, and nothing else."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     had = control.channel_record(channel).policy
     control.remove_policy(channel)
@@ -92,8 +96,6 @@ def remove_policy(channel: ChannelArgument) -> None:
 @app.command("protect")
 def protect(channel: ChannelArgument, reason: ReasonOption = "") -> None:
     """Make releases to a channel, and changes of its policy and quarantine, wait for another person's approval."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     control.protect(channel, protected=True, why=reason)
     control.close()
@@ -103,8 +105,6 @@ def protect(channel: ChannelArgument, reason: ReasonOption = "") -> None:
 @app.command("unprotect")
 def unprotect(channel: ChannelArgument, reason: ReasonOption = "") -> None:
     """End the protection of a channel; another person approves that first."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     control.protect(channel, protected=False, why=reason)
     control.close()
@@ -118,7 +118,6 @@ def freeze(
     rollbacks: Annotated[bool, typer.Option("--rollbacks", help="No rollback either.")] = False,
 ) -> None:
     """Let nothing be released to a channel; rollbacks go on, unless --rollbacks stops them too."""
-    from posttrain.app.embedded.control import open_control
     from posttrain.cli.screens import frozen_by
 
     control = open_control()
@@ -138,8 +137,6 @@ def freeze(
 @app.command("unfreeze")
 def unfreeze(channel: ChannelArgument, reason: ReasonOption = "") -> None:
     """Let a channel move again."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     before = control.channel_record(channel)
     after = control.unfreeze(channel, why=reason)

@@ -9,10 +9,11 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,6 +21,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
+
+    from posttrain.api.control import Control
 
 _C0 = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}  # ␛ for ESC, and so on
 _DIRECTIONS = (*range(0x200E, 0x2010), *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x061C)
@@ -52,7 +55,6 @@ class Output(StrEnum):
 
 
 OutputOption = Annotated[Output, typer.Option("--output", "-o", help="text for people, json for programs.")]
-
 _STYLES = {
     "succeeded": "green",
     "pass": "green",
@@ -81,6 +83,13 @@ _GLYPHS = {
     "pending": "·",
 }
 _PLAIN_GLYPHS = {"✔": "+", "●": "*", "◌": "-", "■": "-", "✘": "x", "↷": ">", "○": ".", "·": "."}
+
+
+def open_control() -> Control:
+    """See `app.embedded.control.open_control`. What it needs is imported when a command asks."""
+    from posttrain.app.embedded.control import open_control as opened
+
+    return opened()
 
 
 def console() -> Console:
@@ -263,3 +272,13 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
+
+
+def lazily(name: str) -> Callable[[str], list[str]]:
+    """The function of this name in `cli.completion`, which opens the workspace: no other command should load it."""
+
+    def complete(incomplete: str) -> list[str]:
+        found: list[str] = getattr(import_module("posttrain.cli.completion"), name)(incomplete)
+        return found
+
+    return complete

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, ago, console, emit_json, harmless, say
-from posttrain.cli.shell import lazily
+from posttrain.cli.console import Output, OutputOption, ago, console, emit_json, harmless, lazily, open_control, say
 from posttrain.domain.errors import InputError
 
 
@@ -34,8 +33,6 @@ def dead(
 ) -> None:
     """What a driver set aside after it failed again and again, and why; --retry has it looked at again."""
     from dataclasses import asdict
-
-    from posttrain.app.embedded.control import open_control
 
     if retry and name is None:
         raise InputError("dead: --retry needs the run or stage that is looked at again; posttrain dead lists them")

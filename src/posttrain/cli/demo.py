@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, duration, emit_json, say
-from posttrain.cli.shell import lazily
+from posttrain.cli.console import Output, OutputOption, duration, emit_json, lazily, open_control, say
 from posttrain.domain.errors import AccessError, InputError, WorkspaceError
-from posttrain.domain.roles import Role
+from posttrain.domain.principals import Role
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -207,8 +206,6 @@ def _refuse_lesser() -> None:
     Raises:
         AccessError: whoever plays it may not do that on the server.
     """
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     found = control.whoami()
     control.close()

@@ -1,18 +1,21 @@
-"""`run`, `attach`, `retry`, `stop`: whoever calls them drives the run until it ends, or leaves it (`cli.leaving`)."""
+"""`run`, `attach`, `retry`, `stop`: whoever calls them drives the run until it ends, or leaves it."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from posttrain.cli.console import Output, ago, aside, console, digest, duration, say
-from posttrain.cli.leaving import DETACHED, end_by, heard, leave
+from posttrain.cli.console import Output, ago, aside, console, digest, duration, lazily, open_control, say
 from posttrain.cli.plans import SeedOption, SetOption, changes
-from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.overrides import single
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from posttrain.api.values import RunStatus, Submitted
     from posttrain.domain.records import RunRecord
 
+DETACHED = 130
 RunArgument = Annotated[
     str,
     typer.Argument(
@@ -29,6 +33,91 @@ RunArgument = Annotated[
 ]
 _STOP_SECONDS = 90.0
 _TRACKERS_SECONDS = 10.0  # that the end of `run` waits for trackers; they go on without it
+
+
+class Signals:
+    """What was heard while a run is driven: Ctrl-C once, however often it is pressed; the order to end once as well."""
+
+    def __init__(self) -> None:
+        self.ending: int | None = None  # SIGTERM or SIGHUP
+
+    def interrupt(self, number: int, frame: FrameType | None) -> NoReturn:
+        """Ctrl-C: what it begins is not interrupted by the next one."""
+        signal.signal(number, _unheard)
+        raise KeyboardInterrupt
+
+    def end(self, number: int, frame: FrameType | None) -> NoReturn:
+        """The next one ends the process at once."""
+        self.ending = number
+        signal.signal(number, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+
+def _unheard(number: int, frame: FrameType | None) -> None:
+    """A function, not SIG_IGN, which what is started would inherit."""
+
+
+@contextmanager
+def heard() -> Iterator[Signals]:
+    """Signals that end the wait for a run; one that whoever started this process has it ignore stays ignored."""
+    signals = Signals()
+    handlers = {signal.SIGINT: signals.interrupt, signal.SIGTERM: signals.end, signal.SIGHUP: signals.end}
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
+    before = {number: signal.getsignal(number) for number in handlers}
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    changed = [number for number in handlers if before[number] in usual]
+    for number in changed:
+        signal.signal(number, handlers[number])
+    try:
+        yield signals
+    finally:
+        for number in changed:
+            signal.signal(number, before[number])
+
+
+def end_by(number: int, control: Control, run_id: str) -> NoReturn:
+    """Die of a signal as whoever sent it expects; first say, where that is possible, what becomes of the run."""
+    with suppress(OSError, PosttrainError):  # the terminal is gone
+        driver = control.driver(run_id)
+        if driver is not None and driver.nobody:
+            aside(
+                f"ended by {signal.Signals(number).name}; jobs that run go on, the stages after them wait for a "
+                f"driver: posttrain attach {run_id}"
+            )
+    os.kill(os.getpid(), number)
+    raise SystemExit(128 + number)  # whoever started this process has it blocked
+
+
+def leave(control: Control, run_id: str, reattach: str) -> None:
+    """Ctrl-C: on a terminal a background driver takes over, unless somebody drives the run anyway."""
+    driver = control.driver(run_id)
+    if driver is None:
+        say(f"run {run_id} has ended: posttrain get {run_id}")
+        return
+    words = "detached; the job goes on, the stages after it wait for a driver. These act on it:"
+    again = "re-attaches and drives the run on"
+    if driver.nobody and _on_a_terminal():
+        say("detaching: a background driver takes the run over …")
+        try:
+            driver = control.detach(run_id)
+        except PosttrainError as error:
+            aside(f"error: {error}")
+    if not driver.nobody:
+        words = f"detached; the run goes on, driven {driver.words}. These act on it:"
+        again = "re-attaches"
+    say(
+        words,
+        f"  {reattach}    {again}",
+        f"  posttrain get {run_id} --watch    only watches",
+        f"  posttrain stop {run_id}    stops it",
+    )
+
+
+def _on_a_terminal() -> bool:
+    """Whether a person types here and reads what is said."""
+    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 
 def _positive(timeout: float | None) -> float | None:
@@ -62,8 +151,6 @@ def run(
     detach: DetachOption = False,
 ) -> None:
     """Submit a run and drive it to its end. One submitted before is attached to; the exit code is the outcome."""
-    from posttrain.app.embedded.control import open_control
-
     _refuse_both("run", detach, timeout)
     control = open_control()
     submitted = control.submit(file, again=again, seed=seed, setting=single(sets or ()))
@@ -76,7 +163,6 @@ def run(
 def attach(run: RunArgument, timeout: TimeoutOption = None, detach: DetachOption = False) -> None:
     """Go back to a run: drive it, or watch whoever does, to its end. The exit code is the outcome, as of `run`."""
     from posttrain.api.values import Submitted
-    from posttrain.app.embedded.control import open_control
 
     _refuse_both("attach", detach, timeout)
     control = open_control()
@@ -90,7 +176,6 @@ def attach(run: RunArgument, timeout: TimeoutOption = None, detach: DetachOption
 def retry(run: RunArgument, timeout: TimeoutOption = None, detach: DetachOption = False) -> None:
     """Let a stopped or failed run go on from its checkpoints, and drive it."""
     from posttrain.api.values import Submitted
-    from posttrain.app.embedded.control import open_control
     from posttrain.domain.lifecycle import RunState
 
     _refuse_both("retry", detach, timeout)
@@ -106,8 +191,6 @@ def retry(run: RunArgument, timeout: TimeoutOption = None, detach: DetachOption 
 
 def stop(run: RunArgument) -> None:
     """Stop a run: its jobs write a checkpoint and end. `retry` resumes it."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     run_id = control.run(run).id
     control.stop(run_id)

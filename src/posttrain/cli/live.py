@@ -24,9 +24,8 @@ from posttrain.domain.records import RunRecord
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from posttrain.api.control import Control
+    from posttrain.api.control import Control, Watcher
     from posttrain.api.values import RunStatus, StageStatus
-    from posttrain.api.watching import Watcher
 
 _REDRAW = 1 / 8  # seconds
 _LINE_EVERY = 2.0  # seconds between plain lines about the same stage

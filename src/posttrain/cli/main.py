@@ -22,15 +22,11 @@ from typer.core import TyperGroup
 
 from posttrain._version import __version__
 from posttrain.cli import (
-    approvals,
     assets,
     channels,
-    compare,
     dead,
     demo,
     driving,
-    importing,
-    leaving,
     models,
     plans,
     releases,
@@ -41,7 +37,6 @@ from posttrain.cli import (
     sweep,
     trace,
     tracking,
-    upkeep,
     workspace,
 )
 from posttrain.cli.console import aside, ask_at, harmless
@@ -83,7 +78,7 @@ class Commands(TyperGroup):
             raise SystemExit(InputError.exit_code) from error
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
-            raise SystemExit(leaving.DETACHED) from None
+            raise SystemExit(driving.DETACHED) from None
         except (typer.Exit, typer.Abort):
             raise
         except BrokenPipeError:  # `posttrain ls | head -1`: nobody reads on, which is no error of ours
@@ -114,7 +109,7 @@ def _exit_codes() -> Iterator[tuple[int, str]]:
             if "exit_code" in vars(kind):
                 yield kind.exit_code, (kind.__doc__ or "").strip().splitlines()[0].rstrip(".")
     yield _UNREAD, "whoever read the output ended (128 + SIGPIPE)"
-    yield leaving.DETACHED, "left by Ctrl-C: the run goes on in the background; without a terminal its job does"
+    yield driving.DETACHED, "left by Ctrl-C: the run goes on in the background; without a terminal its job does"
 
 
 EPILOG = "\b\n" + "\n".join(
@@ -175,17 +170,14 @@ for room in (
     dead,
     sweep,
     runs,
-    compare,
     models,
     releases,
-    approvals,
     trace,
     tracking,
     serving,
-    upkeep,
 ):
     room.register(app)
-app.add_typer(importing.app, name="import")
+app.add_typer(assets.imports, name="import")
 app.add_typer(channels.app, name="channel")
 app.add_typer(assets.app, name="asset")
 app.add_typer(sinks.app, name="sink")

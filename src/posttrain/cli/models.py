@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from posttrain.cli import driving
-from posttrain.cli.console import Output, OutputOption, aside, digest, emit_json, say
+from posttrain.cli.console import Output, OutputOption, aside, digest, emit_json, lazily, open_control, say
 from posttrain.cli.driving import TimeoutOption
-from posttrain.cli.shell import lazily
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:
@@ -97,8 +96,6 @@ def sample(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Ask a model. Nothing is recorded; the same question gets the same answers on the same device."""
-    from posttrain.app.embedded.control import open_control
-
     warmth = temperature if temperature is not None else float(samples > 1)
     if _STDIN in prompts and sys.stdin is None:
         raise InputError("sample: - reads standard input, and it is closed; write the prompt")
@@ -193,8 +190,6 @@ def evaluate(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Measure a model on data sets, without a run file. It is a run of one stage: get, why and compare know it."""
-    from posttrain.app.embedded.control import open_control
-
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "samples": samples, "temperature": temperature}
     settings |= {"pass_at": pass_at} if pass_at else {}
     settings |= {"reward_range": list(reward_range)} if reward_range is not None else {}
@@ -250,8 +245,6 @@ def export(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Write a model as a Hugging Face folder: weights, tokenizer, generation config, model card with its lineage."""
-    from posttrain.app.embedded.control import open_control
-
     if str(folder) in ("", "."):
         raise InputError(f"export: must be a folder of its own, got {str(folder)!r}; name a new one")
     control = open_control()

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, console, emit_json, say
+from posttrain.cli.console import Output, OutputOption, console, emit_json, open_control, say
 from posttrain.domain.overrides import single
 
 FileArgument = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="A run file.")]
@@ -37,8 +37,6 @@ def plan(
     file: FileArgument, seed: SeedOption = None, sets: SetOption = None, output: OutputOption = Output.TEXT
 ) -> None:
     """Validate a run file; show stages, cache, cost, power. Writes nothing."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     view = control.plan(file, seed=seed, setting=single(sets or ()))
     control.close()
@@ -65,8 +63,6 @@ def lock(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Write the immutable manifest. The SHA-256 of the file is the run's identity."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     planned = control.lock(file, seed=seed, setting=single(sets or ()))
     manifest = planned.manifest

@@ -8,23 +8,32 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, branch, console, digest, emit_json, say
+from posttrain.cli.console import Output, OutputOption, branch, console, digest, emit_json, lazily, open_control, say
 from posttrain.cli.driving import RunArgument
-from posttrain.cli.shell import lazily
+from posttrain.domain.approvals import WITHDRAWN
+from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import InputError, IntegrityError
 
 if TYPE_CHECKING:
     from rich.tree import Tree
 
+    from posttrain.api.control import Control
     from posttrain.api.values import Node
+    from posttrain.domain.approvals import Standing
 
 _KIND_STYLES = {"release": "bold green", "run": "bold", "model": "bold cyan", "reward": "magenta", "dataset": "blue"}
 _CUT = 72  # characters of a detail (a guideline, say) on a terminal's tree
+WhatArgument = Annotated[
+    str,
+    typer.Argument(metavar="RUN|REQUEST", help="A run, or sha256:… as get shows it.", autocompletion=lazily("runs")),
+]
+ChannelOption = Annotated[str | None, typer.Option(help="Of a run, another one than its run file names.")]
+ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; kept in the log.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (promote, rollback, lineage, verify):
+    for command in (promote, rollback, lineage, verify, approve, reject):
         app.command(command.__name__)(command)
 
 
@@ -38,8 +47,6 @@ def promote(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Point a channel at a run's model. Only if every gate passed and the channel has not moved since."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     run_id = control.run(run).id
     release = control.manifest(run_id).release
@@ -71,8 +78,6 @@ def rollback(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Point a channel back at the newest release that is not quarantined, or at --to. Waits for no gate."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     before = control.channel(channel).live
     entry = control.rollback(channel, to, since, reason, lift_quarantine)
@@ -101,8 +106,6 @@ def lineage(
     ] = False,
 ) -> None:
     """Print the tree from weights back to their sources: prompts, reward source, base model and manifest."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     found = control.downstream(target) if downstream else None
     node = found.tree if found else control.lineage(target)
@@ -129,8 +132,6 @@ def verify(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Hash a lineage and the event log again. Exit code 8 when something does not match."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     report = control.verify(target or "")
     control.close()
@@ -181,3 +182,44 @@ def _as_json(node: Node) -> dict[str, Any]:
         "details": dict(node.details),
         "children": [_as_json(child) for child in node.children],
     }
+
+
+def approve(
+    what: WhatArgument, channel: ChannelOption = None, reason: ReasonOption = "", output: OutputOption = Output.TEXT
+) -> None:
+    """Approve a release, or another request, as an approver that the channel's policy names. Not one's own."""
+    control = open_control()
+    found = control.approve(_named(control, what), channel, reason)
+    control.close()
+    if output is Output.JSON:
+        emit_json(found.to_json())
+        return
+    missing = f"; {found.words}" if found.missing else ": it has all approvals that it needs"
+    said = "rejection withdrawn" if found.said == WITHDRAWN else found.said
+    say(f"{_what(found)} {said}{missing}", *([_next(found)] if not found.missing else []))
+
+
+def reject(
+    what: WhatArgument, channel: ChannelOption = None, reason: ReasonOption = "", output: OutputOption = Output.TEXT
+) -> None:
+    """Reject a release, or another request: the release stage that waits for it ends. `approve` takes it back."""
+    control = open_control()
+    found = control.reject(_named(control, what), channel, reason)
+    control.close()
+    if output is Output.JSON:
+        emit_json(found.to_json())
+        return
+    say(f"{_what(found)} rejected")
+
+
+def _named(control: Control, what: str) -> str:
+    return what if what.startswith(DIGEST_PREFIX) else control.run(what).id
+
+
+def _what(found: Standing) -> str:
+    return f"channel {found.request.channel}: {found.request.words}"
+
+
+def _next(found: Standing) -> str:
+    run = found.request.run_id
+    return f"next: posttrain get {run}" if run else "next: whoever asked for it asks again"

@@ -20,16 +20,16 @@ from posttrain.cli.console import (
     duration,
     emit_json,
     glyph,
+    lazily,
+    open_control,
     pass_on,
     say,
     style,
 )
 from posttrain.cli.driving import RunArgument, TimeoutOption
-from posttrain.cli.shell import lazily
-from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.errors import InputError, NotFoundError, meant
 from posttrain.domain.lifecycle import ReleaseState, is_final
 from posttrain.domain.reasons import meaning
-from posttrain.domain.spelling import meant
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
@@ -50,8 +50,6 @@ def ls(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """List runs, newest first, and what the channels point at."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     statuses, live = control.ls(limit), control.live()
     records = {record.name: record for record in control.channels()}
@@ -109,8 +107,6 @@ def get(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Show one run (stages, scores, reason, next action), or the release history of a channel."""
-    from posttrain.app.embedded.control import open_control
-
     if watch and output is Output.JSON:
         raise InputError("get: --watch draws for people, got -o json; ask again without --watch")
     if timeout is not None and not watch:
@@ -216,8 +212,6 @@ def logs(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Print what a run's jobs printed. Of a reused stage, what was printed where it was computed."""
-    from posttrain.app.embedded.control import open_control
-
     if follow and output is Output.JSON:
         raise InputError("logs: -f goes on and on, got -o json; ask again without -f")
     if timeout is not None and not follow:
@@ -247,8 +241,6 @@ def logs(
 
 def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     """Say why a run is where it is. Which number missed, by how much, with what confidence; what to do next."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     found = control.why(control.run(run).id)
     status, scores, trackers, action = found.status, found.scores, found.trackers, found.next_action
@@ -297,8 +289,6 @@ def diff(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Show what differs between two runs: manifests, changed assets, measured numbers."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     found = control.diff(first, second)
     control.close()

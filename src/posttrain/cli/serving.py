@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, aside, emit_json, moment, say
-from posttrain.domain.errors import InputError
+from posttrain.cli.console import Output, OutputOption, aside, emit_json, moment, open_control, say
+from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.places import PROJECT_VARIABLE, SERVER_VARIABLE
-from posttrain.domain.spelling import nearest
 
 if TYPE_CHECKING:
     from posttrain.api.access import Issued
@@ -119,8 +118,6 @@ def logout(
 
 def whoami(output: OutputOption = Output.TEXT) -> None:
     """Who you are, and what you may do."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     found = control.whoami()
     control.close()
@@ -136,8 +133,6 @@ def whoami(output: OutputOption = Output.TEXT) -> None:
 @project_app.command("add")
 def project_add(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
     """Make a project, whose admin you become. Asked by an admin of the project `default`."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     control.add_project(name)
     control.close()
@@ -147,8 +142,6 @@ def project_add(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
 @project_app.command("ls")
 def project_ls(output: OutputOption = Output.TEXT) -> None:
     """Projects that you have a role in."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     found = control.whoami()
     control.close()
@@ -165,8 +158,6 @@ _IMAGE = typer.Argument(metavar="IMAGE", help="REGISTRY/NAME@sha256:… or, for 
 @project_app.command("images")
 def project_images(output: OutputOption = Output.TEXT) -> None:
     """Images that runs of the project may name in their run files."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     found = control.images()
     control.close()
@@ -181,8 +172,6 @@ def project_images(output: OutputOption = Output.TEXT) -> None:
 @project_app.command("allow-image")
 def project_allow_image(image: Annotated[str, _IMAGE]) -> None:
     """Let runs of the project name an image, and over a server bring a recipe that runs in it."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     control.allow_image(image)
     control.close()
@@ -192,8 +181,6 @@ def project_allow_image(image: Annotated[str, _IMAGE]) -> None:
 @project_app.command("remove-image")
 def project_remove_image(image: Annotated[str, _IMAGE]) -> None:
     """Let no new run of the project name an image. Runs that were submitted keep theirs; posttrain stop ends them."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     control.remove_image(image)
     control.close()
@@ -203,8 +190,6 @@ def project_remove_image(image: Annotated[str, _IMAGE]) -> None:
 @member_app.command("ls")
 def member_ls(output: OutputOption = Output.TEXT) -> None:
     """Everybody who was given a role in the project."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     found = control.members()
     control.close()
@@ -222,8 +207,6 @@ def member_set(
     role: Annotated[str, typer.Argument(metavar="ROLE", help="viewer, submitter, approver or admin")],
 ) -> None:
     """Give somebody a role, or another one."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     control.set_member(principal, role)
     control.close()
@@ -233,8 +216,6 @@ def member_set(
 @member_app.command("remove")
 def member_remove(principal: PrincipalArgument) -> None:
     """Take somebody's role away; their tokens are good for nothing here from this moment on."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     control.set_member(principal, None)
     control.close()
@@ -249,8 +230,6 @@ def token_issue(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Issue a token for somebody. It is shown once, and kept nowhere."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     issued = control.issue_token(principal, role, days)
     able = principal in control.members()
@@ -265,8 +244,6 @@ def token_rotate(
     token: Annotated[str, typer.Argument(metavar="ID")], days: DaysOption = 30.0, output: OutputOption = Output.TEXT
 ) -> None:
     """Issue a token in the place of another one, which is good for nothing from this moment on."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     issued = control.rotate_token(token, days)
     control.close()
@@ -276,8 +253,6 @@ def token_rotate(
 @token_app.command("revoke")
 def token_revoke(token: Annotated[str, typer.Argument(metavar="ID")]) -> None:
     """Let a token be good for nothing from this moment on."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     control.revoke_token(token)
     control.close()
@@ -287,8 +262,6 @@ def token_revoke(token: Annotated[str, typer.Argument(metavar="ID")]) -> None:
 @token_app.command("ls")
 def token_ls(output: OutputOption = Output.TEXT) -> None:
     """Tokens of the project; of what is shown with them nothing is known."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     found = control.tokens()
     control.close()

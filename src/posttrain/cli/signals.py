@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from posttrain.cli.console import ago, say
+from posttrain.cli.console import ago, open_control, say
 from posttrain.cli.driving import RunArgument
 
 
@@ -21,8 +21,6 @@ def signal(
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; kept in the log.")] = "",
 ) -> None:
     """Let a run go on where a stage waits for a signal. Sent before the stage is reached it counts; twice is once."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     sent, new = control.signal(control.run(run).id, name, reason)
     control.close()

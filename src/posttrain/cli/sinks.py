@@ -7,8 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, ago, console, duration, emit_json, moment, say
-from posttrain.cli.shell import lazily
+from posttrain.cli.console import (
+    Output,
+    OutputOption,
+    ago,
+    console,
+    duration,
+    emit_json,
+    lazily,
+    moment,
+    open_control,
+    say,
+)
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:
@@ -56,7 +66,6 @@ def add(
     from_start: Annotated[bool, typer.Option("--from-start", help="Every event that the log has, too.")] = False,
 ) -> None:
     """Tell a place of events from now on. Secrets are named, never given: whoever delivers reads them."""
-    from posttrain.app.embedded.control import open_control
     from posttrain.domain.sinks import ALL
 
     web = {"url": webhook, "url_env": webhook_env, "secret_env": secret_env, "secret_file": _absolute(secret_file)}
@@ -109,7 +118,6 @@ def ls(output: OutputOption = Output.TEXT) -> None:
     """List the sinks: what each is told of, how far behind it is, and what went wrong last."""
     from dataclasses import asdict
 
-    from posttrain.app.embedded.control import open_control
     from posttrain.cli.tables import Column, Grid
 
     control = open_control()
@@ -138,8 +146,6 @@ def ls(output: OutputOption = Output.TEXT) -> None:
 @app.command("test")
 def test(name: SinkArgument) -> None:
     """Send a message that is marked as a test, from here."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     where = control.test_sink(name)
     control.close()
@@ -149,8 +155,6 @@ def test(name: SinkArgument) -> None:
 @app.command("pause")
 def pause(name: SinkArgument) -> None:
     """Tell a sink of nothing for now; what happens meanwhile waits for `resume`."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     control.pause_sink(name)
     control.close()
@@ -163,8 +167,6 @@ def resume(
     skip: Annotated[bool, typer.Option("--skip", help="Leave out what it was not told of so far.")] = False,
 ) -> None:
     """Deliver to a sink again, at once, also where it would wait after failures."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     found = control.resume_sink(name, skip=skip)
     control.close()
@@ -174,8 +176,6 @@ def resume(
 @app.command("remove")
 def remove(name: SinkArgument) -> None:
     """Forget a sink. What it was told stays where it was sent."""
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     control.remove_sink(name)
     control.close()

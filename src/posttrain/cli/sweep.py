@@ -4,25 +4,43 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, aside, console, emit_json, say, style
-from posttrain.cli.driving import open_quietly
-from posttrain.cli.leaving import DETACHED
+from posttrain.cli.console import (
+    Output,
+    OutputOption,
+    aside,
+    console,
+    digest,
+    emit_json,
+    excerpt,
+    lazily,
+    open_control,
+    say,
+    style,
+)
+from posttrain.cli.driving import DETACHED, open_quietly
 from posttrain.cli.plans import FileArgument
 from posttrain.domain.overrides import parse_overrides, setting_words, value_words, written
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from posttrain.api.control import Control
-    from posttrain.api.values import Ranking, Sweep
+    from posttrain.api.values import Cell, Comparison, MetricRow, Ranking, Sweep
     from posttrain.cli.tables import Grid
+
+_ARROWS = {"higher": " ↑", "lower": " ↓", None: ""}
+_VALUE = 48  # characters of a parameter's value on a terminal
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the commands."""
     app.command("sweep")(sweep)
+    app.command("compare")(compare)
 
 
 def sweep(
@@ -38,7 +56,6 @@ def sweep(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Run a file under several settings and seeds, and rank them as far as intervals allow. Nothing is released."""
-    from posttrain.app.embedded.control import open_control
     from posttrain.domain.errors import InputError
 
     if better not in (None, "higher", "lower"):
@@ -214,3 +231,94 @@ def _next(found: Sweep, ranking: Ranking) -> None:
         tied = sum(other.best == 1 and other.mean is not None for other in ranking.settings)
         say(f"{tied} settings may be the best; more seeds or items tell them apart")
         say("this one has the best mean:", f"  {command}")
+
+
+def compare(
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="A B [C …]",
+            help="Runs, or RUN/STAGE of evaluate stages; all are held against A.",
+            autocompletion=lazily("runs"),
+        ),
+    ],
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page of it too.")] = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Compare what runs scored, item by item: won, lost and tied against the first, with intervals."""
+    control = open_control()
+    try:
+        found = control.compare(what, html)
+    finally:
+        control.close()
+    if output is Output.JSON:
+        emit_json(found.to_json() | ({"page": str(html)} if html else {}))
+        return
+    _show_comparison(found)
+    if html is not None:
+        say(f"page:   {html}")
+
+
+def _show_comparison(found: Comparison) -> None:
+    screen = console()
+    for one in found.subjects:
+        say(f"{one.label}  {one.name}  {one.model}  {digest(one.digest)}")
+    screen.print(metric_table(found))
+    screen.print(*_notes_below(found), sep="\n")
+    if found.parameters:
+        screen.print(parameter_table(found))
+    elif len({one.run.id for one in found.subjects}) > 1:
+        say("parameters: nothing that decides results differs")
+
+
+def metric_table(found: Comparison) -> Grid:
+    """A row for each metric and subject; differences are to the first subject."""
+    from posttrain.cli.tables import Column, Grid
+
+    counts = ("items", "won", "lost", "tied")
+    titles = ("metric", "", "items", "value", f"difference to {found.subjects[0].label}", "won", "lost", "tied")
+    table = Grid([Column(title, right=title in counts) for title in titles], heads=2)
+    for row in found.metrics:
+        name = row.metric + _ARROWS[row.better]
+        for one, cell in zip(found.subjects, row.cells, strict=True):
+            items = str(cell.estimate.items) if cell.estimate else ""
+            value = str(cell.estimate) if cell.estimate else "not measured"
+            table.row(name, one.label, items, value, *_against(row, cell))
+            name = ""
+    return table
+
+
+def _against(row: MetricRow, cell: Cell) -> Iterator[Text | str]:
+    """Difference, won, lost, tied. Of a metric that no way improves, how many items have more and how many less."""
+    from rich.text import Text
+
+    pair = cell.paired
+    if pair is None:
+        yield Text(f"not paired: {cell.unpaired}" if cell.unpaired else "", style="dim")
+        yield from ("", "", "")
+        return
+    won, lost = pair.wins(row.better)
+    good = pair.decided and row.better and (pair.difference > 0) == (row.better == "higher")
+    tint = "" if not (pair.decided and row.better) else style("pass" if good else "fail")
+    yield Text(str(pair), style=tint)
+    yield from (f"{won}", f"{lost}") if row.better else (f"{won} more", f"{lost} less")
+    yield str(pair.same)
+
+
+def _notes_below(found: Comparison) -> Iterator[Text]:
+    from rich.text import Text
+
+    yield Text(f"{100 * found.confidence:g} % intervals, each by itself: {'; '.join(found.methods)}", style="dim")
+    for note in found.notes:
+        yield Text(f"note: {note}", style=style("warn"))
+
+
+def parameter_table(found: Comparison) -> Grid:
+    """Fields that are not the same for all, a column for each subject."""
+    from posttrain.cli.tables import Column, Grid
+
+    subjects = [Column(one.label, wraps=True) for one in found.subjects]
+    table = Grid([Column("field"), *subjects], title="parameters that differ")
+    for row in found.parameters:
+        table.row(row.path, *(excerpt(value, _VALUE) for value in row.values))
+    return table

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, aside, console, count, emit_json, excerpt, number, say
+from posttrain.cli.console import (
+    Output,
+    OutputOption,
+    aside,
+    console,
+    count,
+    emit_json,
+    excerpt,
+    number,
+    open_control,
+    say,
+)
 from posttrain.cli.driving import RunArgument
 from posttrain.domain.errors import InputError
 
@@ -39,8 +50,6 @@ def trace(
 ) -> None:
     """Write where a run's time went as files to look at; or show what became of its samples."""
     _check(sample, samples, step, out)
-    from posttrain.app.embedded.control import open_control
-
     control = open_control()
     try:
         run_id = control.run(run).id

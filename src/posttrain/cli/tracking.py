@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, console, emit_json
-from posttrain.cli.shell import lazily
+from posttrain.cli.console import Output, OutputOption, console, emit_json, lazily, open_control
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:
@@ -39,8 +38,6 @@ def track(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Write what is missing in a run's trackers, or in the registries of a channel. `--tracker` writes one more."""
-    from posttrain.app.embedded.control import open_control
-
     if follow and (tracker or output is Output.JSON):
         raise InputError("track: --follow goes with neither --tracker nor -o json; ask again without it")
     control = open_control()

@@ -17,11 +17,9 @@ from posttrain.api.codec import adapter, answer, signature
 from posttrain.api.operations import OPERATIONS, PREFIX, RUN_FILES, FileRef, Operation, RunFile
 from posttrain.api.pages import CURSOR, LIMIT
 from posttrain.api.values import Answer, Asked
-from posttrain.client.blobs import Fetcher, Sender, refuse_full
-from posttrain.client.bundling import Bundle
-from posttrain.client.operations import carried_out
+from posttrain.client.blobs import Bundle, Fetcher, Sender, refuse_full
+from posttrain.client.operations import RemoteLog, RemoteVigil, RemoteWatcher, carried_out
 from posttrain.client.transport import Transport, in_path
-from posttrain.client.waiting import RemoteLog, RemoteVigil, RemoteWatcher
 from posttrain.domain.errors import ApiVersionError, DeadlineError, NotFoundError, PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.overrides import Override
@@ -226,8 +224,8 @@ class RemoteControl:
 
     def import_mlflow(self, where: str, run: str | None, name: str | None) -> Imported:
         """See `Assets.import_mlflow`: the store is read here, and what was found is sent."""
-        from posttrain.foreign.carrying import carry
         from posttrain.foreign.mlflow_run import read_mlflow
+        from posttrain.foreign.outside import carry
 
         with tempfile.TemporaryDirectory(prefix="posttrain-import-") as folder:
             sent = self._sender.send(carry(read_mlflow(where, run), Path(folder)), follow_links=True)

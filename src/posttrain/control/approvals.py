@@ -15,10 +15,9 @@ from posttrain.decision.releases import live_before
 from posttrain.domain.approvals import Action, ApprovalRequest, Standing, Terms, request_of, weigh
 from posttrain.domain.errors import ApprovalError, ConflictError, StaleWriteError
 from posttrain.domain.policies import PinnedPolicy
-from posttrain.domain.principals import DRIVER, NOBODY, canonical, meant
+from posttrain.domain.principals import DRIVER, NOBODY, Role, canonical, meant
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import ChannelRecord, RunRecord, StageRecord
-from posttrain.domain.roles import Role
 from posttrain.store.releasing import pass_freeze, quarantined, refuse_protected
 from posttrain.store.snapshot import Snapshot
 from posttrain.store.transaction import Transaction

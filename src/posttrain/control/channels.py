@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from posttrain.control import approvals
+from posttrain.control.approvals import standing
 from posttrain.control.stores import Stores
-from posttrain.domain.approvals import Action, ApprovalRequest
+from posttrain.domain.approvals import Action, ApprovalRequest, Standing
 from posttrain.domain.canonical import canonical_json
-from posttrain.domain.errors import ChannelClosedError, InputError, IntegrityError, NotFoundError
+from posttrain.domain.errors import ChannelClosedError, InputError, IntegrityError, NotFoundError, nearest
 from posttrain.domain.policies import ChannelPolicy, PinnedPolicy, parse_policy
 from posttrain.domain.records import ChannelRecord
-from posttrain.domain.spelling import nearest
 from posttrain.store.ledger import Ledger
 from posttrain.store.releasing import POLICY_SET, refuse_protected
+from posttrain.store.snapshot import Snapshot
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")  # as `release.channel` of a run file
 RELEASES, EVERYTHING = "releases", "all"  # what a freeze stops
@@ -186,3 +187,21 @@ def _set(
     with stores.ledger.transaction(stores.actor) as transaction:
         approved = approvals.count(transaction, *asked) if asked else ""
         return transaction.set_channel(record, kind, why, size, approved, **columns)
+
+
+def standings(stores: Stores, *, channel: str | None = None, run_id: str | None = None) -> tuple[Standing, ...]:
+    """Where everything stands that was asked for on a channel, or for a run, oldest first."""
+    with stores.ledger.snapshot() as now:
+        return tuple(_each(stores, now, now.approval_requests(channel, run_id)))
+
+
+def _each(stores: Stores, now: Snapshot, requests: list[ApprovalRequest]) -> Iterator[Standing]:
+    for request in requests:
+        try:
+            asked = request.asked["policy"]
+            pinned = policy_of(stores, request.channel, asked) if asked else None
+        except IntegrityError:  # a document of before that is gone: whoever asks for the channel's own is told
+            continue
+        found = standing(now, request, pinned)
+        if found is not None:
+            yield found

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from posttrain.control.deciding import BASELINE, EVIDENCE
-from posttrain.decision.policies import refuse_weaker
+from posttrain.decision.releases import refuse_weaker
 from posttrain.domain.contracts import MODEL
 from posttrain.domain.errors import InputError
 from posttrain.domain.evaluators import measured_suites, suite_evaluator

@@ -29,7 +29,6 @@ from posttrain.control.orders import (
     StopStage,
     TryAgain,
 )
-from posttrain.control.retrying import why_not_again
 from posttrain.control.stalls import condemned, hung, silence, stall_after
 from posttrain.domain.errors import FailureClass
 from posttrain.domain.jobs import ANOTHER_RUNS, Cause, Failure, JobResult, JobState, Observation
@@ -40,10 +39,10 @@ from posttrain.domain.reasons import Reason, StopCause, stop_cause
 from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord, Watch
 from posttrain.domain.waits import span, told, wait_of
 
+PREEMPTIONS_PER_ATTEMPT = 4  # a preempted job did nothing wrong, but a place that always preempts is no place
 STOP_GRACE_SECONDS = 30.0
 LEAVING_SECONDS = 120.0  # after a result, until a job that its executor does not see to is ended
 BACKOFF_SECONDS = (0.5, 2.0, 8.0, 30.0)
-
 _DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
 _OVERTIME = "its maximum runtime, by budget.wall_clock, is over"
 _ENDED_FOR = {
@@ -57,6 +56,20 @@ _STOPPED_BY: Mapping[Cause | None, StopCause] = {
     Cause.OVERTIME: StopCause.PREEMPTED,
 }
 _TAKEN_AWAY = (StopCause.PREEMPTED, StopCause.DRAINED, StopCause.SUPERSEDED)  # these use no attempt up
+
+
+def why_not_again(manifest: Manifest, tried: Sequence[AttemptRecord], failure: Failure) -> tuple[Reason, str] | None:
+    """The reason and the words when another attempt would be pointless; the last of `tried` is the one that failed."""
+    preempted = failure.kind is FailureClass.PREEMPTED
+    if failure.kind is FailureClass.BUDGET:
+        return None  # it gets more of the budget than it had, which ends
+    own = [a for a in tried[:-1] if a.reason not in (Reason.PREEMPTED, Reason.BUDGET_EXCEEDED)]
+    if own and failure.signature and own[-1].failure_signature == failure.signature:
+        return Reason.CIRCUIT_OPEN, "the same failure twice in a row"
+    made = len(tried) if preempted else len(own) + 1
+    if made >= manifest.budget.attempts * (PREEMPTIONS_PER_ATTEMPT if preempted else 1):
+        return Reason.ATTEMPTS_EXHAUSTED, f"{made} attempts, the budget's limit"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,13 @@ from dataclasses import replace
 from typing import Protocol
 
 from posttrain.domain.contracts import MODEL, REPORT, StageContract
-from posttrain.domain.errors import InputError
+from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.gates import CHANNEL, GateRule
 from posttrain.domain.identity import deciding
 from posttrain.domain.kinds import CONTROL, GATE, RELEASE, StageKind, kind_of
 from posttrain.domain.manifest import InputRef, StageManifest
 from posttrain.domain.measures import ItemRange
 from posttrain.domain.runspec import ReleaseSpec, RunSpec
-from posttrain.domain.spelling import nearest
 
 ADDED = "baseline-"  # how evaluations begin that no run file asks for
 EVIDENCE, BASELINE, RIVAL = "evidence.", "baseline.", "against."  # how the gate's inputs are called

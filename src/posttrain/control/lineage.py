@@ -2,31 +2,236 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.control.approvals import owners
 from posttrain.control.channels import policy_of, unknown_channel
 from posttrain.control.judging import read_report
-from posttrain.control.models import MadeModel
-from posttrain.control.origins import Origins
 from posttrain.control.selecting import selected
 from posttrain.control.stores import Stores
 from posttrain.data.importing import begins_at
+from posttrain.data.refs import AssetRef, Source
 from posttrain.decision.releases import live_before, release_states
 from posttrain.domain.approvals import APPROVED, Terms
 from posttrain.domain.contracts import BEST, METRICS, MODEL
-from posttrain.domain.edges import IMPORT, ORIGIN, stage_of
-from posttrain.domain.errors import IntegrityError, NotFoundError
+from posttrain.domain.edges import IMPORT, ORIGIN, REUSED, release_of, stage_end, stage_of
+from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, nearest
 from posttrain.domain.kinds import kind_of
-from posttrain.domain.manifest import model_output
+from posttrain.domain.manifest import NAMED, InputRef, Manifest, model_output
 from posttrain.domain.placement import NAMED_MODELS
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.principals import canonical
-from posttrain.domain.records import Asset, Edge, ReleaseEntry, StageRecord
+from posttrain.domain.records import Asset, Edge, ReleaseEntry, RunRecord, StageRecord
 from posttrain.store.external import URI, VERSION
+from posttrain.store.snapshot import Snapshot
 from posttrain.store.trees import read_json
+
+Made = tuple[StageRecord, str]  # a stage, and which of its outputs
+
+
+class Origins:
+    """Edges of one moment. How many statements it takes depends on the runs that are asked about, not on others."""
+
+    def __init__(self, stores: Stores, now: Snapshot) -> None:
+        self.stores, self.now = stores, now
+        self._stages: dict[str, dict[str, StageRecord]] = {}
+        self._used: dict[str, list[Edge]] = {}
+        self._made: dict[str, dict[str, str]] = {}
+        self._assets: dict[str, list[Asset]] = {}
+        self._forms: dict[str, str] = {}
+        self._status: dict[tuple[str, str, int], str] | None = None
+
+    def stages(self, run_id: str) -> list[StageRecord]:
+        """By position, with what they used and made."""
+        if run_id not in self._stages:
+            rows = {row.name: row for row in self.now.stages(run_id)}
+            ends = [stage_end(run_id, name) for name in rows]
+            used, made = self.now.used(*ends), self.now.made(*ends)
+            for edge in made:
+                self._made.setdefault(edge.producer, {})[edge.output] = edge.digest
+            self._take_used(used)
+            self.look_up(edge.digest for edge in [*used, *made])
+            self._stages[run_id] = rows
+        return list(self._stages[run_id].values())
+
+    def used(self, run_id: str, stage: str) -> list[Edge]:
+        """What a stage used, by slot."""
+        self.stages(run_id)
+        return self._used.get(stage_end(run_id, stage), [])
+
+    def made(self, run_id: str, stage: str) -> dict[str, str]:
+        """Output → digest of what a stage made."""
+        self.stages(run_id)
+        return self._made.get(stage_end(run_id, stage), {})
+
+    def of_asset(self, asset: Asset) -> list[Edge]:
+        """What a registered version came from."""
+        self.look_up([asset.digest])
+        return self._used.get(asset.ref, [])
+
+    def assets(self, digest: str) -> list[Asset]:
+        """What these bytes are registered as."""
+        self.look_up([digest])
+        return self._assets[digest]
+
+    def status(self, asset: Asset) -> str:
+        """`recalled by user:ann: a licence ran out`; empty where nobody said anything of a version."""
+        if self._status is None:
+            self._status = {(one.kind, one.name, one.version): one.words for one, _ in self.now.asset_status()}
+        return self._status.get((asset.kind, asset.name, asset.version), "")
+
+    def form(self, digest: str) -> str:
+        """`file` or `tree`."""
+        self.look_up([digest])
+        return self._forms.get(digest, "file")
+
+    def look_up(self, digests: Iterable[str]) -> None:
+        """Read what is known of bytes, of all of them together."""
+        new = [digest for digest in dict.fromkeys(digests) if digest and digest not in self._assets]
+        if not new:
+            return
+        self._assets |= {digest: [] for digest in new}
+        for asset in self.now.assets_by_digest(*new):
+            self._assets[asset.digest].append(asset)
+        self._forms |= {artifact.digest: artifact.form for artifact in self.now.artifacts(*new)}
+        self._take_used(self.now.used(*(asset.ref for digest in new for asset in self._assets[digest])))
+
+    def _take_used(self, found: Iterable[Edge]) -> None:
+        for edge in found:
+            if edge.slot == REUSED:  # the same result: what it came from, this stage was bound to as well
+                continue
+            self._used.setdefault(edge.consumer, []).append(edge)
+
+    def maker(self, edge: Edge) -> Made | None:
+        """The stage whose model an edge hands on, and as which output; of a release's the one that the run releases."""
+        release = release_of(edge.producer)
+        if release:
+            entry = next((e for e in self.now.history(release[0]) if e.sequence == release[1]), None)
+            return self.that_made(entry.run_id, edge.digest) if entry else None
+        asset = next((asset for asset in self.assets(edge.digest) if asset.ref == edge.producer), None)
+        if asset:
+            return self.trained(asset)
+        found = stage_of(edge.producer)
+        if not found:
+            return None
+        row = next((row for row in self.stages(found[0]) if row.name == found[1]), None)
+        output = edge.output or MODEL
+        return (row, output) if row and output in self.made(*found) else None
+
+    def trained(self, asset: Asset) -> Made | None:
+        """The stage that trained a registered version; None: a person registered it."""
+        origin = next((edge for edge in self.of_asset(asset) if edge.slot == ORIGIN), None)
+        return self.maker(origin) if origin and stage_of(origin.producer) else None
+
+    def that_made(self, run_id: str | None, digest: str) -> Made | None:
+        """The stage of a run that made these weights, and as which output: of several (one that changed nothing makes
+        the same as the one before it, and a last model may be the best) what the run releases, else the last.
+        """
+        if run_id is None:
+            return None
+        rows = self.stages(run_id)
+        made = [(row, out) for row in rows for out in (BEST, MODEL) if self.made(run_id, row.name).get(out) == digest]
+        release = self.stores.manifest(self.now.run(run_id)).release
+        wanted = model_output(release.model) if release else None
+        named = [(row, output) for row, output in made if (row.name, output) == wanted]
+        return next(iter([*named, *reversed(made)]), None)
+
+
+@dataclass(frozen=True, slots=True)
+class MadeModel:
+    """What a word meant: `MadeModel("channel:prod@3", "sha256:…", "sort-b0ed9b49", "grpo", "prod", 3)`."""
+
+    name: str  # says the same for ever
+    digest: str
+    run_id: str | None  # None: a release that no run made
+    stage: str | None
+    channel: str | None = None
+    release: int | None = None
+    output: str = MODEL  # of the stage
+
+    @property
+    def word(self) -> str | None:
+        """The stage's model as a run file names it: `grpo`, `grpo/best`."""
+        return self.stage and InputRef(source="stage", name=self.stage, output=self.output).word
+
+    def pinned(self, word: str) -> InputRef:
+        """As an input of a stage; `word` as somebody wrote it."""
+        meta = {} if word == self.name else {NAMED: word}
+        return InputRef(source="asset", name=self.name, digest=self.digest, form="tree", meta=meta)
+
+
+def made_model(stores: Stores, ref: AssetRef) -> MadeModel:
+    """The model that a channel points at, that a run's stage made, or that is a version of what a stage trains.
+
+    Raises:
+        NotFoundError: no such channel, release, run or stage; a stage that has made none yet; bytes that are gone.
+        InputError: the start of several runs' ids.
+    """
+    ways = {Source.CHANNEL: _released, Source.RUN: _of_run, Source.REGISTRY: _trained}
+    found = ways[ref.source](stores, ref)
+    if not stores.blobs.has(found.digest):
+        raise NotFoundError(f"{found.name}: its bytes ({found.digest}) are missing from the store; restore them")
+    return found
+
+
+def _released(stores: Stores, ref: AssetRef) -> MadeModel:
+    history = stores.ledger.history(ref.name)
+    if not history:
+        known = stores.ledger.channels()
+        hint = nearest(ref.name, known) or "; the first release of a run makes one"
+        raise NotFoundError(f"{ref}: there is no channel {ref.name!r}{hint}")
+    numbered = next((e for e in history if e.sequence == ref.version), None)
+    entry = numbered if ref.version else stores.ledger.channel(ref.name)
+    if entry is None:
+        raise NotFoundError(
+            f"{ref}: channel {ref.name} has no release {ref.version}; the latest is {history[-1].sequence}"
+        )
+    with stores.ledger.snapshot() as now:
+        made = Origins(stores, now).that_made(entry.run_id, entry.model_digest)
+    name = f"channel:{ref.name}@{entry.sequence}"
+    stage, output = (made[0].name, made[1]) if made else (None, MODEL)
+    return MadeModel(name, entry.model_digest, entry.run_id, stage, ref.name, entry.sequence, output)
+
+
+def _trained(stores: Stores, ref: AssetRef) -> MadeModel:
+    asset = stores.ledger.asset(ref.kind, ref.name, ref.version)
+    run, stage, output = (str(asset.meta[key]) for key in ("run", "stage", "output"))
+    return MadeModel(asset.ref, asset.digest, run, stage, output=output)
+
+
+def _of_run(stores: Stores, ref: AssetRef) -> MadeModel:
+    run = stores.ledger.find_run(ref.name)
+    manifest = stores.manifest(run)
+    makers = [stage.name for stage in manifest.stages if MODEL in stage.outputs]
+    word = ref.stage or _main_stage(manifest)
+    try:
+        name, output = model_output(word)
+    except InputError as error:
+        raise InputError(f"{ref}: {error}") from error
+    if name not in makers:
+        raise NotFoundError(f"{ref}: run {run.id} has no stage {word!r} that makes a model{nearest(word, makers)}")
+    if output not in manifest.stage(name).outputs:
+        raise NotFoundError(f"{ref}: stage {name} of run {run.id} keeps no best model (keep_best); {_way(run)}")
+    row = next(stage for stage in stores.ledger.stages(run.id) if stage.name == name)
+    if output not in row.outputs:
+        raise NotFoundError(f"{ref}: stage {name} of run {run.id} has made no model ({row.state}); {_way(run)}")
+    return MadeModel(f"run:{run.id}/{word}", row.outputs[output]["digest"], run.id, name, output=output)
+
+
+def _way(run: RunRecord) -> str:
+    return f"see posttrain why {run.id}, or name another stage: run:{run.id}/STAGE"
+
+
+def _main_stage(manifest: Manifest) -> str:
+    """The model that a run is for: the one that it releases, else that of the last stage that makes a policy."""
+    if manifest.release:
+        return manifest.release.model
+    makers = [stage for stage in manifest.stages if "model" in stage.outputs]
+    helpers = {ref.name for stage in makers for slot, ref in stage.inputs.items() if slot in NAMED_MODELS}
+    policies = [stage.name for stage in makers if stage.name not in helpers and not kind_of(stage.kind).scores]
+    return (policies or [stage.name for stage in makers] or [""])[-1]
 
 
 @dataclass(frozen=True, slots=True)

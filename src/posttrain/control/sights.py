@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from posttrain.control.attempts import another_runs, unheeded
 from posttrain.control.decide import Sight, View
-from posttrain.control.fencing import another_runs, unheeded
 from posttrain.control.jobs import Jobs
-from posttrain.control.launching import look
+from posttrain.control.launching import look, tokens_inherited
 from posttrain.control.requests import job_of
-from posttrain.control.resuming import tokens_inherited
 from posttrain.control.stores import Stores
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.jobs import JobResult, JobState, Observation

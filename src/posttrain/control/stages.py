@@ -7,12 +7,17 @@ from dataclasses import asdict
 from typing import Any
 
 from posttrain.control import budgets, environments
-from posttrain.control.cache import cache_key, usable
 from posttrain.control.codes import called, names_of, present_code
 from posttrain.control.decide import hold_back
 from posttrain.control.jobs import Jobs
-from posttrain.control.launching import plan_attempt, taken_slots, waits_for_devices
-from posttrain.control.resuming import tokens_taken_over
+from posttrain.control.launching import (
+    cache_key,
+    plan_attempt,
+    taken_slots,
+    tokens_taken_over,
+    usable,
+    waits_for_devices,
+)
 from posttrain.control.stores import Stores
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.kinds import Driver, kind_of

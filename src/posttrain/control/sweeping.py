@@ -10,10 +10,9 @@ from posttrain.control.scores import estimate_json, measurements
 from posttrain.control.stores import Stores
 from posttrain.decision.gates import Evidence
 from posttrain.decision.ranking import Ranking, rank
-from posttrain.domain.errors import InputError
+from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.gates import GateRule
 from posttrain.domain.measures import better
-from posttrain.domain.spelling import nearest
 
 Runs = Mapping[int, str]  # seed → run id
 

@@ -11,8 +11,8 @@ from posttrain.data.external import check_where_it_lies, external_versions, plac
 from posttrain.domain.errors import InfrastructureError, IntegrityError, NotFoundError, PosttrainError, WorkspaceError
 from posttrain.store.audit import verify_rows
 from posttrain.store.external import EXTERNAL
-from posttrain.store.marking import erased_versions
 from posttrain.store.sealer import TreeReport, verify_chain
+from posttrain.store.sweeping import erased_versions
 from posttrain.store.trees import verify_tree
 
 

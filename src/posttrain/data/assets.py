@@ -17,10 +17,18 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.modules import SOURCE, WORD, ImportedReward
-from posttrain.data.signatures import Function, definitions, functions, rubrics, signature_of
+from posttrain.data.signatures import (
+    SOURCE,
+    WORD,
+    Function,
+    ImportedReward,
+    definitions,
+    functions,
+    rubrics,
+    signature_of,
+)
 from posttrain.domain.canonical import digest_bytes
-from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.errors import InputError, NotFoundError, nearest
 from posttrain.domain.rewards import (
     AUTO,
     DIALECTS,
@@ -33,7 +41,6 @@ from posttrain.domain.rewards import (
     refuse_nameless,
     source_name,
 )
-from posttrain.domain.spelling import nearest
 
 Meta = dict[str, Any]
 REWARD_DIALECTS = (AUTO, *DIALECTS)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
@@ -16,18 +17,18 @@ from posttrain.data.assets import (
     inspect_reward,
 )
 from posttrain.data.confining import UNCONFINED, refuse_afar, refuse_elsewhere
-from posttrain.data.datasets import inspect_dataset
-from posttrain.data.modules import SOURCE, imported_reward
+from posttrain.data.files import file_format
 from posttrain.data.parts import data_files, together
 from posttrain.data.refs import NAME, AssetRef, Source, local_path, parse_ref
-from posttrain.domain.canonical import digest_bytes, is_digest
+from posttrain.data.rows import each_row, has_answer, prompt_text
+from posttrain.data.signatures import SOURCE, imported_reward
+from posttrain.domain.canonical import digest_bytes, digest_json, is_digest
 from posttrain.domain.edges import IMPORTED
-from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.errors import InputError, NotFoundError, nearest
 from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import Asset
 from posttrain.domain.rewards import AS_FOUND, AUTO, Called, source_name
-from posttrain.domain.spelling import nearest
 from posttrain.store.external import EXTERNAL, URI, VERSION, ChangedError, External, fetch_external
 from posttrain.store.ledger import Ledger
 from posttrain.store.trees import (
@@ -41,9 +42,55 @@ from posttrain.store.trees import (
     tree_listing,
 )
 
+_TELL = 10_000  # rows between two words of how many were looked at
 Form = Literal["file", "tree"]
 _FORMS = {"dataset": "file", "reward": "file", "model": "tree"}
 _CALLED_BY = ("entry", "dialect", "source")  # how a reward is called, and what its errors call it
+
+
+def inspect_dataset(
+    data: Path | Mapping[str, Path], *, name: str = "", progress: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """`{"rows", "columns", "format", "files", "prompts", "prompts_digest", "answers", "characters"}` of a data set.
+
+    `format` is as `data.files.file_format` says, several sorted with a blank; `files` counts them. `prompts` counts
+    distinct prompts, `answers` rows with an answer that a response can be compared with, `characters` is
+    {min, mean, max} of prompt lengths.
+
+    Args:
+        data: a file, a folder or a pattern (`data.parts`), or files by name.
+        progress: is told how many rows were looked at; no more than one of them is in memory.
+
+    Raises:
+        NotFoundError: no such file.
+        InputError: no rows, a malformed line (`file:line`) or row; not one data set.
+    """
+    files = data if isinstance(data, Mapping) else data_files(data)
+    rows = answers = characters = longest = 0
+    shortest, columns, prompts = sys.maxsize, set[str](), set[str]()
+    for _, row in each_row(files, name=name):
+        text = prompt_text(row)
+        rows, answers, characters = rows + 1, answers + has_answer(row), characters + len(text)
+        shortest, longest = min(shortest, len(text)), max(longest, len(text))
+        columns |= row.keys()
+        prompts |= prompt_digests([text])
+        if rows % _TELL == 0:
+            progress(f"{rows} rows")
+    return {
+        "rows": rows,
+        "columns": sorted(columns),
+        "format": " ".join(sorted({file_format(path) for path in files.values()})),
+        "files": len(files),
+        "prompts": len(prompts),
+        "prompts_digest": digest_json(sorted(prompts)),
+        "answers": answers,
+        "characters": {"min": shortest, "mean": round(characters / rows, 1), "max": longest},
+    }
+
+
+def prompt_digests(texts: Iterable[str]) -> frozenset[str]:
+    """Digests of prompts, blanks at the ends ignored: equal digests are the same task."""
+    return frozenset(digest_bytes(text.strip().encode()) for text in texts)
 
 
 class Resolver(Protocol):

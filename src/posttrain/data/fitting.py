@@ -17,7 +17,7 @@ from typing import Any, cast
 from posttrain.data.rows import Row
 from posttrain.domain import rendering
 from posttrain.domain.errors import InputError
-from posttrain.domain.time_limit import TimeLimitError, time_limit
+from posttrain.domain.rendering import TimeLimitError, time_limit
 
 Read = Callable[[str], bytes | None]  # a file of the model's folder by name; None: there is no such file
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.data.assets import inspect_model
-from posttrain.data.catalog import Catalog, refuse_name
-from posttrain.data.datasets import inspect_dataset
+from posttrain.data.catalog import Catalog, inspect_dataset, refuse_name
 from posttrain.data.parts import data_files
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.edges import IMPORTED
@@ -24,8 +23,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import Asset
 from posttrain.foreign.outside import Named, OutsideRun, Points
-from posttrain.store.atomic import unwritable
-from posttrain.store.scratch import scratch
+from posttrain.store.atomic import scratch, unwritable
 from posttrain.store.trees import file_digest, put_files, put_tree
 
 RECORD = "posttrain.import/1"

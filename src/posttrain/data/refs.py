@@ -15,10 +15,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from posttrain.data.confining import refuse_elsewhere
-from posttrain.data.modules import WORD
 from posttrain.data.parts import PACKED, SUFFIXES, is_pattern
-from posttrain.domain.errors import InputError, NotFoundError
-from posttrain.domain.spelling import nearest
+from posttrain.data.signatures import WORD
+from posttrain.domain.errors import InputError, NotFoundError, nearest
 
 KINDS = ("dataset", "model", "reward", "history")
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")

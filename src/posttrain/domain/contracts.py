@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from posttrain.domain.amounts import LEAST_STALL
 from posttrain.domain.canonical import digest_json
-from posttrain.domain.durations import LEAST_STALL
 from posttrain.domain.errors import InputError
 from posttrain.domain.measures import ItemRange
 from posttrain.domain.placement import Placement

@@ -40,7 +40,9 @@ the constraint, the offending value, the next action. Whether a retry can help i
 
 from __future__ import annotations
 
+import difflib
 import errno
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar
@@ -249,3 +251,22 @@ def unwritable(path: Path | str, error: OSError) -> WorkspaceError:
     if error.errno in _READ_ONLY:
         return WorkspaceError(f"cannot write {path}: it is read-only; make the folder writable")
     return WorkspaceError(f"cannot write {path}: {error.strerror or error}; check the folder")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """` (did you mean 'x'?)`, or the known names when nothing is near; empty when nothing is known."""
+    names = sorted(known)
+    return meant(word, names) or (f" (known: {', '.join(names)})" if names else "")
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """` (did you mean 'x'?)`; empty when nothing known is near."""
+    close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def meant_name(principal: str, known: Iterable[str]) -> str:
+    """As `meant`, of `user:NAME` and `service:NAME`: by the names alone, since what all begin with makes all alike."""
+    names = {one.partition(":")[2]: one for one in sorted(known)}
+    close = difflib.get_close_matches(principal.partition(":")[2], names, n=1, cutoff=0.5)
+    return f" (did you mean {names[close[0]]!r}?)" if close else ""

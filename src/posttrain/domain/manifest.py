@@ -9,11 +9,10 @@ from pydantic import AfterValidator, Field
 
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.contracts import BEST, METRICS, MODEL
-from posttrain.domain.errors import InputError
+from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.gates import GateRule
 from posttrain.domain.images import image_reference
 from posttrain.domain.runspec import Budget, Ordered, ReleaseSpec, RunRuntime
-from posttrain.domain.spelling import nearest
 from posttrain.domain.validation import Frozen
 
 MANIFEST_SCHEMA: Final = 1

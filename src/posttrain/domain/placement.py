@@ -19,8 +19,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_serializer, model_validator
 
-from posttrain.domain.errors import InputError
-from posttrain.domain.spelling import nearest
+from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.validation import Frozen
 
 ROLES = ("policy", "critic", "reference", "reward_model", "teacher", "rollout", "reward")

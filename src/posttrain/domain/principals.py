@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from enum import StrEnum
 
 DRIVER = "service:posttrain"  # who acts where no person does: the server's driver and upgrades; never logs in
 NOBODY = "erased:"  # how the name of an erased principal begins; its id follows
@@ -46,3 +47,24 @@ def meant(word: str) -> set[str]:
     return (
         {name} if name.startswith((*(f"{kind}:" for kind in _KINDS), NOBODY)) else {f"{kind}:{name}" for kind in _KINDS}
     )
+
+
+class Role(StrEnum):
+    """What a principal may do in a project."""
+
+    VIEWER = "viewer"  # look
+    SUBMITTER = "submitter"  # run things, register things
+    APPROVER = "approver"  # answer for what is live
+    ADMIN = "admin"  # say who may do what, and what every release must pass
+
+    def covers(self, other: Role) -> bool:
+        """Whether whoever has this role may do what the other may."""
+        return _RANK[self] >= _RANK[other]
+
+
+_RANK = {role: place for place, role in enumerate(Role)}
+
+
+def lower(first: Role, second: Role) -> Role:
+    """The one that may do less."""
+    return second if first.covers(second) else first

@@ -10,6 +10,10 @@ earlier turns would train on tokens that are never seen in use.
 
 from __future__ import annotations
 
+import ctypes
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +31,9 @@ _BROKEN = (
 )
 # what a template or a tokenizer raises, and SyntaxError of what jinja compiles to: Python nests blocks only so deep
 _RAISED = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError, SyntaxError)
+MOST_STOPS, MOST_STOP = 16, 256  # strings, and characters of one
+_LOOK = 0.05  # seconds between looks at who is late
+CONFIG = "config.json"
 
 
 class Tokens(Protocol):
@@ -240,3 +247,88 @@ def _closed(tokens: Tokens, ids: Ids) -> Ids:
 
 def _begun(ids: Ids) -> tuple[Ids, Ids]:
     return ids[:1], ids[1:]
+
+
+def stop_fault(stop: Sequence[str]) -> str | None:
+    """What is wrong with stop strings; None: nothing."""
+    if isinstance(stop, str):  # whose letters would be taken for strings
+        return f"must be a list of strings, got the string {stop[:20]!r}; write [{stop[:20]!r}]"
+    if len(stop) > MOST_STOPS:
+        return f"must be at most {MOST_STOPS} strings, got {len(stop)}; leave some out"
+    for one in stop:
+        if not 1 <= len(one) <= MOST_STOP:
+            return f"must hold strings of 1 to {MOST_STOP} characters, got {len(one)}: {one[:20]!r}; mend or remove it"
+        if any(sign == "\ufffd" or "\ud800" <= sign <= "\udfff" for sign in one):
+            return f"must hold text, got {one!r}, of which a part stands for no character; remove it"
+    return None
+
+
+class TimeLimitError(BaseException):
+    """It took longer than it may. No `Exception`, so that code which catches all of those does not swallow it."""
+
+
+class _Watcher:
+    """One thread that looks at all deadlines; started when the first one is set, and again in a forked process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._due: dict[int, float] = {}  # thread → moment
+        self._process = 0
+
+    def arm(self, seconds: float) -> None:
+        """Begin to count.
+
+        Raises:
+            RuntimeError: this thread counts already.
+        """
+        if self._process != os.getpid():
+            self._lock, self._due, self._process = threading.Lock(), {}, os.getpid()
+            threading.Thread(target=self._watch, name="time-limit", daemon=True).start()
+        with self._lock:
+            if threading.get_ident() in self._due:
+                raise RuntimeError("time limits must not nest")
+            self._due[threading.get_ident()] = time.monotonic() + seconds
+
+    def disarm(self) -> None:
+        """After this no exception comes any more."""
+        thread = threading.get_ident()
+        while True:
+            try:
+                with self._lock:
+                    self._due.pop(thread, None)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)  # one may be on its way
+                return
+            except TimeLimitError:
+                continue
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_LOOK)
+            with self._lock:
+                now = time.monotonic()
+                for thread in [thread for thread, moment in self._due.items() if moment <= now]:
+                    # at every look until it ends: code that catches everything may swallow one
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeLimitError))
+
+
+_WATCHER = _Watcher()
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """End the block with `TimeLimitError` once it has taken so long. Blocks do not nest.
+
+    Raises:
+        TimeLimitError: it did.
+    """
+    _WATCHER.arm(seconds)
+    try:
+        yield
+    finally:
+        _WATCHER.disarm()
+
+
+def is_classifier(config: Mapping[str, Any]) -> bool:
+    """Whether it gives a response a number and makes none: `architectures` names a sequence classifier."""
+    names = config.get("architectures")
+    return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)

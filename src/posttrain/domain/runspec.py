@@ -35,15 +35,14 @@ from pydantic import (
     model_validator,
 )
 
-from posttrain.domain.durations import LONGEST, StallAfter, parse_duration
-from posttrain.domain.errors import InputError
+from posttrain.domain.amounts import LONGEST, StallAfter, parse_duration
+from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.gates import CHANNEL, GateRule
 from posttrain.domain.images import image_reference
 from posttrain.domain.kinds import ADDED, kind_names
 from posttrain.domain.overrides import Setting, overridden, setting_words
 from posttrain.domain.principals import is_plain
 from posttrain.domain.rewards import AUTO, DIALECTS, Called
-from posttrain.domain.spelling import nearest
 from posttrain.domain.trackers import Trackers
 from posttrain.domain.validation import Frozen, explain
 

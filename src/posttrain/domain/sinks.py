@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.domain.errors import InputError
-from posttrain.domain.spelling import nearest
+from posttrain.domain.errors import InputError, nearest
 
 RUN_ENDINGS = ("succeeded", "failed", "rejected", "stopped")
 ALL, RUN_ENDED = "all", "run-ended"

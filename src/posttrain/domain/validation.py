@@ -12,8 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from posttrain.domain.errors import InputError
-from posttrain.domain.spelling import nearest
+from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.vocabulary import FIELDS, KINDS, NOT_HERE, UNITS
 
 _SHOWN = 120  # characters of a value

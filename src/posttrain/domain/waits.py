@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from posttrain.domain.amounts import LONGEST, parse_duration
 from posttrain.domain.contracts import StageContract
-from posttrain.domain.durations import LONGEST, parse_duration
 from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import StageState

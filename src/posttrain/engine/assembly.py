@@ -8,13 +8,11 @@ from posttrain.engine.config import PPOConfig, RowsConfig, SamplingConfig, Train
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.loop.roles import Roles
-from posttrain.engine.models.language_model import LanguageModel
+from posttrain.engine.models.language_model import LanguageModel, ScalarModel
 from posttrain.engine.models.predicting import Model
-from posttrain.engine.models.scalar_model import ScalarModel
 from posttrain.engine.models.source import ModelSource, ScalarSource
-from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.learner import micro_batch_tokens
-from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.rollout.port import RolloutEngine
 from posttrain.engine.rollout.worker import RolloutWorker
 

@@ -19,8 +19,8 @@ from posttrain.engine.groups.worker_group import Future, WorkerGroup
 from posttrain.engine.models.chat import decode_response, decode_turn
 from posttrain.engine.rewards.answers import AnswerError, refuse_places
 from posttrain.engine.rewards.port import RewardCall, RewardFunction, Score, probe_call, refuse_failures, try_out
-from posttrain.engine.roles.frozen import FrozenWorker
 from posttrain.engine.roles.learner import DivergedError
+from posttrain.engine.roles.training import FrozenWorker
 from posttrain.engine.samples import Prompt, Trajectory
 
 _STRETCHES = 8  # of what is sampled together, at the most

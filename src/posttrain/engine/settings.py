@@ -14,9 +14,8 @@ from pydantic import (
     model_validator,
 )
 
-from posttrain.domain.amounts import Amount, ParsedAmount
-from posttrain.domain.durations import LONGEST, StallAfter, parse_duration
-from posttrain.domain.stop_strings import stop_fault
+from posttrain.domain.amounts import LONGEST, Amount, ParsedAmount, StallAfter, parse_duration
+from posttrain.domain.rendering import stop_fault
 from posttrain.domain.validation import Frozen
 
 # Of anything that is counted or measured there is a most: more is a slip that would be found late, in a job's memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from posttrain.domain.jobs import LogPage
-from posttrain.store.left import open_plain
+from posttrain.store.atomic import open_plain
 
 _CHUNK = 1 << 20
 

@@ -15,8 +15,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import OWN
 from posttrain.domain.passes import passes_of
 from posttrain.domain.vocabulary import KINDS, NOT_HERE
-from posttrain.foreign.draft import Draft, plainly, share_of_steps
-from posttrain.foreign.settings import Settings
+from posttrain.foreign.settings import Draft, Settings, plainly, share_of_steps
 
 _TRAINERS = {"sft": "sft", "grpo": "grpo", "reward": "reward_model", "rloo": "grpo"}
 _OTHERS = ("dpo", "kto", "orpo", "cpo", "ppo", "gkd", "distillation", "online_dpo", "xpo", "nash")

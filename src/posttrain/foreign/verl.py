@@ -12,8 +12,7 @@ from typing import Any
 from posttrain.domain.errors import InputError
 from posttrain.domain.passes import passes_of
 from posttrain.domain.vocabulary import NOT_HERE
-from posttrain.foreign.draft import Draft, plainly, share_of_steps
-from posttrain.foreign.settings import Settings
+from posttrain.foreign.settings import Draft, Settings, plainly, share_of_steps
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _ESTIMATORS = {"grpo": "grpo", "rloo": "rloo", "gae": "", "rloo_vectorized": "rloo", "grpo_vectorized": "grpo"}

@@ -8,7 +8,9 @@ import csv
 import json
 import math
 import re
+import struct
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,10 @@ from posttrain.foreign.outside import (
     run_folder,
     step_of,
 )
-from posttrain.foreign.wandb_records import MAGIC, records
 
+MAGIC = b":W&B"  # the first bytes of the file
+_HEADER, _BLOCK, _CHUNK = 7, 32768, 7  # bytes: of the file; of a block; before a chunk (CRC, length, kind)
+_WHOLE, _LAST = 1, 4  # kinds of a chunk that end a record
 _STEP, _TIME = "_step", "_timestamp"
 _OWN = (_STEP, _TIME, "_runtime", "_wandb")
 _TABLES = (".csv", ".jsonl", ".ndjson", ".parquet")
@@ -39,8 +43,30 @@ _MOST_CONFIG = 2**24  # bytes
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # of JSON that has no such numbers
 _RUN = re.compile(r"(offline-)?run-\d{8}_\d{6}-.+")
 _SHOWN = 8
-
 Row = Mapping[str, Any]
+
+
+def records(path: Path) -> Iterator[bytes]:
+    """The whole records of a file; ends before one that is cut short."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        place, parts = len(file.read(_HEADER)), b""
+        while True:
+            left = _BLOCK - place % _BLOCK
+            if left < _CHUNK:
+                place += len(file.read(left))
+                continue
+            head = file.read(_CHUNK)
+            if len(head) < _CHUNK:
+                return
+            _, length, kind = struct.unpack("<IHB", head)
+            data = file.read(length)
+            if len(data) < length or kind == 0:
+                return
+            place += _CHUNK + length
+            parts += data
+            if kind in (_WHOLE, _LAST):
+                yield parts
+                parts = b""
 
 
 def read_wandb_export(path: Path) -> OutsideRun:

@@ -1,7 +1,6 @@
 """`python -m posttrain.jobs.cast`: a model's weights in another floating-point type (`bodies.cast`)."""
 
-from posttrain.jobs.entry import lazily
-from posttrain.jobs.foreground import serve
+from posttrain.jobs.entry import lazily, serve
 
 if __name__ == "__main__":
     serve(lazily("posttrain.jobs.bodies.cast:cast"))

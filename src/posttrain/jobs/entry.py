@@ -9,8 +9,10 @@ what the job does (`bodies`), the one place where an import waits.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
+import json
 import os
 import signal
 import sys
@@ -51,11 +53,12 @@ from posttrain.store.attempts import AttemptFolder
 from posttrain.store.backends.served import ServedBlobs
 from posttrain.store.blobs import open_blobs
 from posttrain.store.channel import ControlKind
-from posttrain.store.event_writer import EventWriter
-from posttrain.store.spending import SpendingMeter
+from posttrain.store.event_writer import EventWriter, SpendingMeter
 from posttrain.store.trees import materialise
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+_PR_SET_PDEATHSIG = 1
+Program = Callable[[Mapping[str, Any]], Iterator[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,3 +339,31 @@ def _sigterm_noted() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(asked)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def serve(program: Program) -> None:
+    """Answer the one question on standard input, and die with whoever asked.
+
+    Whatever else is printed, by C libraries too, goes to standard error.
+    """
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        request = json.load(sys.stdin)
+        _die_with(int(request["asked_by"]))
+        settle_environment(int(request.get("threads", 1)))
+        try:
+            for answer in program(request):
+                answers.write(json.dumps(answer) + "\n")
+                answers.flush()
+        except Exception as error:
+            traceback.print_exc()
+            code = error.exit_code if isinstance(error, PosttrainError) else JobFailedError.exit_code
+            message = failure_of(error).message.removesuffix("; see log.txt")
+            answers.write(json.dumps({"error": message, "exit_code": code}) + "\n")
+
+
+def _die_with(parent: int) -> None:
+    """SIGKILL for this process when the one that asked ends, however it ends (Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)

@@ -1,7 +1,6 @@
 """`python -m posttrain.jobs.sample`: what a model says to some prompts (`bodies.sample`)."""
 
-from posttrain.jobs.entry import lazily
-from posttrain.jobs.foreground import serve
+from posttrain.jobs.entry import lazily, serve
 
 if __name__ == "__main__":
     serve(lazily("posttrain.jobs.bodies.sample:sample"))

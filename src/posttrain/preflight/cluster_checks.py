@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from posttrain.execution.cluster_facts import REFUSED_TOKEN, ClusterFacts, Gpus, Interface, RayAnswer, is_loopback
-from posttrain.preflight.checks import Check
 
 _GIB, _MIB = 2**30, 2**20
 _EXTRAS = ("", "ray", "torch")  # ours, and the one under which transformers names its torch
@@ -25,6 +25,16 @@ _TINY_SHARED, _LITTLE_SHARED = 64 * _MIB, 2 * _GIB
 _FULL = 0.1  # of the size is free
 _FEW_FILES = 4096
 _VIRTUAL = ("docker", "lo", "virbr")  # NCCL takes these only where nothing else is
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding."""
+
+    name: str
+    state: str  # ok | warn | fail
+    finding: str
+    remedy: str = ""
 
 
 def cluster_checks(facts: ClusterFacts) -> list[Check]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.control.deciding import ADDED
-from posttrain.control.planning import Planned
+from posttrain.control.planning import Count, Planned
 from posttrain.control.selecting import dataset_slots, selects
 from posttrain.data.contamination import contamination
 from posttrain.data.rows import Row, demonstrations, has_answer, prompt_text, repeated_rows
@@ -15,11 +15,33 @@ from posttrain.domain.evaluators import item_id
 from posttrain.domain.manifest import InputRef
 from posttrain.domain.measures import compares
 from posttrain.domain.runspec import RunSpec
-from posttrain.preflight.counting import registered_rows
 from posttrain.preflight.fitting import located, read_dataset
 from posttrain.workspace.opened import OpenWorkspace
 
 READ_AT_MOST = 200_000  # rows of one data set that a plan reads to compare prompts
+
+
+def registered_rows(workspace: OpenWorkspace, ref: InputRef) -> int | None:
+    """Rows of a registered data set; None: it is not registered."""
+    metas = [asset.meta for asset in workspace.ledger.assets_by_digest(str(ref.digest)) if "rows" in asset.meta]
+    return int(metas[0]["rows"]) if metas else None
+
+
+def counter(workspace: OpenWorkspace, spec: RunSpec, source: Path) -> Count:
+    """Counts the data sets of a run file.
+
+    Args:
+        source: the file; relative paths in it start at its folder.
+    """
+
+    def count(ref: InputRef, word: str, turns: bool) -> int:
+        known = None if turns else registered_rows(workspace, ref)
+        if known is not None:
+            return known
+        rows = read_dataset(workspace, ref, spec.data[word], source.parent)
+        return sum(map(demonstrations, rows)) if turns else len(rows)
+
+    return count
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,9 @@ from posttrain.domain.places import lock_path as lock_path
 from posttrain.domain.validation import explain
 from posttrain.domain.waits import wait_contract
 from posttrain.preflight.fitting import located
-from posttrain.preflight.images import refuse_image
-from posttrain.preflight.judging import refuse_judges_without_scores
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
-from posttrain.preflight.placing import refuse_infeasible, refuse_oversized
-from posttrain.preflight.teaching import check_teachers
+from posttrain.preflight.placing import refuse_image, refuse_infeasible, refuse_oversized
+from posttrain.preflight.teaching import check_teachers, refuse_judges_without_scores
 from posttrain.workspace.opened import OpenWorkspace
 
 RECIPE = "recipe"

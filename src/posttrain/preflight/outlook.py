@@ -9,28 +9,39 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from posttrain.control.cache import cache_key, usable
+from posttrain.control.deciding import ADDED, measures
+from posttrain.control.launching import cache_key, tokens_inherited, usable
 from posttrain.control.looks import gate_looks
 from posttrain.control.planning import Planned
-from posttrain.control.resuming import tokens_inherited
 from posttrain.control.selecting import dataset_slots, selected_on
-from posttrain.decision.power import PowerNote
+from posttrain.decision.gates import NOT_TESTED
+from posttrain.decision.looks import Look
+from posttrain.decision.power import ENOUGH, PowerNote, gate_power, unknown_power
 from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.domain.gates import GateRule
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import RunState, StageState
 from posttrain.domain.manifest import Manifest, StageManifest
+from posttrain.domain.measures import ItemRange, compares
 from posttrain.domain.records import StageRecord
 from posttrain.domain.runspec import RunSpec
 from posttrain.domain.waits import wait_of
-from posttrain.planner.estimate import Estimate, Experience, Workload, comparable, estimate
-from posttrain.planner.prospects import Concern, certain_shortfall, time_concern, token_concern
-from posttrain.preflight.counting import registered_rows
-from posttrain.preflight.datasets import Dataset, read_datasets, unanswered
-from posttrain.preflight.lengths import Lengths
-from posttrain.preflight.power import gates_power
-from posttrain.preflight.stops import other_stops
+from posttrain.planner.prospects import (
+    Concern,
+    Estimate,
+    Experience,
+    Workload,
+    certain_shortfall,
+    comparable,
+    estimate,
+    time_concern,
+    token_concern,
+)
+from posttrain.preflight.datasets import Dataset, read_datasets, registered_rows, unanswered
+from posttrain.preflight.fitting import Lengths
 from posttrain.workspace.opened import OpenWorkspace
 
 _RUNS_LOOKED_AT = 20
@@ -38,6 +49,102 @@ _STAGES_LOOKED_AT = 5  # of those that are comparable
 _COMING = (StageState.READY, StageState.RUNNING)  # ready: in back-off, or about to start
 _GOING_ON = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)
 _NOW = " makes it now"
+
+
+def gates_power(
+    planned: Planned, datasets: Mapping[str, Dataset], empty: bool, looks: Mapping[str, Look]
+) -> Iterator[PowerNote]:
+    """What each gate can tell.
+
+    Args:
+        empty: nothing is live in the channel of the release.
+        looks: rule → which look at its items the run will take.
+    """
+    manifest = planned.manifest
+    for rule in manifest.gates:
+        for name in measures(rule, manifest.stage("gate"), planned.contracts):
+            stage, possible = manifest.stage(name), planned.contracts[name].metrics[rule.metric]
+            if possible is None:
+                continue
+            suite = stage.inputs.get(f"suites.{rule.metric.rpartition('/')[0]}")
+            if suite is None:  # of an installed kind, which has no suites: nobody knows how many items it will measure
+                continue
+            data = datasets[str(suite.digest)]
+            items = data.answered if compares(rule.metric) else data.items
+            if data.items is None or items is None:
+                continue
+            note = _looked(rule, items, possible, empty, looks.get(rule.name))
+            if not items:
+                why = f"{rule.metric} compares with answers, and {suite.name} has none; gate the suite's reward"
+                note = replace(note, refusal=why)
+            repeated = (data.rows or 0) - data.items
+            if note.refusal and repeated > 0:
+                note = replace(note, refusal=f"{note.refusal} ({repeated} of {data.rows} rows repeat another)")
+            yield note
+
+
+def _looked(rule: GateRule, items: int, possible: ItemRange, empty: bool, look: Look | None) -> PowerNote:
+    """The forecast at the confidence of this look; a look that is not corrected for is warned of."""
+    if look is None:
+        return _forecast(rule, items, possible, empty)
+    judged = look.rule(rule)
+    note = _forecast(judged, items, possible, empty)
+    if look.spent:
+        return replace(
+            note, refusal=f"this would be {look.words}, of {look.budget} that the policy allows; use new items"
+        )
+    if judged.confidence != rule.confidence:
+        return replace(
+            note, assumption=f"{note.assumption}; {look.words}, judged at confidence {judged.confidence:.6g}"
+        )
+    if look.number == 1 or note.test == NOT_TESTED:
+        return note
+    corrected = replace(look, budget="corrected").rule(rule)
+    needed = _forecast(corrected, items, possible, empty).needed
+    said = (
+        f"gate {rule.name}: this is {look.words}: with each judged at confidence {rule.confidence:g} alone, one of "
+        f"{look.number} models on the threshold passes with a chance of up to {look.inflated(rule.confidence):.0%}; "
+        "use new items, or set `looks` in the policy of the channel"
+    )
+    said += f" ({needed} items give {ENOUGH:.0%} then)" if needed is not None else ""
+    return replace(note, warning="; ".join(filter(None, (note.warning, said))))
+
+
+def _forecast(rule: GateRule, items: int, possible: ItemRange, empty: bool) -> PowerNote:
+    """A number that cannot be computed ends no command: the gate itself will judge."""
+    try:
+        return gate_power(rule, items, possible, channel_empty=empty)
+    except (ArithmeticError, ValueError) as error:
+        return unknown_power(rule, items, f"{type(error).__name__}: {error}")
+
+
+def other_stops(manifest: Manifest) -> Iterator[str]:
+    """One warning for each suite whose responses end otherwise than those that its model was trained by.
+
+    A suite takes nothing over from the stage that it measures, so one without the strings lets the model go on to its
+    end of sequence, which it never had to say.
+    """
+    for stage in manifest.stages:
+        model, suites = stage.inputs.get("model"), stage.params.get("suites")
+        if not stage.measures or stage.name.startswith(ADDED) or model is None or model.source != "stage":
+            continue
+        trained = _stops(manifest.stage(model.name).params)
+        for name, suite in suites.items() if trained and isinstance(suites, Mapping) else ():
+            own = _stops(suite if isinstance(suite, Mapping) else {})
+            if own != trained:
+                yield (
+                    f"{stage.name}: responses of suite {name} end at {_said(own)}, those that {model.name} trains on "
+                    f"at {_said(trained)}; write stop: {trained} in the suite too, or leave it where that is meant"
+                )
+
+
+def _stops(params: Mapping[str, Any]) -> list[str]:
+    stop = params.get("stop")
+    return sorted(map(str, stop)) if isinstance(stop, list | tuple) else []
+
+
+def _said(stop: list[str]) -> str:
+    return " or ".join(map(repr, stop)) or "no strings"
 
 
 @dataclass(frozen=True, slots=True)

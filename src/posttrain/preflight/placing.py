@@ -8,15 +8,19 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from posttrain.control.planning import Planned
-from posttrain.domain.architectures import CONFIG
+from posttrain.data.confining import is_confined
 from posttrain.domain.contracts import Load
 from posttrain.domain.errors import InputError
+from posttrain.domain.images import allows
 from posttrain.domain.kinds import OWN, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.placement import NAMED_MODELS
+from posttrain.domain.rendering import CONFIG
 from posttrain.domain.runspec import RunSpec
+from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.machine import Machine, room_of, this_machine
 from posttrain.execution.trainers.native import gpu_visible
 from posttrain.planner.deadlines import too_much_to_load
@@ -26,11 +30,11 @@ from posttrain.planner.residency import Residency, Shape, resident
 from posttrain.planner.size import Size
 from posttrain.planner.sizes import Room, Settled, settle, unknown_kinds
 from posttrain.preflight.datasets import Dataset
-from posttrain.preflight.fitting import model_files, origin, word_of
-from posttrain.preflight.lengths import Lengths
+from posttrain.preflight.fitting import Lengths, model_files, origin, word_of
 from posttrain.preflight.outlook import workload
 from posttrain.preflight.rewarding import bytes_of
 from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.served import is_served
 
 _LOWER = "lower runtime.micro_batch_tokens or set runtime.activation_checkpointing"
 _SPECIAL_TOKENS = 7  # of a model that `init_model` makes, beside its characters
@@ -269,3 +273,43 @@ def _map(data: bytes | None) -> dict[str, Any]:
     except ValueError:  # the job, which loads the model, says what is wrong with it
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def refuse_image(image: str | None, workspace: OpenWorkspace, source: Path) -> None:
+    """Refuse an image that the project does not allow, or that nobody here runs jobs in.
+
+    Words from afar name what an admin allowed. Whoever has the workspace before them may name any, until somebody says
+    which ones.
+
+    Raises:
+        InputError: naming what, the constraint, the value, the next action.
+    """
+    if image is None:
+        return
+    with workspace.ledger.snapshot() as now:
+        allowed = now.images()
+    if is_confined() if allowed is None else not allows(allowed, image):
+        known = f"it allows {', '.join(allowed)}" if allowed else "it allows none"
+        raise InputError(
+            f"{source}: image: must be one that project {workspace.ledger.project} allows, got {image} ({known}); an "
+            f"admin of it may allow it: posttrain project allow-image {image}"
+        )
+    executor = workspace.jobs.executor
+    if not executor.images:
+        raise InputError(
+            f"{source}: image: needs an executor that runs jobs in images, and this workspace has {executor.name}, got "
+            f"{image}; leave image out, or choose one that does: posttrain init --executor podman"
+        )
+    why = executor.trouble() if isinstance(executor, LocalExecutor) else ""
+    if why:
+        raise InputError(f"{source}: image: {image} cannot be run here: {why}")
+    if urlsplit(workspace.blobs.url).scheme != "file" or workspace.channel_address:
+        _refuse_without_server(workspace, source, image)
+
+
+def _refuse_without_server(workspace: OpenWorkspace, source: Path, image: str) -> None:
+    if not is_served(workspace.root):
+        raise InputError(
+            f"{source}: image: a job in an image has no network, so it reaches artifacts in {workspace.blobs.url} only "
+            f"through a server, got {image} without one; run posttrain serve"
+        )

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.data.assets import reward_signature
-from posttrain.data.modules import imported_reward
 from posttrain.data.refs import Source, local_path, parse_ref
+from posttrain.data.signatures import imported_reward
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.manifest import InputRef
 from posttrain.domain.rewards import (

@@ -8,14 +8,50 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.domain.errors import InputError
+from posttrain.domain.kinds import OWN, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
+from posttrain.domain.rendering import is_classifier
 from posttrain.preflight.fitting import model_files, origin, word_of
-from posttrain.preflight.judging import scores
 from posttrain.preflight.placing import stored_config, vocabulary_of
 from posttrain.preflight.rewarding import bytes_of
 from posttrain.workspace.opened import OpenWorkspace
 
+_JUDGE = "reward_model"
 _SLOT, _TOKENIZER = "teacher", "tokenizer.json"
+
+
+def refuse_judges_without_scores(
+    manifest: Manifest, workspace: OpenWorkspace, source: Path, model: str | None = None
+) -> None:
+    """Refuse a stage whose `reward_model` makes text: every response would be worth the same.
+
+    What a channel serves is known once the stage is bound; its job asks then.
+
+    Args:
+        source: the run file or lock, for errors.
+        model: how the run file names its base model; None: it is in the store.
+
+    Raises:
+        InputError: naming file, stage and judge.
+    """
+    for stage in manifest.stages:
+        if _JUDGE in stage.inputs and scores(manifest, stage, _JUDGE, workspace, source, model) is False:
+            raise InputError(
+                f"{source}: stages.{stage.name}.{_JUDGE}: must score responses, got {stage.inputs[_JUDGE].name}, which "
+                "is no sequence classifier; name a stage of kind reward_model, or a model that such a stage made"
+            )
+
+
+def scores(
+    manifest: Manifest, stage: StageManifest, slot: str, workspace: OpenWorkspace, source: Path, model: str | None
+) -> bool | None:
+    """Whether the model in a slot scores responses; None where nobody knows yet."""
+    ref = stage.inputs[slot]
+    if ref.source == "stage":
+        made = manifest.stage(ref.name).kind
+        return kind_of(made).scores if made in OWN else None
+    config, _ = stored_config(ref, workspace, source, model)
+    return is_classifier(config) if config else None
 
 
 def check_teachers(

@@ -40,22 +40,29 @@ from posttrain.domain.errors import (
 from posttrain.domain.ids import refuse_control_characters
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.server import attempts, blobs, streams, underway
-from posttrain.server.asking import Asking
 from posttrain.server.calling import arguments, call, to_json
 from posttrain.server.console import routes as console
 from posttrain.server.entrance import Asker, Entrance
 from posttrain.server.forwarding import Peers
-from posttrain.server.lanes import HEAVY, READ, in_thread
-from posttrain.server.limits import BODY, RETRY_SECONDS, Limits
+from posttrain.server.limits import BODY, HEAVY, READ, RETRY_SECONDS, Limits, in_thread
 from posttrain.server.logs import facts, logged_problem
 from posttrain.server.metering import MEDIA_TYPE as METRICS_TYPE
 from posttrain.server.metering import Meters
 from posttrain.server.observing import Observing, verb_of
-from posttrain.server.repeats import LaterError, Once, request_id, used_key
 from posttrain.server.requests import check_path, read, sent, timely, weight
-from posttrain.server.underway import Underway, accepted, as_now, asked_of, wait_of
+from posttrain.server.underway import (
+    LaterError,
+    Once,
+    Underway,
+    accepted,
+    as_now,
+    asked_of,
+    request_id,
+    used_key,
+    wait_of,
+)
 from posttrain.server.worker import INTERFACE
-from posttrain.server.workers import Answers, Refused
+from posttrain.server.workers import Answers, Asking, Refused
 from posttrain.store.operations import Begun, Operations
 
 log = logging.getLogger("posttrain.server")

@@ -18,14 +18,13 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 from posttrain.domain.canonical import digest_bytes, is_digest
 from posttrain.domain.errors import AuthenticationError, InputError, NotFoundError
 from posttrain.server.granting import PREFIX
-from posttrain.server.lanes import READ, UPLOAD, in_thread
-from posttrain.server.limits import CHANNEL, Limits
+from posttrain.server.limits import CHANNEL, READ, UPLOAD, Limits, in_thread
 from posttrain.server.requests import whole
+from posttrain.store.atomic import most_of
 from posttrain.store.channels.objects import object_store
 from posttrain.store.channels.served import TOO_MUCH
 from posttrain.store.direct import LARGE, open_direct
 from posttrain.store.grants import Granted, Grants
-from posttrain.store.left import most_of
 from posttrain.store.trees import tree_listing
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import logging
 import resource
 import socket
@@ -17,8 +18,11 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from posttrain.domain.errors import InputError
 
 log = logging.getLogger("posttrain.server")
 OF_ATTEMPTS = "/v1/attempt/"  # paths that a job's token opens
@@ -205,3 +209,32 @@ def quiet(otherwise: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]
             log.error("no connection can be accepted: %s; see `ulimit -n` of the server", error.strerror)
 
     return handle
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine reaches it."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def checked_advertised(url: str) -> str:
+    """An address by which servers of other hosts reach one, which send it what its users send them.
+
+    Raises:
+        InputError: it is none, or others could listen.
+    """
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        raise InputError(f"--advertise: is no URL: {error}") from error
+    safe = parts.scheme == "https" or (parts.scheme == "http" and is_loopback(str(parts.hostname or "")))
+    if not parts.hostname or not safe or parts.username is not None or parts.query or parts.fragment:
+        raise InputError(
+            f"--advertise must be https://HOST[:PORT], at which other servers send on what their users ask; got {url!r}"
+        )
+    return url.rstrip("/")

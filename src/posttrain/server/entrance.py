@@ -15,8 +15,8 @@ from posttrain.access.roles import role_of
 from posttrain.api.guarding import guarded
 from posttrain.app.embedded.control import Embedded
 from posttrain.domain.errors import AccessError, AuthenticationError, NotFoundError, PosttrainError
+from posttrain.domain.principals import Role
 from posttrain.domain.records import DEFAULT_PROJECT
-from posttrain.domain.roles import Role
 from posttrain.server.watching import Looking, Watchers
 
 if TYPE_CHECKING:

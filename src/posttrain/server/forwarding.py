@@ -27,8 +27,8 @@ from starlette.responses import Response, StreamingResponse
 from posttrain.access.ports import OS, Identity
 from posttrain.control.owners import process_alive, process_name
 from posttrain.domain.errors import LimitError, PosttrainError
-from posttrain.server.addresses import is_loopback
-from posttrain.server.lanes import PASS_ON, READ, in_thread
+from posttrain.server.connections import is_loopback
+from posttrain.server.limits import PASS_ON, READ, in_thread
 from posttrain.store.hosts import host_of
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import InfrastructureError, PosttrainError
 from posttrain.domain.records import AttemptRecord
-from posttrain.store.access import INSIDE, SOCKET, JobAccess, tell
 from posttrain.store.atomic import read_json
 from posttrain.store.grants import Grants
+from posttrain.store.reaching import INSIDE, SOCKET, JobAccess, tell
 from posttrain.workspace.served import PLACE
 
 log = logging.getLogger("posttrain.driver")

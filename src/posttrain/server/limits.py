@@ -6,20 +6,40 @@ have.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import anyio
+from anyio.to_thread import run_sync
 
-from posttrain.domain.errors import LimitError
-from posttrain.server.lanes import ADOPT, FOLLOW, HEAVY, READ, UPLOAD
+from posttrain.domain.errors import BusyError, LimitError
 
+T = TypeVar("T")
+READ, HEAVY, UPLOAD, ADOPT, FOLLOW, PASS_ON = "read", "heavy", "upload", "adopt", "follow", "pass on"
+_THREADS = {READ: 32, HEAVY: 16, UPLOAD: 16, ADOPT: 8, FOLLOW: 128, PASS_ON: 64}
+_WAITING = {READ: 1000, HEAVY: 100, UPLOAD: 200, ADOPT: 200, FOLLOW: 0, PASS_ON: 0}  # that may wait for a thread
+_limits: dict[str, anyio.CapacityLimiter] = {}
 RETRY_SECONDS = 1  # that whoever was refused is told to wait
 BODY, LOGIN = "body", "login"  # what takes no thread of its own: bodies from their first byte on, forms that log in
 CHANNEL = "channel"  # what one attempt's job puts into its channel, and reads there
 MOST_BYTES = 256 << 20  # of uploads by one principal that are under way
 MOST_BODIES = 32 << 20  # bytes of other bodies, which are held as a whole
+
+
+async def in_thread(lane: str, does: Callable[..., T], *words: Any) -> T:
+    """What a function answers, in a thread of this lane; it waits for one without a thread.
+
+    Raises:
+        BusyError: too many wait already.
+    """
+    limit = _limits.get(lane)
+    if limit is None:
+        limit = _limits[lane] = anyio.CapacityLimiter(_THREADS[lane])
+    if not limit.available_tokens and limit.statistics().tasks_waiting >= _WAITING[lane]:
+        raise BusyError(f"the server has too much to do ({lane}); ask again in a while")
+    return await run_sync(does, *words, limiter=limit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,28 +36,34 @@ from posttrain.access.authenticators.token import issue
 from posttrain.app.workspace import Workspace
 from posttrain.control.owners import process_name
 from posttrain.domain.errors import ConflictError, InputError, PosttrainError, WorkspaceError
-from posttrain.domain.roles import Role
+from posttrain.domain.principals import Role
 from posttrain.events.admitting import public, secrets_of
 from posttrain.server import logs
-from posttrain.server.addresses import checked_advertised, is_loopback
 from posttrain.server.app import Server, build
-from posttrain.server.board import Board
 from posttrain.server.children import start
-from posttrain.server.connections import Door, Room, kind_of, most_of, quiet, raise_files
+from posttrain.server.connections import (
+    Door,
+    Room,
+    checked_advertised,
+    is_loopback,
+    kind_of,
+    most_of,
+    quiet,
+    raise_files,
+)
 from posttrain.server.entrance import Entrance
 from posttrain.server.forwarding import Peers
 from posttrain.server.logs import Logging
-from posttrain.server.metering import Meters
-from posttrain.server.readiness import Ready, StoreLook
-from posttrain.server.repeats import KEPT_SECONDS
-from posttrain.server.systemd import Systemd
+from posttrain.server.metering import Board, Meters
+from posttrain.server.readiness import Ready, StoreLook, Systemd
+from posttrain.server.underway import ANSWERS_KEPT_SECONDS
 from posttrain.server.workers import Workers
-from posttrain.store.access import SOCKET, SOCKETS
 from posttrain.store.atomic import make_folder, unwritable, write_json
 from posttrain.store.blobs import open_blobs
 from posttrain.store.hosts import Hosts
 from posttrain.store.ledger import Ledger
-from posttrain.store.repeated import forget_before
+from posttrain.store.operations import forget_before
+from posttrain.store.reaching import SOCKET, SOCKETS
 from posttrain.workspace.served import LOCK, PLACE, server_of
 
 log = logging.getLogger("posttrain.server")
@@ -389,7 +395,7 @@ def _tidy(workers: Workers, ledger: Ledger, over: threading.Event) -> None:
         with suppress(PosttrainError):  # a database that is away: the next time
             workers.tidy()
             if round_ % _FORGET == 0:
-                forget_before(ledger, ledger.clock.now() - KEPT_SECONDS)
+                forget_before(ledger, ledger.clock.now() - ANSWERS_KEPT_SECONDS)
 
 
 def _shown(host: str) -> str:

@@ -20,12 +20,10 @@ from posttrain.api.guarding import refuse
 from posttrain.api.operations import PREFIX
 from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.lifecycle import is_final
-from posttrain.server.asking import Asking
-from posttrain.server.calling import to_json
-from posttrain.server.lanes import FOLLOW, READ, in_thread
+from posttrain.server.calling import ANSWER, ASKED, to_json
+from posttrain.server.limits import FOLLOW, READ, in_thread
 from posttrain.server.logs import logged_problem
-from posttrain.server.telling import ANSWER, ASKED
-from posttrain.server.workers import Refused
+from posttrain.server.workers import Asking, Refused
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control

@@ -19,13 +19,11 @@ from typing import Any
 
 from posttrain.api.operations import OPERATIONS
 from posttrain.app.workspace import Workspace
-from posttrain.server.bundles import Bundles
-from posttrain.server.calling import arguments, call, to_json
+from posttrain.server.calling import Told, arguments, call, telling, to_json
 from posttrain.server.console import CONSOLE
 from posttrain.server.entrance import Asker, Entrance
 from posttrain.server.logs import Logging, Printed, begin, logged_problem
-from posttrain.server.telling import Told, telling
-from posttrain.server.uploads import Uploads
+from posttrain.server.uploads import Bundles, Uploads
 
 log = logging.getLogger("posttrain.worker")
 DESCRIPTOR = 3

@@ -18,11 +18,14 @@ Imports no database; an object store only where the workspace keeps its channels
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import io
 import json
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,16 +34,18 @@ from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.facts import Fact, Progress, Sample, fact_from_json
 from posttrain.domain.jobs import CheckpointCommit, JobOrder, JobResult
 from posttrain.domain.shapes import count
-from posttrain.store.atomic import make_folder, read_json, write_json
+from posttrain.store.atomic import ANSWER, LINE, SMALL, look_over, make_folder, read_json, read_left, write_json
 from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind
 from posttrain.store.channels.folder import FolderObjects
 from posttrain.store.channels.objects import object_store
-from posttrain.store.left import ANSWER, LINE, SMALL, look_over, read_left
 from posttrain.store.trees import file_digest
 
 METER = "meter"
 _METER_BYTES = 64  # two numbers
 _DIGITS = 16  # of a step
+LOCK, CLAIM = "supervisor.lock", "supervisor.json"
+_SECONDS = 60.0  # a supervisor that has the lock claims at once, or goes
+_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,3 +342,30 @@ def _verified_commit(folder: Path) -> CheckpointCommit | None:
     except (OSError, ValueError, RecursionError, InputError, IntegrityError):
         return None  # half-written, pruned while we looked, or damaged: it does not count
     return commit if matches else None
+
+
+@contextmanager
+def unclaimed(folder: Path) -> Iterator[bool]:
+    """Keep supervisors of an attempt's folder from claiming it; False: one has, or holds the lock for ever.
+
+    Raises:
+        OSError: the folder is not there, or the lock can be neither made nor opened.
+    """
+    lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        yield _locked(lock, folder) and not (folder / CLAIM).exists()
+    finally:
+        os.close(lock)
+
+
+def _locked(lock: int, folder: Path) -> bool:
+    deadline = time.monotonic() + _SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if (folder / CLAIM).exists() or time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        else:
+            return True

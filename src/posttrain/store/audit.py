@@ -13,9 +13,8 @@ from typing import Any
 from sqlalchemy import Connection, Text, select, type_coerce
 
 from posttrain.domain.errors import IntegrityError
-from posttrain.store.audited import ADDED, REMOVED, TABLES
 from posttrain.store.database import schema_version
-from posttrain.store.envelopes import auditable
+from posttrain.store.journal import ADDED, REMOVED, TABLES, auditable
 from posttrain.store.ledger import Ledger
 from posttrain.store.schema import SCHEMA_VERSION, JsonText, events, leaves, payloads
 

@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import Connection, text
 
 from posttrain.domain.errors import IntegrityError
-from posttrain.store.envelopes import auditable
+from posttrain.store.journal import auditable
 
 _STAGE: Mapping[str, Any] = {  # columns before any event
     "inputs": {}, "outputs": {}, "metrics": {}, "cached_from": None, "cache_key": None, "tokens": 0,

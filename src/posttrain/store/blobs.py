@@ -16,13 +16,12 @@ from obstore.exceptions import AlreadyExistsError, NotSupportedError
 from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes, digest_chunks, is_digest
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, UnavailableError
 from posttrain.store.answering import answering
-from posttrain.store.atomic import write_stream
+from posttrain.store.atomic import open_plain, write_stream
 from posttrain.store.backends.local import LocalFolder
 from posttrain.store.backends.memory import SCHEME as MEMORY
 from posttrain.store.backends.memory import Memory
 from posttrain.store.backends.remote import Remote
 from posttrain.store.holding import StoreLock
-from posttrain.store.left import open_plain
 
 _CHUNK = 4 << 20
 _USERS = "workspaces"

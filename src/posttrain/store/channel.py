@@ -32,7 +32,7 @@ from typing import Any, Protocol, TypeVar
 
 from posttrain.domain.errors import ConflictError, InfrastructureError, IntegrityError
 from posttrain.domain.shapes import count, real, shaped
-from posttrain.store.left import SEGMENT, SMALL
+from posttrain.store.atomic import SEGMENT, SMALL
 
 PACK = 64  # segments
 EVENTS, SAMPLES = "events", "samples"

@@ -28,17 +28,62 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from posttrain.domain.errors import ConflictError, DeadlineError, LedgerUnavailableError, PosttrainError, WorkspaceError
 from posttrain.domain.ports import Clock
 from posttrain.store import postgres
-from posttrain.store.audited import TABLES
-from posttrain.store.baseline import tell_rows
+from posttrain.store.atomic import unwritable
 from posttrain.store.clock import SystemClock
-from posttrain.store.ledger_file import refuse_cut_short, writable
+from posttrain.store.journal import TABLES, tell_rows
 from posttrain.store.schema import SCHEMA_VERSION, VERSION_TABLE, events, payloads, work
 from posttrain.store.scope import ACROSS, OF, guard
 
+_MAGIC, _HEADER = b"SQLite format 3\0", 100  # bytes
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _WRITE = "posttrain_write"
 _MAKING = 0x706F7374  # PostgreSQL's advisory lock of whoever makes or upgrades a ledger
 _COMPLAINTS = 5  # of an integrity check: one is enough to restore a copy
+
+
+def refuse_cut_short(file: Path, create: bool) -> None:
+    """SQLite takes an empty file for a new database, and may notice only later that pages are missing.
+
+    Raises:
+        WorkspaceError: there is no ledger, or less of it than its header says.
+    """
+    try:
+        size = file.stat().st_size
+    except FileNotFoundError as error:
+        if create:
+            _make_private(file)
+            return
+        raise WorkspaceError(f"there is no ledger at {file}; run `posttrain init` first") from error
+    except OSError as error:
+        raise unwritable(file, error) from error
+    if not size and create:
+        return  # made a moment ago, by another process or by one that died then
+    log = file.with_name(file.name + "-wal")
+    if log.exists() and log.stat().st_size:
+        return  # what is missing may stand in the log: SQLite sees to it
+    with file.open("rb") as opened:
+        header = opened.read(_HEADER)
+    if size >= _HEADER and not header.startswith(_MAGIC):
+        return  # no database at all, which SQLite says
+    page = int.from_bytes(header[16:18]) or 0
+    counted = header[24:28] == header[92:96]  # else the count is of an older version of SQLite
+    wanted = max(_HEADER, (65536 if page == 1 else page) * int.from_bytes(header[28:32]) if counted else 0)
+    if size < wanted:
+        raise WorkspaceError(f"ledger {file} is cut short ({size} of {wanted} bytes); restore it from a copy")
+
+
+def writable(file: Path) -> bool:
+    """Whether this process may write to it."""
+    places = (file, file.absolute().parent)  # SQLite makes two files beside it
+    return all(os.access(place, os.W_OK, effective_ids=True) for place in places)
+
+
+def _make_private(file: Path) -> None:
+    """SQLite gives the files beside a database the database's own permissions."""
+    try:
+        os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
+    except OSError:
+        return  # whoever opens it says what is wrong
 
 
 class LostAnswerError(PosttrainError):

@@ -13,16 +13,20 @@ blob's own name. So whatever the store checks of what the URL binds, wrong bytes
 from __future__ import annotations
 
 import base64
+import hashlib
+import hmac
 import http.client
+import os
 import secrets
 import ssl
+import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 import obstore
 
@@ -31,14 +35,76 @@ from posttrain.domain.errors import InputError, NotFoundError, UnavailableError,
 from posttrain.store.answering import answering
 from posttrain.store.backends.remote import Remote
 from posttrain.store.blobs import blob_key
-from posttrain.store.signing import Keys, presigned
 
+_ALGORITHM = "AWS4-HMAC-SHA256"
+_REGION = "us-east-1"
 LARGE = 8 << 20  # bytes from which a blob goes its own way
 MOST = 5 << 30  # bytes that S3 takes, and copies, in one request
 SECONDS = 3600  # that a URL is good for: it begins what may take as long as it takes
 _UPLOADS = "uploads"
 _ANSWER_SECONDS = 30.0
 _XML = "{http://s3.amazonaws.com/doc/2006-03-01/}"
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Of an account at S3."""
+
+    access: str
+    secret: str = field(repr=False)
+    session: str = field(default="", repr=False)
+    region: str = _REGION
+
+    @classmethod
+    def of_environment(cls) -> Keys | None:
+        """Those that are named by the environment; None where they come from elsewhere (a role of the machine)."""
+        given = os.environ.get
+        access, secret = given("AWS_ACCESS_KEY_ID"), given("AWS_SECRET_ACCESS_KEY")
+        region = given("AWS_REGION") or given("AWS_DEFAULT_REGION") or _REGION
+        return cls(access, secret, given("AWS_SESSION_TOKEN") or "", region) if access and secret else None
+
+
+def presigned(
+    keys: Keys,
+    method: str,
+    url: str,
+    seconds: int,
+    *,
+    headers: Mapping[str, str] | None = None,
+    query: Mapping[str, str] | None = None,
+    now: float | None = None,
+) -> str:
+    """A URL that lets whoever has it ask this one thing, until it expires.
+
+    Args:
+        url: without a query.
+        headers: that the request must have, with these values.
+        query: what is asked for.
+    """
+    parts = urlsplit(url)
+    at = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(time.time() if now is None else now))
+    scope = f"{at[:8]}/{keys.region}/s3/aws4_request"
+    signed = {"host": parts.netloc, **{name.lower(): value for name, value in (headers or {}).items()}}
+    names = ";".join(sorted(signed))
+    asked = {
+        **(query or {}),
+        "X-Amz-Algorithm": _ALGORITHM,
+        "X-Amz-Credential": f"{keys.access}/{scope}",
+        "X-Amz-Date": at,
+        "X-Amz-Expires": str(seconds),
+        "X-Amz-SignedHeaders": names,
+    }
+    if keys.session:
+        asked["X-Amz-Security-Token"] = keys.session
+    words = urlencode(sorted(asked.items()), quote_via=quote, safe="-_.~")
+    lines = "".join(f"{name}:{signed[name].strip()}\n" for name in sorted(signed))
+    canonical = "\n".join((method, parts.path or "/", words, lines, names, "UNSIGNED-PAYLOAD"))
+    text = "\n".join((_ALGORITHM, at, scope, hashlib.sha256(canonical.encode()).hexdigest()))
+    key = f"AWS4{keys.secret}".encode()
+    for word in scope.split("/"):
+        key = hmac.new(key, word.encode(), hashlib.sha256).digest()
+    signature = hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+    return f"{parts.scheme}://{parts.netloc}{parts.path}?{words}&X-Amz-Signature={signature}"
 
 
 @dataclass(frozen=True, slots=True)

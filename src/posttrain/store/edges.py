@@ -28,7 +28,7 @@ from posttrain.domain.edges import (
     stage_end,
 )
 from posttrain.domain.records import Artifact, Asset, Edge, ReleaseEntry
-from posttrain.store.audited import ADDED, CHANGED, REMOVED, Change
+from posttrain.store.journal import ADDED, CHANGED, REMOVED, Change
 from posttrain.store.schema import artifacts, assets, edges, holds, projects, releases, runs, stages
 from posttrain.store.scope import Scope
 

@@ -21,12 +21,10 @@ from posttrain.domain.edges import IMPORTED
 from posttrain.domain.errors import InputError, NotFoundError, WorkspaceError
 from posttrain.domain.lifecycle import RunState
 from posttrain.domain.principals import NOBODY
-from posttrain.store.audited import CHANGED, TABLES, Change
 from posttrain.store.database import schema_version
-from posttrain.store.envelopes import ERASED
 from posttrain.store.external import URI, VERSION
 from posttrain.store.granting import end_access
-from posttrain.store.journal import Author, Journal, new_request
+from posttrain.store.journal import CHANGED, ERASED, TABLES, Author, Change, Journal, new_request
 from posttrain.store.ledger import Ledger
 from posttrain.store.schema import (
     SCHEMA_VERSION,

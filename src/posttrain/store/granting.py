@@ -6,11 +6,9 @@ from sqlalchemy import Connection, delete, select, update
 
 from posttrain.domain.errors import ConflictError, InputError, NotFoundError
 from posttrain.domain.ports import Clock
-from posttrain.domain.principals import FORM, is_principal
+from posttrain.domain.principals import FORM, Role, is_principal
 from posttrain.domain.records import Token
-from posttrain.domain.roles import Role
-from posttrain.store.audited import CHANGED, REMOVED, Change
-from posttrain.store.journal import Author, Journal
+from posttrain.store.journal import CHANGED, REMOVED, Author, Change, Journal
 from posttrain.store.schema import channels, projects, roles, tokens
 from posttrain.store.snapshot import Snapshot
 from posttrain.store.writing import Writing

@@ -9,7 +9,10 @@ Times are the database's own on PostgreSQL, whose hosts need not agree on one.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from sqlalchemy import Connection, exists, select, text, update
 
@@ -17,6 +20,7 @@ from posttrain._version import __version__
 from posttrain.domain.lifecycle import AttemptState, is_final
 from posttrain.domain.ports import Clock
 from posttrain.store.database import Database
+from posttrain.store.holding import DELETES, PATIENCE, STORES, FileLock
 from posttrain.store.moments import moment, now_in
 from posttrain.store.schema import attempts, hosts, runs, work
 from posttrain.store.waking import RUN
@@ -30,6 +34,7 @@ _SAY = (
 )
 _AND_SERVER = ", url = excluded.url, server = excluded.server"
 _ENDED = [state for state in AttemptState if is_final("attempt", state)]
+_KEY = 0x706F7375  # of PostgreSQL's advisory lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +122,33 @@ def host_of(database: Database, project: str, run_id: str) -> str | None:
     newest = query.order_by(attempts.c.created_at.desc(), attempts.c.stage, attempts.c.number.desc()).limit(1)
     with database.read() as connection:
         return connection.execute(newest).scalar()
+
+
+class LedgerLock:
+    """Of all hosts of a ledger in PostgreSQL: each one's file, and a lock of the server, which a lost session gives up.
+
+    A thread that holds it already shares it with itself.
+    """
+
+    def __init__(self, path: Path, database: Database) -> None:
+        self._file, self._database = FileLock(path), database
+        self._local = threading.local()
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """See `StoreLock.shared`."""
+        if getattr(self._local, "held", False):
+            yield
+            return
+        with self._file.shared(), self._database.locked(_KEY, alone=False, patience=PATIENCE, by=DELETES):
+            self._local.held = True
+            try:
+                yield
+            finally:
+                self._local.held = False
+
+    @contextmanager
+    def alone(self, patience: float) -> Iterator[None]:
+        """See `StoreLock.alone`."""
+        with self._file.alone(patience), self._database.locked(_KEY, alone=True, patience=patience, by=STORES):
+            yield

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, LargeBinary, String, bindparam, insert, select, text
+from sqlalchemy import Connection, LargeBinary, String, Table, bindparam, insert, select, text
 from sqlalchemy.exc import IntegrityError as ConstraintError
 
+from posttrain.domain.canonical import canonical_json, digest_bytes
+from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.ports import Clock
-from posttrain.store.audited import ADDED, Change
-from posttrain.store.envelopes import RETAINED, SALT, Payload, auditable, envelope_leaf
-from posttrain.store.schema import JsonText, events, payloads, principals, unsealed
+from posttrain.domain.principals import DRIVER
+from posttrain.domain.records import DEFAULT_PROJECT
+from posttrain.store import schema
+from posttrain.store.chain import GENESIS, Chain
+from posttrain.store.merkle import leaf_hash
+from posttrain.store.schema import JsonText, events, events_before, payloads, principals, unsealed
 from posttrain.store.waking import RUN, WAKE, wake, waking
 
+CREATED, UPGRADED = "ledger.created", "ledger.upgraded"  # the first event of a log is one of them
+ERASED = "words.erased"  # its `erased` are the digests of payloads that are gone
+RETAINED = "run"  # retention class of words: as long as the run, asset or channel they are about
+SALT = 16  # bytes
+FIELDS = ("project", "kind", "subject", "principal", "auth", "request", "at", "audited", "words")
+_EXACT = 2**53  # whole numbers from here on are not the same in every JSON reader
+ADDED, CHANGED, REMOVED = "+", "~", "-"
 Entropy = Callable[[int], bytes]  # so many random bytes
 # Of a remembered principal another process may have erased the name since. Then none has this id and this name, and the
 # column, which may not be NULL, refuses the event: no statement more for what hardly ever happens.
@@ -39,6 +52,144 @@ _AT_ONCE = text(
     bindparam("leaf", type_=LargeBinary),
     bindparam("retention", type_=String),
 )
+_NONE = Chain(0, GENESIS)
+_BOUND = select(events_before.c.subject, events_before.c.payload).where(events_before.c.kind == "workspace.bound")
+_ROWS = 200  # of one event
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """The words of an event."""
+
+    retention: str
+    salt: bytes
+    body: Mapping[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """What the envelope names it by: SHA-256 of the salt and the canonical `[retention, body]`."""
+        return digest_bytes(self.salt + canonical_json([self.retention, self.body]))
+
+
+def envelope_leaf(envelope: Mapping[str, Any]) -> bytes:
+    """The leaf of an envelope: a mapping of `FIELDS`.
+
+    Raises:
+        InputError: it holds what canonical JSON cannot.
+    """
+    return leaf_hash(canonical_json({name: envelope[name] for name in FIELDS}))
+
+
+def auditable(value: Any) -> Any:
+    """`value` as canonical JSON can hold it: numbers beyond it become words, tuples lists."""
+    if isinstance(value, Mapping):
+        return {str(key): auditable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [auditable(item) for item in value]
+    # RFC 8785 writes a whole float beyond 2^53 like an integer, which no reader may then take for one
+    inexact = isinstance(value, (int, float)) and not abs(value) < _EXACT  # NaN is not smaller than anything
+    return str(value) if inexact else value
+
+
+@dataclass(frozen=True)
+class Audited:
+    """How one table is told."""
+
+    table: Table
+    title: str  # of a row, by its columns
+    words: frozenset[str] = frozenset()  # free text and personal data
+    since: str = "0002"  # the revision that made it
+    later: Mapping[str, str] = field(default_factory=dict)  # column → the later revision that added it
+
+    @functools.cached_property
+    def key(self) -> tuple[str, ...]:
+        """The columns that tell a row from others."""
+        return tuple(column.name for column in self.table.primary_key)
+
+    @functools.cached_property
+    def columns(self) -> tuple[str, ...]:
+        """Every column: all are told."""
+        return tuple(column.name for column in self.table.columns)
+
+    def columns_of(self, schema: str) -> tuple[str, ...]:
+        """The columns that a ledger of this schema has."""
+        return tuple(name for name in self.columns if self.later.get(name, self.since) <= schema)
+
+    def name(self, row: Mapping[str, Any]) -> str:
+        """A row as a person calls it."""
+        return self.title.format(**row)
+
+    @functools.cached_property
+    def empty(self) -> Mapping[str, Any]:
+        """The value of every column that a new row's event need not tell."""
+        return {name: _empty(self.table, name) for name in self.columns}
+
+
+def _empty(table: Table, name: str) -> Any:
+    column = table.c[name]
+    if column.nullable:
+        return None
+    if isinstance(column.type, schema.JsonText):
+        return {}
+    return "" if column.type.python_type is str else 0
+
+
+_SAID = frozenset({"message", "next_action"})
+TABLES: Mapping[str, Audited] = {
+    str(one.table.name): one
+    for one in (
+        Audited(schema.projects, "project {id}", later={"images": "0003"}),
+        Audited(schema.principals, "principal {id}", frozenset({"name"})),
+        Audited(schema.roles, "role of {principal} in {project}"),
+        Audited(schema.tokens, "token {id}"),
+        Audited(schema.runs, "run {id}", _SAID | {"owner"}),
+        Audited(schema.stages, "stage {run_id}/{name}", _SAID),
+        Audited(
+            schema.attempts,
+            "attempt {run_id}/{stage}/{number}",
+            frozenset({"message", "failure_signature", "folder", "handle"}),
+            later=dict.fromkeys(("host", "channel", "resumed_from", "resumed_step", "resumed_tokens"), "0003")
+            | dict.fromkeys(("reserved_tokens", "reserved_seconds", "stop_cause"), "0004"),
+        ),
+        Audited(schema.signals, "signal {name} of run {run_id}", frozenset({"reason"})),
+        Audited(schema.assets, "asset {kind}:{name}@{version}", frozenset({"meta"})),
+        Audited(schema.asset_status, "status of asset {kind}:{name}@{version}", frozenset({"reason"})),
+        Audited(schema.releases, "release {sequence} of channel {channel}"),
+        Audited(schema.channels, "channel {name}"),
+        Audited(schema.deployments, "{role} deployment of channel {channel}"),
+        Audited(schema.quarantine, "quarantine of {model_digest} on channel {channel}", frozenset({"reason"})),
+        Audited(schema.approval_requests, "approval request {digest}"),
+        Audited(schema.approvals, "approval of {request} by {principal}", frozenset({"reason"})),
+        Audited(schema.looks, "look {number} of channel {channel}", frozenset({"owner"})),
+        Audited(schema.stage_cache, "cache entry {cache_key}"),
+        Audited(schema.artifacts, "artifact {digest}"),
+        Audited(schema.edges, "edge {producer} → {consumer} {slot}"),
+        Audited(schema.holds, "hold of {holder} on {digest}", frozenset({"reason"})),
+        Audited(schema.sinks, "sink {name}", frozenset({"settings", "rules"}), since="0003"),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One row that an event tells of."""
+
+    sign: str
+    table: str
+    key: Mapping[str, Any]
+    values: Mapping[str, Any]  # of a new row all, of a changed one what changed, of a removed one none
+
+    def told(self) -> tuple[list[Any], dict[str, Any]]:
+        """What stands in the envelope, and what in the words."""
+        spec = TABLES[self.table]
+        empty = spec.empty if self.sign == ADDED else {}
+        kept = {
+            name: auditable(value)
+            for name, value in self.values.items()
+            if name not in spec.key and not (name in empty and value == empty[name])
+        }
+        words = {name: kept.pop(name) for name in sorted(spec.words & kept.keys())}
+        return [self.sign, f"{self.table}", [self.key[name] for name in spec.key], kept], words
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,3 +322,44 @@ class Journal:
         self.found[name] = str(columns["id"])
         self.tell("principal.added", self.found[name], Change(ADDED, "principals", {"id": columns["id"]}, columns))
         return self.found[name]
+
+
+def tell_rows(
+    connection: Connection, clock: Clock, entropy: Entropy, came_from: str | None = None, chain: Chain = _NONE
+) -> None:
+    """Tell every row that there is, in a log that holds nothing yet.
+
+    Args:
+        came_from: schema of before; None: the ledger was made a moment ago.
+        chain: of the events of before, which the first event names.
+
+    Raises:
+        IntegrityError: a row cannot be read.
+    """
+    actor = connection.execute(select(principals.c.id).where(principals.c.name == DRIVER)).scalar()
+    if actor is None:
+        actor = entropy(8).hex()
+        columns = {"id": actor, "kind": "service", "name": DRIVER, "created_at": clock.now()}
+        connection.execute(insert(principals).values(**columns))
+    author = Author(DRIVER, new_request(entropy), entropy=entropy, known={DRIVER: actor})
+    journal = Journal(connection, author, clock, DEFAULT_PROJECT)
+    facts: dict[str, Any] = {"chain": {"events": chain.events, "head": chain.head}} if chain.events else {}
+    journal.tell(UPGRADED if came_from else CREATED, "ledger", facts={**facts, "from": came_from})
+    for name, spec in TABLES.items():
+        try:
+            for changes in _changes(connection, spec):
+                journal.tell("ledger.baseline", name, *changes)
+        except (ValueError, InputError) as error:
+            raise IntegrityError(f"a row of {name} cannot be read ({error}); restore the ledger from a copy") from error
+        journal.flush()
+    for subject, payload in connection.execute(_BOUND):  # whose database it is goes on to be known
+        journal.tell("workspace.bound", subject, said=payload)
+    journal.flush()
+
+
+def _changes(connection: Connection, spec: Audited) -> Iterator[list[Change]]:
+    if connection.exec_driver_sql(f"SELECT 1 FROM {spec.table.name} LIMIT 1").first() is None:
+        return  # twenty tables of a new ledger, and each statement below takes a millisecond to be put together
+    query = select(*(spec.table.c[name] for name in spec.columns)).order_by(*spec.table.primary_key)
+    for rows in connection.execute(query).mappings().partitions(_ROWS):
+        yield [Change(ADDED, spec.table.name, {name: row[name] for name in spec.key}, dict(row)) for row in rows]

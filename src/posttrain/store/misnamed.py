@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from posttrain.domain.errors import meant
 from posttrain.domain.records import ReleaseEntry
-from posttrain.domain.spelling import meant
 
 if TYPE_CHECKING:
     from posttrain.store.snapshot import Snapshot

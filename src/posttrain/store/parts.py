@@ -12,13 +12,13 @@ object of the other is deleted. Objects without a row, as a killed process leave
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import obstore
-from sqlalchemy import ColumnElement, delete, func, insert, select
+from sqlalchemy import ColumnElement, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError as ConstraintError
 
 from posttrain.domain.canonical import DIGEST_PREFIX
@@ -27,7 +27,7 @@ from posttrain.store.answering import answering
 from posttrain.store.atomic import write_stream
 from posttrain.store.blobs import backend_of, blob_key
 from posttrain.store.ledger import Ledger
-from posttrain.store.schema import parts
+from posttrain.store.schema import parts, uploads
 from posttrain.store.trees import file_digest
 
 PART = 8 << 20  # bytes of a part that is not the last one of its request
@@ -172,3 +172,52 @@ def named_parts(ledger: Ledger) -> frozenset[str]:
 
 def _quicker(digest: str) -> ConflictError:
     return ConflictError(f"upload {digest}: another request sent these bytes; ask where it is, and go on there")
+
+
+class Noted:
+    """Of one project."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def add(self, digest: str, *, shown: bool = False) -> None:
+        """These bytes are the project's, from now on.
+
+        Args:
+            shown: whoever may look may have them.
+        """
+        row = {"project": self._ledger.project, "digest": digest}
+        now = self._ledger.clock.now()
+        with self._ledger.database.write() as connection:
+            try:
+                with connection.begin_nested():
+                    connection.execute(insert(uploads).values(**row, shown=int(shown), at=now))
+            except ConstraintError:
+                young = {"at": now, **({"shown": 1} if shown else {})}
+                connection.execute(update(uploads).where(*self._of(digest)).values(young))
+
+    def has(self, digest: str) -> bool:
+        """Whether they are the project's."""
+        return self._shown(digest) is not None
+
+    def shown(self, digest: str) -> bool:
+        """Whether whoever may look may have them."""
+        return bool(self._shown(digest))
+
+    def _shown(self, digest: str) -> int | None:
+        with self._ledger.database.read() as connection:
+            found: int | None = connection.execute(select(uploads.c.shown).where(*self._of(digest))).scalar()
+            return found
+
+    def _of(self, digest: str) -> tuple[ColumnElement[bool], ...]:
+        return uploads.c.project == self._ledger.project, uploads.c.digest == digest
+
+
+def forget_noted(ledger: Ledger, needed: Container[str], before: float) -> None:
+    """Forget, in every project, what was sent before a moment and is not needed."""
+    with ledger.database.write(across="garbage of every project") as connection:
+        old = connection.execute(select(uploads.c.project, uploads.c.digest).where(uploads.c.at < before)).all()
+        for project, digest in old:
+            if digest not in needed:
+                mine = (uploads.c.project == project) & (uploads.c.digest == digest)
+                connection.execute(delete(uploads).where(mine, uploads.c.at < before))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sqlalchemy import Connection, select
 
+from posttrain.domain.principals import Role
 from posttrain.domain.records import Token
-from posttrain.domain.roles import Role
 from posttrain.store.rows import to_record
 from posttrain.store.schema import events, principals, projects, roles, sessions, tokens
 from posttrain.store.scope import across

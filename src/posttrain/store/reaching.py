@@ -6,18 +6,26 @@ A server that is away for minutes is waited for, which the job's log says. Stand
 from __future__ import annotations
 
 import http.client
+import json
 import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from posttrain.domain.errors import InfrastructureError, UnavailableError
-from posttrain.store.access import FILE, JobAccess, read_access
+from posttrain.domain.errors import InfrastructureError, IntegrityError, UnavailableError
+from posttrain.store.atomic import read_left, write_json
 
+FILE, ADDRESS = "access.json", "address.json"
+PRIVATE_CACHE = "cache"  # in an attempt's folder: what a job in an image fetches and verifies, nobody else reads
+SOCKETS = "sockets"  # below the workspace: where its server listens for jobs that have no network
+SOCKET = "server.sock"
+INSIDE = "/run/posttrain"  # where such jobs find that folder
+_MOST = 1 << 20  # bytes; a certificate with its chain has a few thousand
 PATIENCE = 900.0  # seconds that a server may be away
 REFUSED = (401, 403)
 _CONNECT_SECONDS = 10.0
@@ -26,6 +34,61 @@ _PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0)
 _SAY_AFTER = 2  # tries
 _GONE = (OSError, http.client.HTTPException, UnavailableError)
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class JobAccess:
+    """What lets a job in."""
+
+    url: str  # of its host's server
+    token: str = field(repr=False)
+    certificate: str = ""  # what that server shows, in PEM; empty: it has no TLS
+    socket: str = ""  # where it is reached instead, by whoever has no network
+
+    def write(self, folder: Path) -> None:
+        """Put it where the job finds it.
+
+        Raises:
+            WorkspaceError: the disk is full or read-only.
+        """
+        tell(folder, self.url, self.certificate)
+        write_json(folder / FILE, {"token": self.token, **({"socket": self.socket} if self.socket else {})})
+
+
+def tell(folder: Path, url: str, certificate: str) -> None:
+    """Say where the server is now. Nothing of the folder is read.
+
+    Raises:
+        WorkspaceError: the disk is full or read-only. OSError: the job put something there that no file replaces.
+    """
+    write_json(folder / ADDRESS, {"url": url, **({"certificate": certificate} if certificate else {})})
+
+
+def read_access(folder: Path) -> JobAccess | None:
+    """What lies in its folder, for a job; None: something of it is not there. Whatever is, nobody waits for it.
+
+    Raises:
+        IntegrityError: it cannot be read.
+    """
+    where, key = _read(folder / ADDRESS, {"url", "certificate"}), _read(folder / FILE, {"token", "socket"})
+    if where is None or key is None:
+        return None
+    try:
+        return JobAccess(**where, **key)
+    except TypeError as error:
+        raise IntegrityError(f"{folder / FILE} cannot be read: {error}; it is damaged") from error
+
+
+def _read(path: Path, known: Set[str]) -> dict[str, str] | None:
+    try:
+        said = json.loads(read_left(path, _MOST))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise IntegrityError(f"{path} cannot be read: {error}; it is damaged") from error
+    if not isinstance(said, dict) or set(said) - known or not all(isinstance(one, str) for one in said.values()):
+        raise IntegrityError(f"{path} must be an object of texts named {', '.join(sorted(known))}; it is damaged")
+    return said
 
 
 class Reach:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Row
 
 from posttrain.domain.records import Asset, ChannelRecord, Event
-from posttrain.store.audited import CHANGED, TABLES
+from posttrain.store.journal import CHANGED, TABLES
 
 Record = TypeVar("Record")
 

@@ -19,7 +19,7 @@ from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.store.chain import Chain, verify_before
-from posttrain.store.envelopes import ERASED, FIELDS, UPGRADED, Payload, envelope_leaf
+from posttrain.store.journal import ERASED, FIELDS, UPGRADED, Payload, envelope_leaf
 from posttrain.store.ledger import Ledger
 from posttrain.store.merkle import Tree
 from posttrain.store.schema import events, leaves, payloads, tiles, tree_head, unsealed

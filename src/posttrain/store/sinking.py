@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import delete, insert, update
 
 from posttrain.domain.sinks import SinkRecord
-from posttrain.store.audited import CHANGED, REMOVED, Change
+from posttrain.store.journal import CHANGED, REMOVED, Change
 from posttrain.store.rows import plain
 from posttrain.store.schema import cursors, sinks
 from posttrain.store.sinks import SINK_ADDED

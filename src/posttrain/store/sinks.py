@@ -6,9 +6,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, Select, func, select
 
-from posttrain.domain.errors import NotFoundError
+from posttrain.domain.errors import NotFoundError, nearest
 from posttrain.domain.sinks import Cursor, Envelope, Rule, SinkRecord
-from posttrain.domain.spelling import nearest
 from posttrain.store.rows import to_record
 from posttrain.store.schema import cursors, events, leaves, payloads, principals, runs, sinks, tree_head
 from posttrain.store.scope import across

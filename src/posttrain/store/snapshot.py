@@ -44,9 +44,8 @@ from posttrain.domain.records import (
     StageRecord,
     Watch,
 )
-from posttrain.store.approvals import ApprovalReading
-from posttrain.store.channel_rows import ChannelReading
-from posttrain.store.envelopes import auditable
+from posttrain.store.channel_rows import ApprovalReading, ChannelReading
+from posttrain.store.journal import auditable
 from posttrain.store.misnamed import no_run
 from posttrain.store.principals import PrincipalReading
 from posttrain.store.rows import Record, to_event, to_record

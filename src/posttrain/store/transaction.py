@@ -19,12 +19,11 @@ from sqlalchemy import Table, Update, bindparam, select, text, update
 from posttrain.domain.errors import ConflictError, InputError, StaleWriteError
 from posttrain.domain.lifecycle import check_transition, is_final
 from posttrain.domain.records import Artifact, Asset, AssetStatus, AttemptRecord, RunRecord, Signal, StageRecord, Watch
-from posttrain.store.approving import ApprovalWriting
-from posttrain.store.audited import CHANGED, Change
 from posttrain.store.database import hold_off_others
 from posttrain.store.edges import Sizes, Told
 from posttrain.store.granting import GrantWriting
-from posttrain.store.releasing import ReleaseWriting
+from posttrain.store.journal import CHANGED, Change
+from posttrain.store.releasing import ApprovalWriting, ReleaseWriting
 from posttrain.store.rows import Record, plain, to_columns
 from posttrain.store.schema import asset_status, assets, attempts, projects, runs, signals, stage_cache, stages
 from posttrain.store.scope import of_project

@@ -22,13 +22,11 @@ from posttrain.domain.principals import DRIVER
 from posttrain.store import postgres
 from posttrain.store.audit import verify_rows
 from posttrain.store.backing import copy_ledger
-from posttrain.store.baseline import tell_rows
 from posttrain.store.before import verify_rows_before
 from posttrain.store.chain import seal_before, verify_before
 from posttrain.store.database import Database, hold_off_others, migrate, schema_version
 from posttrain.store.edges import fill_edges
-from posttrain.store.envelopes import UPGRADED
-from posttrain.store.journal import Author, Journal, new_request
+from posttrain.store.journal import UPGRADED, Author, Journal, new_request, tell_rows
 from posttrain.store.ledger import Ledger
 from posttrain.store.schema import SCHEMA_VERSION, events, payloads, principals, runs, unsealed, work
 from posttrain.store.sealer import seal, verify_chain

@@ -11,9 +11,8 @@ from sqlalchemy.exc import IntegrityError as ConstraintError
 
 from posttrain.domain.errors import ConflictError
 from posttrain.domain.ports import Clock
-from posttrain.store.audited import ADDED, CHANGED, Change
 from posttrain.store.edges import EdgeWriter
-from posttrain.store.journal import Author, Journal
+from posttrain.store.journal import ADDED, CHANGED, Author, Change, Journal
 from posttrain.store.rows import to_columns
 from posttrain.store.snapshot import Snapshot
 from posttrain.store.waking import settle

@@ -12,11 +12,28 @@ repeats nor misses a point. Within a (stage, metric) points come by ascending st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import fcntl
+import math
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from pathlib import Path
+from typing import IO, Any, ClassVar, Protocol, runtime_checkable
+
+from posttrain.domain.errors import WorkspaceError
+from posttrain.domain.facts import Metric
+from posttrain.domain.records import AttemptRecord
+from posttrain.store.atomic import unwritable
+from posttrain.store.attempts import AttemptFolder
 
 Cursor = Mapping[tuple[str, str], int]  # (stage, metric) → the last step that is there
+_IDENTITY = re.compile(r"[0-9a-f]{32}")
+_REMEMBERED = 10_000  # steps of a metric that a redone one is compared with: more than lie between two checkpoints
+_OF_THE_MACHINE = ("memory/",)  # another process has other values
+_CONTROLS = dict.fromkeys((*range(32), 127, *range(128, 160), 8232, 8233), "_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +94,8 @@ class Tracker(Protocol):
     """One place that a run's points are written to.
 
     Every implementation: `begin` refuses a run that another workspace wrote there, and, where the target is files, one
-    that another process writes (`telemetry/holding.py`); it leaves a target that a killed writer left torn whole again,
-    and says exactly what is there. Whatever is wrong with the target is an exception of any class, after which a new
-    tracker may begin again.
+    that another process writes; it leaves a target that a killed writer left torn whole again, and says exactly what is
+    there. Whatever is wrong with the target is an exception of any class, after which a new tracker may begin again.
     """
 
     kind: ClassVar[str]
@@ -123,3 +139,112 @@ def missing(rows: Iterable[Row], cursor: dict[tuple[str, str], int]) -> Iterator
             cursor[row.stage, name] = row.step
         if fresh:
             yield row if len(fresh) == len(row.values) else replace(row, values=fresh)
+
+
+def hold(path: Path, run: TrackedRun, target: str, there: Callable[[], bool]) -> IO[bytes]:
+    """Take a target's `.NAME.writer`, made if it is not there; it is held until it is closed.
+
+    Args:
+        target: what is written, for a person.
+        there: whether the target has anything; an identity beside nothing is of one that was taken away.
+
+    Raises:
+        WorkspaceError: another process holds it, another workspace wrote the run there, or it cannot be written.
+    """
+    try:
+        with ExitStack() as opened:
+            file = opened.enter_context(open(path, "a+b", buffering=0, opener=_private))
+            _lock(file, run, target)
+            file.seek(0)
+            known = file.read(100).decode(errors="replace").strip()
+            if there():
+                refuse_another(known, run, target)
+            if run.workspace and known != run.workspace:
+                file.truncate(0)
+                file.write(f"{run.workspace}\n".encode())
+                os.fsync(file.fileno())
+            opened.pop_all()  # held from here on
+            return file
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def _lock(file: IO[bytes], run: TrackedRun, target: str) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise WorkspaceError(
+            f"{target}: another process writes run {run.id} there; wait for it, or name another place"
+        ) from error
+
+
+def refuse_another(known: str, run: TrackedRun, target: str) -> None:
+    """Refuse a target that another workspace wrote this run to. One without an identity, or half of one, is taken.
+
+    Raises:
+        WorkspaceError: that is so.
+    """
+    if run.workspace and _IDENTITY.fullmatch(known) and known != run.workspace:
+        raise WorkspaceError(
+            f"{target}: another workspace wrote its run {run.id} there; name another place or experiment for this one"
+        )
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+_CONTROLS |= dict.fromkeys(range(0xD800, 0xE000), "_")
+
+
+class StageFeed:
+    """Reads the facts of one stage's attempts as they come; each segment is read once.
+
+    Args:
+        root: the workspace folder.
+        stage: how rows name the stage.
+    """
+
+    def __init__(self, root: Path, stage: str) -> None:
+        self._root, self._stage = root, stage
+        self._seen: dict[str, int] = {}
+        self._last: dict[str, int] = {}  # metric → the last step that was given out
+        self._values: dict[str, OrderedDict[int, float]] = {}
+        self.differing = 0  # values of redone steps that were not those of the first time
+        self.difference = ""  # the first of them, in words
+        self.troubles: list[str] = []  # segments that could not be read
+
+    def read(self, attempts: Sequence[AttemptRecord]) -> Iterator[Row]:
+        """Rows of what is new, a segment at a time."""
+        for attempt in attempts:
+            folder = AttemptFolder(self._root / attempt.folder, attempt.channel)
+            for facts, number in folder.segments(self._seen.get(attempt.folder, 0), self._unreadable):
+                for fact in facts:
+                    if isinstance(fact, Metric):
+                        yield from self.take(fact.step, fact.at, fact.values)
+                self._seen[attempt.folder] = number
+
+    def _unreadable(self, error: Exception) -> None:
+        self.troubles.append(str(error))
+
+    def take(self, step: int, at: float, values: Mapping[str, float]) -> Iterator[Row]:
+        """The row of what is new in `values`, if there is any."""
+        fresh: dict[str, float] = {}
+        for name, value in values.items():
+            metric = name.translate(_CONTROLS)
+            known = self._values.setdefault(metric, OrderedDict())
+            if step > self._last.get(metric, -1):
+                fresh[metric] = known[step] = float(value)
+                self._last[metric] = step
+                if len(known) > _REMEMBERED:
+                    known.popitem(last=False)
+            elif step in known and not metric.startswith(_OF_THE_MACHINE) and not _same(known[step], float(value)):
+                self.differing += 1
+                first = f"{self._stage}/{metric} at step {step}: first {known[step]:g}, redone {value:g}"
+                self.difference = self.difference or first
+        if fresh:
+            yield Row(self._stage, step, at, fresh)
+
+
+def _same(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))

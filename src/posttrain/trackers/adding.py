@@ -17,7 +17,6 @@ from posttrain.domain.trackers import Trackers
 from posttrain.store.atomic import make_folder
 from posttrain.telemetry.tracking import Tracker
 from posttrain.trackers.following import sole_writer, track, write
-from posttrain.trackers.reaching import refuse_unreachable
 from posttrain.trackers.tracked import RunSource
 from posttrain.trackers.tracking import (
     WRITTEN,
@@ -29,6 +28,7 @@ from posttrain.trackers.tracking import (
     of_run,
     parse_trackers,
     record_trackers,
+    refuse_unreachable,
     resolved,
     target,
 )

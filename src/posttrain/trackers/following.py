@@ -32,7 +32,6 @@ from posttrain.domain.trackers import Trackers
 from posttrain.drivers.requests import driven
 from posttrain.store.atomic import make_folder, read_json, write_json
 from posttrain.telemetry.tracking import Row, Tracker, missing
-from posttrain.trackers.reaching import refuse_unreachable
 from posttrain.trackers.registering import REGISTRIES, register_channel
 from posttrain.trackers.tracked import RunSource
 from posttrain.trackers.tracking import (
@@ -48,6 +47,7 @@ from posttrain.trackers.tracking import (
     line,
     make_tracker,
     of_run,
+    refuse_unreachable,
     states,
     target,
 )

@@ -25,7 +25,6 @@ from posttrain.domain.records import DEFAULT_PROJECT, ReleaseEntry
 from posttrain.domain.trackers import Trackers
 from posttrain.store.atomic import make_folder, read_json, write_json
 from posttrain.telemetry.tracking import ChannelState, Registry, Version
-from posttrain.trackers.reaching import refuse_unreachable
 from posttrain.trackers.tracking import (
     LOCK,
     LOG,
@@ -38,6 +37,7 @@ from posttrain.trackers.tracking import (
     make_tracker,
     of_run,
     of_workspace,
+    refuse_unreachable,
     target,
 )
 from posttrain.workspace.opened import OpenWorkspace

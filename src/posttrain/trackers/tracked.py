@@ -14,8 +14,7 @@ from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
-from posttrain.telemetry.feed import StageFeed
-from posttrain.telemetry.tracking import Ending, Row, TrackedRun
+from posttrain.telemetry.tracking import Ending, Row, StageFeed, TrackedRun
 from posttrain.workspace.opened import OpenWorkspace
 
 _NUMBERS = ("estimate", "baseline_estimate", "difference", "limit", "threshold")  # of a verdict

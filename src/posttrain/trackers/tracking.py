@@ -15,6 +15,7 @@ import fcntl
 import importlib.util
 import os
 import re
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,19 +24,20 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import ValidationError
 
-from posttrain.domain.errors import InputError, IntegrityError, PosttrainError
+from posttrain.domain.errors import InputError, IntegrityError, PosttrainError, TrackerError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import RunRecord
 from posttrain.domain.trackers import NONE, MlflowChoice, TensorBoardChoice, Trackers, WandbChoice, from_words
 from posttrain.domain.validation import bare, explain
 from posttrain.store.atomic import make_folder, read_json, write_json
-from posttrain.trackers.reaching import unreachable
 from posttrain.workspace.opened import OpenWorkspace
 from posttrain.workspace.settings import SETTINGS
 
 if TYPE_CHECKING:
     from posttrain.telemetry.tracking import Tracker
 
+_SECONDS = 5.0  # for a connection
+_PORTS = {"http": 80, "https": 443}
 RECORD, STATES, LOCK, LOG = "trackers.json", "tracking.json", "trackers.lock", "track.log"
 PLACE = "tracking"  # in the workspace: where trackers write that are told no place
 KEY = "WANDB_API_KEY"
@@ -43,6 +45,43 @@ WRITING, WRITTEN, TROUBLE, UNWRITTEN = "writing", "written", "trouble", "not wri
 _PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
 _LONGEST = 400  # characters of a trouble
 _SCHEMES = ("http", "https", "sqlite", "file", "postgresql", "mysql", "mssql", "databricks", "databricks-uc")
+
+
+def refuse_unreachable(words: Any) -> None:
+    """Refuse a tracking server that takes no connection. Behind a proxy, only its client knows.
+
+    Raises:
+        TrackerError: with the cause, in a few words.
+    """
+    from urllib.request import getproxies, proxy_bypass  # only whoever writes needs it
+
+    uri = str(getattr(words, "tracking_uri", None) or "")
+    parts = urlsplit(uri)
+    host = parts.hostname
+    if parts.scheme not in _PORTS or not host or (parts.scheme in getproxies() and not proxy_bypass(host)):
+        return
+    try:
+        socket.create_connection((host, parts.port or _PORTS[parts.scheme]), _SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise TrackerError(f"cannot reach {uri}: {unreachable(error) or error}") from error
+
+
+def unreachable(error: BaseException) -> str:
+    """The network's own word on why, wherever it is in the chain of causes; empty: it is something else."""
+    for cause in _causes(error):
+        if isinstance(cause, ConnectionError | TimeoutError | socket.gaierror):
+            return (cause.strerror or str(cause) or "no answer").lower()
+    return ""
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and found not in seen:
+        seen.append(found)
+        yield found
+        reason = getattr(found, "reason", None)  # urllib3 keeps it there
+        found = reason if isinstance(reason, BaseException) else found.__cause__ or found.__context__
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.views.answers import shortened
 from posttrain.views.drawing import stage_curves
 from posttrain.views.status import RunWatcher
-from posttrain.web.comparison import Changed, ComparePage, ItemPair, SubjectFacts, compare_page
+from posttrain.web.panels import CurveSeries
 from posttrain.web.quantities import rank
-from posttrain.web.series import CurveSeries
+from posttrain.web.report import Changed, ComparePage, ItemPair, SubjectFacts, compare_page
 from posttrain.workspace.opened import OpenWorkspace
 
 _SHOWN = 16  # items of each kind, won and lost

@@ -13,8 +13,8 @@ from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.records import StageRecord
 from posttrain.telemetry.curves import Curve
 from posttrain.views.status import RunStatus, RunWatcher
+from posttrain.web.panels import CurveSeries, StageBoundary
 from posttrain.web.quantities import rank
-from posttrain.web.series import CurveSeries, StageBoundary
 from posttrain.workspace.opened import OpenWorkspace
 
 # metric of a training stage → the panel of the picture that it is drawn in

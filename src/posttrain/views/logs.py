@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.control.requests import job_of
-from posttrain.domain.errors import NotFoundError
+from posttrain.domain.errors import NotFoundError, nearest
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import AttemptRecord, RunRecord
 from posttrain.domain.requests import JobRef
-from posttrain.domain.spelling import nearest
 from posttrain.execution.ports import Executor
 from posttrain.store.hosts import Host
-from posttrain.views.hosts import named
+from posttrain.views.since import named
 from posttrain.workspace.opened import OpenWorkspace
 
 

@@ -10,7 +10,7 @@ from posttrain.domain.contracts import Load
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.passes import Passes
 from posttrain.domain.records import RunRecord
-from posttrain.planner.estimate import Estimate
+from posttrain.planner.prospects import Estimate
 from posttrain.planner.residency import Residency
 from posttrain.planner.size import Size
 

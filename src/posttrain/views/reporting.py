@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.control import budgets
-from posttrain.control.compare import Difference, compare
+from posttrain.control.comparing import Difference, compare
 from posttrain.control.explain import explain_run
 from posttrain.control.lineage import Node, run_lineage
 from posttrain.control.selecting import selection_words

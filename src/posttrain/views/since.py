@@ -6,16 +6,22 @@ A driver writes down what it waits for when it looks, and a run that has ended i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from signal import Signals
 
 from posttrain.domain.approvals import Action, Standing, one_of
-from posttrain.domain.lifecycle import StageState
+from posttrain.domain.errors import PosttrainError
+from posttrain.domain.lifecycle import StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.principals import canonical
 from posttrain.domain.reasons import Reason
-from posttrain.domain.records import RunRecord, Signal, StageRecord
-from posttrain.domain.waits import Wait, told, waiting, waits
+from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord
+from posttrain.domain.waits import Wait, span, told, waiting, waits
+from posttrain.store.atomic import read_json
+from posttrain.store.hosts import Host
 from posttrain.store.snapshot import Snapshot
+from posttrain.workspace.opened import OpenWorkspace
 
 NOTHING = "none needed"  # what a person would do next
 
@@ -94,3 +100,57 @@ def asks_of(reader: str, found: Standing) -> str:
     if canonical(reader) in map(canonical, found.may):
         return command
     return f"{one_of(found.may)} may: {command}"
+
+
+def ended_unseen(workspace: OpenWorkspace, attempts: Sequence[AttemptRecord]) -> tuple[str, str] | None:
+    """Why a stage is where it is whose job has ended with nobody to take that in, and what a person would do next.
+
+    It is told of jobs on this machine, whose supervisor writes down how they end.
+
+    Args:
+        attempts: of the stage, oldest first.
+
+    Returns:
+        None: no such end is known.
+    """
+    last = attempts[-1] if attempts else None
+    if last is None or is_final("attempt", last.state) or workspace.jobs.elsewhere(last):
+        return None
+    record = None
+    with suppress(PosttrainError, OSError):  # whoever drives the run on says what is wrong with it
+        record = read_json(workspace.jobs.folders.of(last).path / "exit.json")
+    code = record.get("exit_code") if isinstance(record, dict) else None
+    if not isinstance(code, int):
+        return None
+    how = f"was ended by {Signals(-code).name}" if -code in set(Signals) else f"ended with {code}"
+    return (
+        f"the job of attempt {last.number} {how}, and no process drives the run to take that in",
+        f"posttrain attach {last.run_id} does, and drives it on",
+    )
+
+
+def on_another_host(workspace: OpenWorkspace, attempts: Sequence[AttemptRecord]) -> tuple[str, str] | None:
+    """Why a stage is where it is whose live attempt another host has, and what a person would do next.
+
+    Args:
+        attempts: of the stage, oldest first.
+
+    Returns:
+        None: no other host has it.
+    """
+    last = attempts[-1] if attempts else None
+    if last is None or is_final("attempt", last.state) or not workspace.jobs.elsewhere(last) or not workspace.hosts:
+        return None
+    host = next((one for one in workspace.hosts.all() if one.id == last.host), None)
+    if host is not None and not host.gone:
+        return f"attempt {last.number} is on host {named(host)}", "none needed"
+    silent = f"was last heard of {span(host.silent)} ago" if host else "was never heard of"
+    return (
+        f"host {named(host) if host else last.host}, which has attempt {last.number}, {silent}",
+        f"start its server again; if it is gone for good: posttrain dead {last.run_id}/{last.stage} --assume-dead",
+    )
+
+
+def named(host: Host) -> str:
+    """`HOSTNAME:FOLDER (URL)`."""
+    return f"{host.name} ({host.url})" if host.url else host.name

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from posttrain.control.budgets import spending
-from posttrain.control.resuming import trained_elsewhere
+from posttrain.control.channels import standings
+from posttrain.control.launching import trained_elsewhere
 from posttrain.control.selecting import choice_warnings, selection_words
-from posttrain.control.standings import standings
 from posttrain.domain.approvals import Standing
 from posttrain.domain.contracts import BEST, MODEL
 from posttrain.domain.gates import GateReport
@@ -25,11 +25,9 @@ from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
 from posttrain.store.snapshot import Snapshot
 from posttrain.telemetry.progress import StageProgress, StageWatcher
 from posttrain.views.drawn import drawn_words
-from posttrain.views.ended import ended_unseen
-from posttrain.views.hosts import on_another_host
 from posttrain.views.reasons import asks, stage_words, waiting_for
 from posttrain.views.rows import Rows
-from posttrain.views.since import as_they_stand
+from posttrain.views.since import as_they_stand, ended_unseen, on_another_host
 from posttrain.workspace.opened import OpenWorkspace
 
 if TYPE_CHECKING:

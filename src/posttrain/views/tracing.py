@@ -8,11 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.control.resuming import trained_elsewhere
-from posttrain.domain.errors import InputError, NotFoundError, PosttrainError
+from posttrain.control.launching import trained_elsewhere
+from posttrain.domain.errors import InputError, NotFoundError, PosttrainError, nearest
 from posttrain.domain.facts import Sample, Span
 from posttrain.domain.records import AttemptRecord
-from posttrain.domain.spelling import nearest
 from posttrain.store.atomic import make_folder, write_atomic
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.trees import tree_listing

@@ -6,14 +6,82 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from posttrain.decision.intervals import Estimate
 from posttrain.telemetry.curves import Curve, Floats
-from posttrain.web.quantities import WORDS, brief, extent, ticks
-from posttrain.web.series import CurveSeries
+from posttrain.web.quantities import WORDS, brief, extent, is_rate, ticks
 
+_EDGE = 2.0  # per cent kept free at both ends
 WIDTH, HEIGHT = 360.0, 170.0  # user units
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 352.0, 8.0, 146.0
 _SPARSE = 25  # points up to which each is marked; above, a running mean lies over the faint raw line
 TONES = 7  # colours of the page's style that tell lines apart
+
+
+@dataclass(frozen=True, slots=True)
+class Whisker:
+    """One value; per cent of the width."""
+
+    value: float
+    low: float
+    high: float
+    tone: int
+
+
+@dataclass(frozen=True, slots=True)
+class Whiskers:
+    """Values of one metric on one axis."""
+
+    rows: tuple[Whisker, ...]
+    low: str  # what stands at the left end
+    high: str
+
+    @property
+    def height(self) -> int:
+        """Pixels."""
+        return 14 * len(self.rows) + 4
+
+
+def whiskers(metric: str, found: Sequence[tuple[int, Estimate]]) -> Whiskers:
+    """A picture of estimates.
+
+    Args:
+        found: (tone, estimate), from top to bottom.
+    """
+    limits = [limit for _, one in found for limit in (one.value, one.low, one.high) if limit is not None]
+    low, high = (0.0, 1.0) if is_rate(metric) else extent("", limits)
+    span = (high - low) or 1.0
+
+    def at(value: float) -> float:
+        return round(_EDGE + (100 - 2 * _EDGE) * min(max((value - low) / span, 0.0), 1.0), 2)
+
+    def row(tone: int, one: Estimate) -> Whisker:
+        low, high = (one.value if limit is None else limit for limit in (one.low, one.high))
+        return Whisker(at(one.value), at(low), at(high), tone)
+
+    rows = tuple(row(tone, one) for tone, one in found)
+    return Whiskers(rows, brief(low), brief(high))
+
+
+@dataclass(frozen=True, slots=True)
+class CurveSeries:
+    """One line: a quantity of one run, e.g. `CurveSeries("held-out accuracy", "run A", (0, 60), (0.4, 0.97))`."""
+
+    quantity: str  # the panel it belongs to; panels appear in the order of their first series
+    run: str  # the legend's entry; a run has one colour in all panels
+    steps: Sequence[float]  # [points], ascending
+    values: Sequence[float]  # [points]; a NaN breaks the line
+    low: Sequence[float] | None = None  # [points] confidence limits, both or none
+    high: Sequence[float] | None = None
+    smooth: tuple[Sequence[float], Sequence[float]] | None = None  # steps and running means, before thinning
+    metric: str = ""  # as it was recorded, which says how its axis is drawn; empty: the quantity
+
+
+@dataclass(frozen=True, slots=True)
+class StageBoundary:
+    """Where a stage begins, on the axis of steps."""
+
+    step: float
+    name: str
 
 
 @dataclass(frozen=True, slots=True)

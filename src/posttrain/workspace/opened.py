@@ -28,9 +28,8 @@ from posttrain.store.atomic import read_json, write_json
 from posttrain.store.hosts import Hosts
 from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal
-from posttrain.workspace.ledgers import recorded
 from posttrain.workspace.served import is_served
-from posttrain.workspace.settings import CHANNEL, LIMITS, SETTINGS, TRUSTED, fresh_record, settings_lock
+from posttrain.workspace.settings import CHANNEL, LIMITS, SETTINGS, TRUSTED, fresh_record, recorded, settings_lock
 
 if TYPE_CHECKING:
     from posttrain.control.reconciler import Reconciler

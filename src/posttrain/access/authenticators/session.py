@@ -9,7 +9,7 @@ import base64
 import re
 
 from posttrain.access.ports import Identity
-from posttrain.access.validity import identity_of
+from posttrain.access.roles import identity_of
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import AccessError
 from posttrain.store.ledger import Ledger

@@ -7,12 +7,11 @@ import re
 from collections.abc import Mapping
 
 from posttrain.access.ports import Identity
-from posttrain.access.validity import identity_of
+from posttrain.access.roles import identity_of
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import AccessError, InputError, NotFoundError
-from posttrain.domain.principals import FORM, is_principal
+from posttrain.domain.principals import FORM, Role, is_principal
 from posttrain.domain.records import Token
-from posttrain.domain.roles import Role
 from posttrain.store.ledger import Ledger
 from posttrain.store.transaction import Transaction
 

@@ -30,8 +30,8 @@ class Assets:
 
     def add_external(self, uri: str, name: str, *, checksum: str, version: str) -> Asset:
         """See `Assets.add_external`."""
+        from posttrain.store.atomic import scratch
         from posttrain.store.external import external
-        from posttrain.store.scratch import scratch
 
         place = external(uri, version)
         with scratch(self.workspace.root / "cache" / "scratch", "posttrain-external-") as scratched:
@@ -80,19 +80,19 @@ class Assets:
 
     def curves(self, history: Asset) -> list[Curve]:
         """See `Assets.curves`."""
-        from posttrain.app.importing import history_curves
+        from posttrain.app.assets import history_curves
 
         return history_curves(self.workspace, history)
 
     def import_trl_output(self, folder: Path, name: str | None) -> Imported:
         """See `Assets.import_trl_output`."""
-        from posttrain.app.importing import import_trl_output
+        from posttrain.app.assets import import_trl_output
 
         return self._imported(import_trl_output(self.workspace, folder, name))
 
     def import_mlflow(self, where: str, run: str | None, name: str | None) -> Imported:
         """See `Assets.import_mlflow`."""
-        from posttrain.app.importing import import_carried, import_mlflow
+        from posttrain.app.assets import import_carried, import_mlflow
 
         if is_confined():  # the client read it where the store is, and sent what it found
             return self._imported(import_carried(self.workspace, Path(where), name))
@@ -100,7 +100,7 @@ class Assets:
 
     def import_wandb_export(self, folder: Path, name: str | None) -> Imported:
         """See `Assets.import_wandb_export`."""
-        from posttrain.app.importing import import_wandb_export
+        from posttrain.app.assets import import_wandb_export
 
         return self._imported(import_wandb_export(self.workspace, folder, name))
 

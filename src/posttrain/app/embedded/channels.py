@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from posttrain.api.values import ChannelView
 from posttrain.domain.approvals import APPROVED, REJECTED
 from posttrain.domain.canonical import DIGEST_PREFIX
-from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.errors import InputError, NotFoundError, nearest
 from posttrain.domain.records import DEFAULT_PROJECT
-from posttrain.domain.spelling import nearest
 
 if TYPE_CHECKING:
     from posttrain.api.values import Collected, Dead, Erasure
@@ -121,7 +120,7 @@ class Channels:
         return self._said(what, channel, REJECTED, reason)
 
     def _said(self, what: str, channel: str | None, verdict: str, reason: str) -> Standing:
-        from posttrain.control.approving import find_release, find_request, say
+        from posttrain.control.actions import find_release, find_request, say
 
         stores = self.workspace.stores
         named = what.startswith(DIGEST_PREFIX)
@@ -132,7 +131,7 @@ class Channels:
 
     def approval_requests(self, channel: str) -> list[Standing]:
         """See `Channels.approval_requests`."""
-        from posttrain.control.standings import standings
+        from posttrain.control.channels import standings
 
         found = standings(self.workspace.stores, channel=channel)
         return [one for one in found if not (one.outdated or one.done)]
@@ -143,7 +142,7 @@ class Channels:
             from posttrain.control.channels import policy_of
 
             return policy_of(self.workspace.stores, name)
-        from posttrain.control.approving import asked_policy
+        from posttrain.control.actions import asked_policy
 
         return asked_policy(self.workspace.stores, name, request)
 
@@ -280,7 +279,7 @@ class Records:
 
     def erase(self, what: str, reason: str) -> Erasure:
         """See `Records.erase`."""
-        from posttrain.app.erasing import erase
+        from posttrain.app.collecting import erase
 
         found = erase(self.workspace, what, reason)
         self.workspace.seal()

@@ -10,8 +10,8 @@ from posttrain.api.values import Locked, RunDiff, Why
 from posttrain.data.confining import refuse_afar
 
 if TYPE_CHECKING:
+    from posttrain.api.control import Vigil as AnyVigil
     from posttrain.api.values import Submitted
-    from posttrain.api.watching import Vigil as AnyVigil
     from posttrain.app.workspace import Workspace
     from posttrain.control.comparing import Comparison
     from posttrain.control.scores import Scores
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from posttrain.views.status import RunStatus, RunWatcher
     from posttrain.views.tracing import RecordedSample, WrittenTrace
     from posttrain.views.vigil import Vigil
-    from posttrain.web.comparison import ComparePage
-    from posttrain.web.report import RunReport
+    from posttrain.web.report import ComparePage, RunReport
 
 
 class Submissions:
@@ -38,7 +37,7 @@ class Submissions:
 
     def plan(self, path: Path, *, seed: int | None = None, setting: Setting = ()) -> PlanView:
         """See `Submissions.plan`."""
-        from posttrain.app.planning import view_plan
+        from posttrain.app.runs import view_plan
 
         return view_plan(path, self.workspace, seed=seed, setting=setting)
 
@@ -185,7 +184,7 @@ class Runs:
 
     def diff(self, first: str, second: str) -> RunDiff:
         """See `Runs.diff`."""
-        from posttrain.control.compare import compare
+        from posttrain.control.comparing import compare
 
         one, two = self.run(first).id, self.run(second).id
         manifest = self.manifest(one)

@@ -14,12 +14,10 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from posttrain.engine.algorithms.aggregation import Totals, token_weights
 from posttrain.engine.algorithms.losses import kl_penalty
-from posttrain.engine.algorithms.objectives import LossParts, old_logprobs
-from posttrain.engine.batch import TokenBatch
+from posttrain.engine.algorithms.objectives import LossParts, Totals, old_logprobs, token_weights
+from posttrain.engine.batch import CANDIDATES, Need, Predictions, TokenBatch
 from posttrain.engine.precision import precision
-from posttrain.engine.predictions import CANDIDATES, Need, Predictions
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 

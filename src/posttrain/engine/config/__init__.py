@@ -5,8 +5,7 @@ One class per kind of stage. A field's comment gives meaning, unit and the reaso
 
 from posttrain.engine.config.dataflow import DataflowConfig, TurnsConfig
 from posttrain.engine.config.distillation import DistillConfig
-from posttrain.engine.config.evaluation import EvaluateConfig, SuiteConfig
-from posttrain.engine.config.initial import InitModelConfig
+from posttrain.engine.config.evaluation import EvaluateConfig, InitModelConfig, SuiteConfig
 from posttrain.engine.config.rows import (
     DPOConfig,
     RewardModelConfig,

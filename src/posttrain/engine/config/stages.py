@@ -7,8 +7,7 @@ from typing import Any
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import OWN, AlgorithmSpec, Driver, StageKind, installed_kind
-from posttrain.engine.config.evaluation import EvaluateConfig
-from posttrain.engine.config.initial import InitModelConfig
+from posttrain.engine.config.evaluation import EvaluateConfig, InitModelConfig
 from posttrain.engine.config.rows import RowsConfig
 from posttrain.engine.config.sampling import SamplingConfig
 from posttrain.engine.config.training import TrainingConfig

@@ -34,8 +34,7 @@ from posttrain.engine.loop.recipe import Recipe
 from posttrain.engine.memory import peak_memory
 from posttrain.engine.selection import Selection
 from posttrain.engine.tracing import StepReport, Trace
-from posttrain.engine.weights.best import BestModel
-from posttrain.engine.weights.checkpoint import TrainState, begin_checkpoint, commit_checkpoint, read_state
+from posttrain.engine.weights.checkpoint import BestModel, TrainState, begin_checkpoint, commit_checkpoint, read_state
 from posttrain.engine.weights.view import PolicyVersion
 
 CONTROLLER_METRICS = ("tokens_per_second", "memory/peak_resident_mib", "memory/peak_allocated_mib")

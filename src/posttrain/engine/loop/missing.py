@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.algorithms.aggregation import Totals
+from posttrain.engine.algorithms.objectives import Totals
+from posttrain.engine.batch import Need
+from posttrain.engine.loop.columns import refuse_odd
 from posttrain.engine.loop.roles import Roles
-from posttrain.engine.loop.wide_filling import refuse_odd
-from posttrain.engine.predictions import Need
 from posttrain.engine.recipes.algorithm import Algorithm
-from posttrain.engine.roles.frozen import FrozenWorker
-from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 
 
 def refuse_missing(algorithm: Algorithm, roles: Roles, step: int) -> None:

@@ -13,8 +13,7 @@ from typing import final
 from posttrain.domain.errors import InputError
 from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.loop.publishing import transport
-from posttrain.engine.roles.frozen import FrozenWorker
-from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.weights.view import PolicyVersion
 

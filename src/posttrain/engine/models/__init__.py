@@ -1,7 +1,15 @@
 """Hugging Face models and tokenizers, packed attention, log-probabilities; what a model can do is checked at load."""
 
 from posttrain.engine.models.backbone import Backbone
-from posttrain.engine.models.language_model import LanguageModel, OutputHead, adopt_module
+from posttrain.engine.models.language_model import (
+    LanguageModel,
+    OutputHead,
+    ScalarModel,
+    adopt_classifier,
+    adopt_module,
+    sequence_scores,
+    token_values,
+)
 from posttrain.engine.models.loading import (
     copy_weights,
     load_model,
@@ -11,7 +19,6 @@ from posttrain.engine.models.loading import (
     save_model,
 )
 from posttrain.engine.models.logprobs import token_logprobs, token_logprobs_and_entropy
-from posttrain.engine.models.scalar_model import ScalarModel, adopt_classifier, sequence_scores, token_values
 
 __all__ = [
     "Backbone",

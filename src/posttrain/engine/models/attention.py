@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.models.sequence_parallel import SequenceGroup
+from posttrain.engine.models.sharding import SequenceGroup
 
 ATTENTION_NAME = "posttrain_packed"
 PLAN_ARGUMENT = "packing_plan"

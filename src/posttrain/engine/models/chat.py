@@ -15,8 +15,7 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.rendering import examples, pairs, prompts, row_errors
-from posttrain.domain.time_limit import TimeLimitError, time_limit
+from posttrain.domain.rendering import TimeLimitError, examples, pairs, prompts, row_errors, time_limit
 
 _RENDER_SECONDS = 10.0  # that one rendering may take: a hundred thousand times what one takes
 Row = Mapping[str, Any]

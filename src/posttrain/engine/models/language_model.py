@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
+from posttrain.domain.errors import InputError
+from posttrain.engine.batch import TokenBatch
 from posttrain.engine.models.backbone import (
     Backbone,
     Forward,
@@ -137,3 +139,143 @@ def _find_head(module: PreTrainedModel) -> OutputHead | None:
         except (TypeError, AttributeError, RuntimeError, ValueError):
             return None
     return head if agree(found.to(wanted.dtype), wanted) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScalarModel(Backbone):
+    """A loaded value or reward model, e.g. `ScalarModel(module=Qwen3ForSequenceClassification, packing="packed")`."""
+
+    @property
+    def head(self) -> nn.Linear:
+        """[1, hidden], without bias."""
+        head: nn.Linear = self.module.score
+        return head
+
+    def scalars(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int], keep: Tensor) -> Tensor:
+        """[T] packed → [N] float32: the head on the hidden states of the N tokens at the packed indices `keep`."""
+        hidden = self.hidden_states(tokens, positions, lengths)[keep]
+        return _apply(self.head, hidden)
+
+
+def token_values(model: ScalarModel, batch: TokenBatch) -> Tensor:
+    """V before each response token is emitted: the head on the hidden state of the token before it, differentiable.
+
+    The first response token's value is V(prompt). A batch without response tokens runs through the model all the same,
+    because on several ranks everybody must take part.
+
+    Returns:
+        [T] float32, 0 outside the response.
+
+    Raises:
+        InputError: a document longer than the model's context.
+    """
+    values = torch.zeros(len(batch.tokens), dtype=torch.float32, device=batch.device)
+    if not batch.documents:
+        return values
+    model.check_length(max(batch.lengths))
+    index = batch.response_mask.nonzero()[:, 0]
+    if model.sequence is not None:
+        index = index[model.sequence.owns(index - 1, len(batch.tokens))]
+    values = values.index_copy(0, index, model.scalars(batch.tokens, batch.positions, batch.lengths, index - 1))
+    return values if model.sequence is None else model.sequence.sum(values)
+
+
+def sequence_scores(model: ScalarModel, batch: TokenBatch) -> Tensor:
+    """The head on the hidden state of each document's last token, differentiable.
+
+    Returns:
+        [documents] float32.
+
+    Raises:
+        InputError: a document longer than the model's context.
+    """
+    if not batch.documents:
+        return torch.zeros(0, dtype=torch.float32, device=batch.device)
+    model.check_length(max(batch.lengths))
+    last = torch.tensor(batch.lengths, device=batch.device).cumsum(0) - 1
+    if model.sequence is None:
+        return model.scalars(batch.tokens, batch.positions, batch.lengths, last)
+    mine = model.sequence.owns(last, len(batch.tokens)).nonzero()[:, 0]
+    scores = torch.zeros(batch.documents, dtype=torch.float32, device=batch.device)
+    found = model.scalars(batch.tokens, batch.positions, batch.lengths, last[mine])
+    return model.sequence.sum(scores.index_copy(0, mine, found))
+
+
+def put_scalar_head(module: PreTrainedModel) -> PreTrainedModel:
+    """A sequence classifier of one label on the backbone of `module`, its head all zeros.
+
+    Zeros, because then nothing is drawn: a critic begins by expecting nothing, a reward model by preferring nothing.
+
+    Args:
+        module: a causal language model; taken over, weights and configuration.
+
+    Raises:
+        InputError: transformers has no sequence classifier with this backbone.
+    """
+    name, backbone = type(module).__name__, module.base_model
+    module.config.num_labels = 1
+    try:
+        with torch.device("meta"):  # a shell without memory: its backbone and its head are replaced
+            shell: PreTrainedModel = AutoModelForSequenceClassification.from_config(module.config)
+    except ValueError as error:
+        raise InputError(f"{name} cannot score: transformers has no sequence classifier for it; use another") from error
+    if type(shell.base_model) is not type(backbone) or not _has_scalar_head(shell):
+        raise InputError(f"{name} cannot score: its sequence classifier {type(shell).__name__} has another form")
+    weight = next(backbone.parameters())
+    head = torch.zeros(shell.score.weight.shape, dtype=weight.dtype, device=weight.device)
+    setattr(shell, shell.base_model_prefix, backbone)
+    shell.score.weight = nn.Parameter(head)
+    shell.config = _readable_to_the_end(module.config)
+    return shell
+
+
+def adopt_classifier(module: PreTrainedModel) -> ScalarModel:
+    """Find out what a sequence classifier can do and wrap it. The module is put into evaluation mode.
+
+    Raises:
+        InputError: another head than one linear layer to one label without bias, read at the last token.
+    """
+    module.eval()
+    if not _has_scalar_head(module) or not _is_read_at_the_end(module):
+        raise InputError(
+            f"{type(module).__name__} must score by one linear layer without bias and one label (num_labels 1) on the "
+            "last token, got another head; train it anew from a causal language model"
+        )
+    return ScalarModel(module, choose_packing(module, last_hidden_states(module)))
+
+
+def _readable_to_the_end(config: PreTrainedConfig) -> PreTrainedConfig:
+    """transformers scores the last token that is not padding: where padding also ends sequences, that is one too early.
+
+    Without a padding token it takes single sequences only, instead of silently giving other scores.
+    """
+    text = config.get_text_config()
+    ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
+    if text.pad_token_id in ends:
+        text.pad_token_id = None
+    return config
+
+
+def _apply(head: nn.Linear, hidden: Tensor) -> Tensor:
+    return F.linear(hidden.float(), head.weight.float())[:, 0]
+
+
+def _has_scalar_head(module: PreTrainedModel) -> bool:
+    head = getattr(module, "score", None)
+    return type(head) is nn.Linear and head.out_features == 1 and head.bias is None
+
+
+@torch.no_grad()
+def _is_read_at_the_end(module: PreTrainedModel) -> bool:
+    """Whether the module's own score is the head on the last hidden state."""
+    first, second, _ = probe_documents(module)
+    tokens = first if int(first[-1]) != module.config.get_text_config().pad_token_id else second
+    inputs = {"input_ids": tokens[None], "attention_mask": torch.ones_like(tokens[None]), "use_cache": False}
+    try:
+        wanted = module(**inputs).logits
+        found = module.score(last_hidden_states(module)(**inputs))[
+            :, -1
+        ]  # in the module's own precision, like `wanted`
+    except (TypeError, AttributeError, RuntimeError, ValueError):
+        return False
+    return agree(found, wanted)

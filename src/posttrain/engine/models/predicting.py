@@ -7,16 +7,14 @@ from collections.abc import Set
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.batch import TokenBatch
-from posttrain.engine.models.language_model import LanguageModel
+from posttrain.engine.batch import CANDIDATES, Need, Predictions, TokenBatch
+from posttrain.engine.models.language_model import LanguageModel, ScalarModel, sequence_scores, token_values
 from posttrain.engine.models.logprobs import (
     candidate_logprobs,
     likeliest_tokens,
     token_logprobs,
     token_logprobs_and_entropy,
 )
-from posttrain.engine.models.scalar_model import ScalarModel, sequence_scores, token_values
-from posttrain.engine.predictions import CANDIDATES, Need, Predictions
 from posttrain.engine.wide import TopK
 
 Model = LanguageModel | ScalarModel

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from posttrain.engine.models.language_model import LanguageModel
+from posttrain.engine.models.language_model import LanguageModel, ScalarModel
 from posttrain.engine.models.loading import load_model, load_scalar_model
-from posttrain.engine.models.scalar_model import ScalarModel
 
 
 @final

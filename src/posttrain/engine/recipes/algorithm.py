@@ -19,10 +19,8 @@ import numpy.typing as npt
 import torch
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.algorithms.aggregation import Totals
-from posttrain.engine.algorithms.objectives import Objective
-from posttrain.engine.batch import TokenBatch
-from posttrain.engine.predictions import Need
+from posttrain.engine.algorithms.objectives import Objective, Totals
+from posttrain.engine.batch import Need, TokenBatch
 from posttrain.engine.rewards.port import Score
 from posttrain.engine.samples import Group, Prompt, Sample, Trajectory
 

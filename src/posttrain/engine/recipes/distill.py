@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-from posttrain.engine.algorithms.aggregation import Totals
 from posttrain.engine.algorithms.distillation import DistillationObjective
+from posttrain.engine.algorithms.objectives import Totals
+from posttrain.engine.batch import CANDIDATES
 from posttrain.engine.config import DistillConfig
-from posttrain.engine.predictions import CANDIDATES
 from posttrain.engine.recipes.algorithm import Column, Update
 from posttrain.engine.recipes.policy_gradient import Sampling
 

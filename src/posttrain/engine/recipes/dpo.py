@@ -14,11 +14,9 @@ from typing import ClassVar, final
 import torch
 import torch.nn.functional as F
 
-from posttrain.engine.algorithms.aggregation import Totals
-from posttrain.engine.algorithms.objectives import LossParts
-from posttrain.engine.batch import Provenance, TokenBatch
+from posttrain.engine.algorithms.objectives import LossParts, Totals
+from posttrain.engine.batch import Need, Predictions, Provenance, TokenBatch
 from posttrain.engine.config import DPOConfig
-from posttrain.engine.predictions import Need, Predictions
 from posttrain.engine.recipes.algorithm import REFERENCE, Column, RowDefaults, RowSource, Update
 from posttrain.engine.recipes.reward_model import Preference, paired
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import ClassVar, final
 
 from posttrain.engine.algorithms.advantages import Estimator, dr_grpo
-from posttrain.engine.algorithms.aggregation import Totals
-from posttrain.engine.algorithms.objectives import PolicyObjective
+from posttrain.engine.algorithms.objectives import PolicyObjective, Totals
 from posttrain.engine.config import GroupConfig
 from posttrain.engine.recipes.policy_gradient import GroupBaseline
 

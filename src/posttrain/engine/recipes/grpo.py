@@ -14,8 +14,7 @@ from dataclasses import replace
 from typing import final
 
 from posttrain.engine.algorithms.advantages import ESTIMATORS, by_group
-from posttrain.engine.algorithms.aggregation import Totals
-from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective
+from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective, Totals
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import GRPOConfig
 from posttrain.engine.recipes.algorithm import ScoredGroup, Update, every_item, pack

@@ -13,10 +13,9 @@ from dataclasses import replace
 from functools import partial
 from typing import final
 
-from posttrain.engine.algorithms.aggregation import Totals
-from posttrain.engine.algorithms.gae import generalized_advantages, whiten
+from posttrain.engine.algorithms.advantages import generalized_advantages, whiten
 from posttrain.engine.algorithms.kl import kl_rewards, score_rewards
-from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective, ValueObjective, old_logprobs
+from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective, Totals, ValueObjective, old_logprobs
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import PPOConfig
 from posttrain.engine.precision import precision

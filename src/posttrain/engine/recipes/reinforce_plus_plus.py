@@ -10,8 +10,7 @@ from typing import final
 
 import torch
 
-from posttrain.engine.algorithms.advantages import by_group
-from posttrain.engine.algorithms.gae import generalized_advantages, whiten
+from posttrain.engine.algorithms.advantages import by_group, generalized_advantages, whiten
 from posttrain.engine.algorithms.kl import kl_rewards, score_rewards
 from posttrain.engine.algorithms.objectives import old_logprobs
 from posttrain.engine.batch import TokenBatch

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from posttrain.engine.batch import TokenBatch
-from posttrain.engine.predictions import Need
+from posttrain.engine.batch import Need, TokenBatch
 
 
 def with_prediction(batch: TokenBatch, column: str, need: Need, found: Tensor) -> TokenBatch:

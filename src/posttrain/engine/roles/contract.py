@@ -23,15 +23,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from posttrain.domain.errors import InputError, IntegrityError, PosttrainError
-from posttrain.engine.algorithms.aggregation import Totals
-from posttrain.engine.algorithms.objectives import LossParts, SupervisedObjective
-from posttrain.engine.batch import Document, TokenBatch
+from posttrain.engine.algorithms.objectives import LossParts, SupervisedObjective, Totals
+from posttrain.engine.batch import Document, Predictions, TokenBatch
 from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.models.exported import Shard, put
-from posttrain.engine.predictions import Predictions
 from posttrain.engine.roles.learner import DivergedError
-from posttrain.engine.roles.port import TrainEngine
-from posttrain.engine.roles.update import Division
+from posttrain.engine.roles.port import Division, TrainEngine
 from posttrain.engine.weights.attestation import Attestation, attest
 
 VOCABULARY = 61

@@ -1,7 +1,7 @@
 """What every trainable role does: AdamW with a schedule, over micro-batches, whole or sharded over ranks.
 
 How a mini-batch is cut into shards and micro-batches changes nothing but memory and rounding: losses arrive as weighted
-sums over global denominators (see `algorithms.aggregation`), so gradients simply add up. With dropout it also changes
+sums over global denominators (see `algorithms.objectives`), so gradients simply add up. With dropout it also changes
 which masks are drawn, since every micro-batch draws its own; so a run is reproducible for one micro-batch budget and
 rank count, and another is another sample of the same noise.
 """
@@ -26,9 +26,9 @@ from posttrain.engine.batch import TokenBatch
 from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.heap import keep_freed_memory
 from posttrain.engine.models.activation_checkpointing import checkpoint_activations
-from posttrain.engine.models.costs import cost_model
+from posttrain.engine.models.backbone import cost_model
 from posttrain.engine.models.sharding import FullySharded, Sharding, Unsharded, local
-from posttrain.engine.roles.update import Division
+from posttrain.engine.roles.port import Division
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights.checkpoint import read_role, write_role
 from posttrain.pacing.balancing import micro_batches

@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, final
 
 from posttrain.engine.algorithms.objectives import Objective
-from posttrain.engine.batch import TokenBatch
+from posttrain.engine.batch import Need, Predictions, TokenBatch
 from posttrain.engine.models.exported import Shard
 from posttrain.engine.models.predicting import Model
-from posttrain.engine.predictions import Need, Predictions
-from posttrain.engine.roles.update import Division, Update
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Division:
+    """What the sums of an update that came in parts are divided by, when its last part is there."""
+
+    loss: float  # and the gradient
+    metrics: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One optimiser step: `Update({"loss": 0.31, "grad_norm": 1.2, "learning_rate": 1e-5, "clip_fraction": 0.01})`.
+
+    Metrics are those of the whole mini-batch, equal on every rank.
+    """
+
+    metrics: Mapping[str, float]
+    batch: TokenBatch | None = None  # where it was asked for: with the log-probabilities that the step found
+
+    @classmethod
+    def gather(cls, parts: Sequence[Update], shards: Sequence[Sequence[int]], /) -> Update:
+        """The metrics of any rank, the batches of all."""
+        batches = [part.batch for part in parts if part.batch is not None]
+        if len(batches) != len(parts):
+            return parts[0]
+        return replace(parts[0], batch=TokenBatch.gather(batches, shards))
 
 
 class TrainEngine(Protocol):

@@ -2,27 +2,141 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import final
 
 import torch
+from torch import Tensor
 
-from posttrain.engine.algorithms.objectives import Objective
-from posttrain.engine.batch import TokenBatch
+from posttrain.engine.algorithms.objectives import LossParts, Objective
+from posttrain.engine.batch import Need, Predictions, TokenBatch
 from posttrain.engine.groups.rank_context import RankContext
-from posttrain.engine.models.exported import Layout
-from posttrain.engine.models.predicting import Model, predictable
+from posttrain.engine.models.exported import Layout, Shard
+from posttrain.engine.models.language_model import LanguageModel, adopt_classifier, adopt_module
+from posttrain.engine.models.loading import save_model
+from posttrain.engine.models.predicting import Model, predict, predict_topk, predictable
+from posttrain.engine.models.sharding import open_sequence_group
 from posttrain.engine.models.source import ModelSource, ScalarSource
-from posttrain.engine.predictions import Need
 from posttrain.engine.roles.columns import with_prediction
-from posttrain.engine.roles.port import TrainEngine
-from posttrain.engine.roles.torch_engine import TorchEngine
-from posttrain.engine.roles.update import Division, Update
+from posttrain.engine.roles.learner import Learner
+from posttrain.engine.roles.port import Division, TrainEngine, Update
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights.attestation import Attestation
 from posttrain.engine.weights.stream import Bucket, WeightSource, carried
-from posttrain.engine.wide import fetched
+from posttrain.engine.wide import TopK, WideRows, fetched
+from posttrain.pacing.balancing import micro_batches
+
+
+@final
+class TorchEngine:
+    """See `TrainEngine`.
+
+    Args:
+        context: where it stands; on several ranks the parameters are sharded over them.
+        model: trained in place.
+        optimizer, runtime, steps, seed, dropout, first: see `Learner`.
+        temperature: log-probabilities are taken at this sampling temperature.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        model: Model,
+        optimizer: OptimizerConfig,
+        runtime: RuntimeConfig,
+        *,
+        steps: int,
+        seed: int,
+        dropout: bool = False,
+        temperature: float = 1.0,
+        first: int = 0,
+    ) -> None:
+        sequence = open_sequence_group(context.rank, context.size, context.sequence_parallel)
+        self._model: Model = replace(model, sequence=sequence)
+        self.learner = Learner(
+            context, self._model.module, optimizer, runtime, steps=steps, seed=seed, dropout=dropout, first=first
+        )
+        self._temperature, self._rank = temperature, context.rank
+
+    @property
+    def model(self) -> Model:
+        """See `TrainEngine`."""
+        return self._model
+
+    def forward(self, batch: TokenBatch, needs: Set[Need]) -> Predictions:
+        """See `TrainEngine`."""
+        shards, micros = self.learner.split(batch)
+
+        def forward(micro: TokenBatch) -> dict[str, Tensor]:
+            predicted = self.predict(micro, needs)
+            return {need: predicted.of(need) for need in needs}
+
+        found = self.learner.evaluate(micros, self.learner.dummy(batch), forward)
+        if not found:
+            return Predictions(**{need: torch.zeros(0) for need in needs})
+        parts = []
+        for micro, predicted in zip(micros, found, strict=True):
+            filled = replace(micro, token_columns={}, document_columns={}, wide_columns={})
+            for need in needs:
+                filled = with_prediction(filled, need, need, predicted[need])
+            parts.append(filled)
+        gathered = TokenBatch.gather(parts, shards)
+        return Predictions(**{need: gathered.column(need).to(batch.device) for need in needs})
+
+    def step(
+        self,
+        batch: TokenBatch,
+        objective: Objective,
+        *,
+        step: int,
+        part: int = 0,
+        record: bool = False,
+        more: bool = False,
+        divide: Division | None = None,
+    ) -> Update:
+        """See `TrainEngine`."""
+        shards, micros = self.learner.split(batch)
+        seen: list[TokenBatch] = []
+
+        def forward(micro: TokenBatch) -> LossParts:
+            predicted = self.predict(micro, objective.needs)
+            if record and len(seen) < len(micros):
+                bare = replace(micro, wide_columns={})  # what goes back to the controller holds none
+                known = "logprobs" in objective.needs
+                seen.append(bare.with_columns(current_logprobs=predicted.of("logprobs")) if known else bare)
+            return objective(micro, predicted)
+
+        dummy = self.learner.dummy(batch)
+        metrics = self.learner.step(micros, dummy, forward, step=step, part=part, more=more, divide=divide)
+        if not record:
+            return Update(metrics)
+        found = TokenBatch.gather(seen, shards) if seen else replace(batch, wide_columns={})
+        return Update(metrics, found.to("cpu"))
+
+    def predict(self, micro: TokenBatch, needs: Set[Need]) -> Predictions:
+        """Of one micro-batch, with gradients where they are on."""
+        return predict(self._model, micro, needs, temperature=self._temperature)
+
+    def export(self) -> Iterator[Shard]:
+        """See `TrainEngine`."""
+        return self.learner.sharding.export()
+
+    def save(self, path: Path, role: str) -> dict[str, str]:
+        """See `TrainEngine`."""
+        return self.learner.save(path, role)
+
+    def restore(self, path: Path, role: str) -> None:
+        """See `TrainEngine`."""
+        self.learner.load(path, role)
+
+    @torch.no_grad()
+    def write_model(self, folder: Path) -> None:
+        """See `TrainEngine`; rank 0 does."""
+        save_model(self._model, None, folder, self.learner.exported(), write=self._rank == 0)
 
 
 @final
@@ -148,3 +262,140 @@ class TrainWorker:
     def context_length(self) -> int:
         """Tokens of prompt and response together that the model was made for."""
         return self.engine.model.context_length
+
+
+@final
+class FrozenModel:
+    """A model that sleeps between its phases.
+
+    Asleep, a model on a GPU waits in the host's memory. One on the CPU whose source is a folder is dropped, and read
+    again when it is needed (its pages are in the file cache); one that cannot be read again stays.
+
+    Args:
+        open: loads it; called at once, and after a sleep that dropped it.
+        device: where it computes.
+        reopens: whether `open` gives the same weights again.
+    """
+
+    def __init__(self, open: Callable[[], Model], device: str, *, reopens: bool) -> None:
+        self._open, self._device, self._reopens = open, torch.device(device), reopens
+        self._model: Model | None = open()
+
+    def awake(self) -> Model:
+        """The model on its device."""
+        if self._model is None:
+            self._model = self._open()
+        elif next(self._model.module.parameters()).device.type != self._device.type:
+            self._model.module.to(self._device)
+        return self._model
+
+    def sleep(self) -> int:
+        """Free what can be freed; returns `resident_bytes`."""
+        if self._model is not None and self._device.type == "cuda":
+            self._model.module.to("cpu")
+            torch.cuda.empty_cache()
+        elif self._reopens:
+            self._model = None
+        return self.resident_bytes()
+
+    def resident_bytes(self) -> int:
+        """Bytes of parameters on the device it computes on."""
+        if self._model is None:
+            return 0
+        parameters = self._model.module.parameters()
+        return sum(p.numel() * p.element_size() for p in parameters if p.device.type == self._device.type)
+
+
+@final
+class FrozenWorker:
+    """One rank of a role that never learns: a whole frozen model with storage of its own.
+
+    Args:
+        context: where it stands.
+        model: a folder; or, in the controller's process, a model, which is copied before it changes.
+        name: its role, in the provenance of what it fills: reference, reward_model, teacher.
+        temperature: log-probabilities are taken at this sampling temperature.
+        micro_batch_tokens: per forward.
+        vocabulary: of whoever learns from it; likeliest tokens are among these. None: of its own.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        model: ModelSource | ScalarSource | Model,
+        *,
+        name: str = "reference",
+        temperature: float = 1.0,
+        micro_batch_tokens: int,
+        vocabulary: int | None = None,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._source, self._device, self._rank = model, context.device, context.rank
+        self._role, self._temperature, self._micro_batch_tokens = name, temperature, micro_batch_tokens
+        self._model = FrozenModel(self._open, self._device, reopens=isinstance(model, ModelSource | ScalarSource))
+        self._predicts = predictable(self._model.awake())  # known while it sleeps
+
+    @torch.no_grad()
+    def fill(self, batch: TokenBatch, column: str, need: Need) -> TokenBatch:
+        """The batch with a column of what the model predicts. An empty one computes nothing."""
+        model = self._model.awake()
+
+        def score(micro: TokenBatch) -> TokenBatch:
+            found = predict(model, micro.to(model.device), {need}, temperature=self._temperature).of(need)
+            return with_prediction(micro, column, need, found)
+
+        shards = micro_batches(batch.item_lengths, batch.item_lengths, self._micro_batch_tokens)
+        parts = [score(batch if len(shards) == 1 else batch.select_items(shard)) for shard in shards]
+        gathered = TokenBatch.gather(parts, shards) if parts else with_prediction(batch, column, need, torch.zeros(0))
+        return gathered.seen_by(self._role, self._rank)
+
+    @torch.no_grad()
+    def hold(self, batch: TokenBatch, width: int) -> WideRows:
+        """The `width` likeliest tokens at every response token, with their log-probabilities: to be kept here and
+        fetched by whoever needs them (`WorkerGroup.map_stored`).
+
+        Raises:
+            InputError: the model makes no text, or its vocabulary has fewer tokens.
+        """
+        model = self._model.awake()
+        counts = batch.response_lengths.tolist()
+        starts, held = [0, *accumulate(counts)], TopK.empty(sum(counts), width)
+        for items in micro_batches(batch.item_lengths, batch.item_lengths, self._micro_batch_tokens):
+            micro = batch.select_items(items).to(model.device)
+            found = predict_topk(model, micro, width, temperature=self._temperature, vocabulary=self._vocabulary)
+            begin = 0
+            for document in batch.documents_of(items):
+                rows = held.rows(starts[document], starts[document + 1])
+                rows.put(found.rows(begin, begin + counts[document]))
+                begin += counts[document]
+        return WideRows(held, tuple(counts))
+
+    def predicts(self) -> frozenset[Need]:
+        """What its model may be asked for; a language model for its likeliest tokens too (`hold`)."""
+        likeliest = frozenset[Need]({"topk"})
+        return self._predicts | likeliest if "logprobs" in self._predicts else self._predicts
+
+    def context_length(self) -> int:
+        """Tokens of prompt and response together that the model was made for."""
+        return self._model.awake().context_length
+
+    def fallbacks(self) -> dict[str, str]:
+        """See `Backbone.fallbacks`."""
+        return self._model.awake().fallbacks()
+
+    def sleep(self) -> int:
+        """Give the device's memory back until the next call; returns the bytes that stay resident."""
+        return self._model.sleep()
+
+    def resident_bytes(self) -> int:
+        """Bytes of weights on this rank's device (on the CPU: in its memory)."""
+        return self._model.resident_bytes()
+
+    def _open(self) -> Model:
+        source = self._source
+        if isinstance(source, ModelSource | ScalarSource):
+            model = source.open(self._device)
+            model.module.requires_grad_(False)
+            return model
+        module = copy.deepcopy(source.module).requires_grad_(False)
+        return adopt_module(module) if isinstance(source, LanguageModel) else adopt_classifier(module)

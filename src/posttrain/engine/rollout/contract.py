@@ -10,16 +10,303 @@ In a test file of yours::
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import combinations
+from math import exp
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from posttrain.engine.rollout.contract_bench import WAIT, refuses, require, same
-from posttrain.engine.rollout.contract_draws import DrawContract
-from posttrain.engine.rollout.contract_weights import WeightContract
-from posttrain.engine.rollout.port import Completion, Generation, SamplingParams
+from posttrain.domain.errors import JobFailedError
+from posttrain.engine.rollout.contract_bench import WAIT, Bench, refuses, require, same
+from posttrain.engine.rollout.port import Completion, Generation, InFlight, RolloutEngine, SamplingParams
 from posttrain.engine.samples import Trajectory
+
+Seen = dict[tuple[int, ...], dict[int, float]]  # after these tokens: log-probability of each that was drawn
+_WARM = 1.5
+_LEVEL = 1e4  # so high a temperature that a token tells its random number, whatever the policy thinks
+_FEW = 4  # tokens of responses that are looked at token by token: later ones seldom follow the same
+_ONE_IN = 100  # differences that are this many roundings or more can be told from none
+_TRUNCATIONS: tuple[dict[str, Any], ...] = ({"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5})
+_OLD, _NEW = "0.1", "0.2"
+_FINISH: InFlight = "finish"
+_GOING_ON: tuple[InFlight, ...] = ("recompute", "keep_kv")
+
+
+class DrawContract(Bench):
+    """The tests of draws."""
+
+    def test_seed_key_sample_and_token_each_change_what_is_drawn(self) -> None:
+        """Of one prompt, at a temperature at which nothing but chance decides."""
+        if not self.draws:
+            return
+        engine = self.open_engine()
+        params = SamplingParams(self.limit, temperature=_LEVEL, seed=7, ignore_eos=True)
+        first = Generation("it", self.prompts[0], 100, params, self.limit)
+        others = {
+            "seed": replace(first, id="seed", sampling=replace(params, seed=8)),
+            "key": replace(first, id="key", key=101),
+            "sample": replace(first, id="sample", sample=1),
+        }
+        found = {name: answer.response.tolist() for name, answer in self.ask(engine, [first, *others.values()]).items()}
+        for name in others:
+            require(found[name] != found["it"], f"another {name} must change what is drawn, got the same {found[name]}")
+        repeats = all(len(set(tokens)) == 1 for tokens in found.values())
+        require(not repeats, f"every token must have a random number of its own, got {found['it']}")
+
+    def test_a_response_ends_at_the_first_end_of_sequence_token(self) -> None:
+        """Or, where that is asked for, at its limit alone; until then it says the same."""
+        engine = self.open_engine()
+        whole = self.ask(engine, self.work(limit=self.long, ignore_eos=True))
+        for name, answer in whole.items():
+            kept = answer.generated == self.long and answer.truncated
+            got = f"{answer.generated} tokens that ended as {answer.status}"
+            require(kept, f"{name} must ignore what ends it and have {self.long} tokens, got {got}")
+        found = self.ask(engine, self.work(limit=self.long))
+        last = {int(answer.response[-1]) for answer in found.values() if answer.status == "ok" and answer.generated}
+        require(bool(last), "no response ended by itself; give a policy that ends some, or a larger `long`")
+        ends = {*self.ends, *last}
+        for name, answer in found.items():
+            tokens: list[int] = whole[name].response.tolist()
+            end = next((at for at, token in enumerate(tokens, start=1) if token in ends), None)
+            wanted, status = tokens[:end], "truncated" if end is None else "ok"
+            got = f"{answer.generated} tokens that ended as {answer.status}"
+            held = answer.response.tolist() == wanted and answer.status == status
+            require(held, f"{name} must end at the first of {sorted(ends)}, after {len(wanted)} tokens, got {got}")
+
+    def test_log_probabilities_are_of_the_whole_distribution(self) -> None:
+        """Greedy or not, truncated or not, at two temperatures."""
+        engine = self.open_engine()
+        for temperature in (1.0, _WARM):
+            seen = self._seen(engine, temperature=temperature)
+            for way in ({"greedy": True}, *_TRUNCATIONS):
+                drawn = self._seen(engine, temperature=temperature, **way)
+                pairs = list(_both(seen, drawn))
+                require(bool(pairs), f"no token was drawn with {way} and without; give a policy that is surer")
+                apart = max(abs(one[token] - other[token]) for one, other, tokens in pairs for token in tokens)
+                require(
+                    apart <= self.rounding,
+                    f"log-probabilities must be of the whole distribution at temperature {temperature} with {way}, "
+                    f"got some that differ by {apart:g}",
+                )
+                for context, tokens in drawn.items():
+                    seen.setdefault(context, {}).update(tokens)
+
+    def test_log_probabilities_are_at_the_temperature(self) -> None:
+        """Of two tokens, their difference is that of the logits, divided by it."""
+        if not self.draws:
+            return
+        engine = self.open_engine()
+        plain, warm = self._seen(engine), self._seen(engine, temperature=_WARM)
+        told = 0
+        for one, other, tokens in _both(plain, warm):
+            for left, right in combinations(tokens, 2):
+                logits, found = one[left] - one[right], other[left] - other[right]
+                told += abs(logits) >= _ONE_IN * self.rounding
+                require(
+                    abs(found - logits / _WARM) <= 4 * self.rounding,
+                    f"two log-probabilities must differ by {logits / _WARM:g} at temperature {_WARM}, "
+                    f"for they do by {logits:g} at 1, got {found:g}",
+                )
+        require(told > 0, "no two tokens were drawn at both temperatures; give a policy that is less sure")
+
+    def test_truncated_draws_are_among_the_likely_tokens(self) -> None:
+        """By the log-probabilities themselves: what was drawn after the same tokens."""
+        if not self.draws:
+            return
+        engine = self.open_engine()
+        for way in _TRUNCATIONS:
+            for tokens in self._seen(engine, **way).values():
+                shares = sorted(map(exp, tokens.values()))
+                before = sum(shares[1:])  # what is likelier than the last that was kept
+                held = (
+                    len(shares) <= way.get("top_k", len(shares))
+                    and before < way.get("top_p", 1.0) + self.rounding
+                    and shares[0] >= way.get("min_p", 0.0) * shares[-1] - self.rounding
+                )
+                require(held, f"with {way} only likely tokens may be drawn, got tokens of {shares}")
+
+    def _seen(self, engine: RolloutEngine, **sampling: Any) -> Seen:
+        """What eight samples of every prompt said."""
+        found: Seen = {}
+        for answer in self.ask(engine, self.work(samples=8, limit=min(self.limit, _FEW), **sampling)).values():
+            before: tuple[int, ...] = tuple(answer.prompt.tolist())
+            for token, logprob in zip(answer.response.tolist(), answer.logprobs.tolist(), strict=True):
+                found.setdefault(before, {})[token] = logprob
+                before = (*before, token)
+        return found
+
+
+def _both(one: Seen, other: Seen) -> Iterator[tuple[Mapping[int, float], Mapping[int, float], list[int]]]:
+    """Where both drew the same tokens after the same: what each says, and which they are."""
+    for context, mine in one.items():
+        tokens = sorted(mine.keys() & other.get(context, {}).keys())
+        if tokens:
+            yield mine, other[context], tokens
+
+
+class WeightContract(Bench):
+    """The tests of weights."""
+
+    def shown(self, engine: RolloutEngine) -> list[tuple[str, Tensor]]:
+        """The tensors that can be changed where they are, each place in memory once."""
+        views = engine.views() if self.in_place else None
+        places = {(held.data_ptr(), held.shape, held.stride()): (name, held) for name, held in views or ()}
+        return list(places.values())
+
+    def test_what_it_shows_is_what_it_decodes_with(self) -> None:
+        """Each tensor alone changes what it says, and what it said comes back with the tensor."""
+        engine = self.open_engine()
+        work = self.work(samples=1, greedy=True)
+        before = self.ask(engine, work)
+        for name, held in self.shown(engine):
+            if name in self.unheard:
+                continue
+            with changed([held], _noisy):
+                self.tell(engine, _NEW)
+                found = self.ask(engine, work)
+            heard = any(_differ(before[asked], answer, self.tolerance) for asked, answer in found.items())
+            require(heard, f"it shows {name} and must decode with it, but says the same when that changes")
+        self.tell(engine, _OLD)
+        for asked, answer in self.ask(engine, work).items():
+            same(asked, before[asked], answer, self.tolerance)
+
+    def test_logits_that_are_not_finite_end_the_job(self) -> None:
+        """Whatever the tokens are chosen by."""
+        for sampling in ({}, {"greedy": True}, {"top_k": 2}):
+            engine = self.open_engine()
+            shown = [held for _, held in self.shown(engine)]
+            if not shown:
+                return
+            with changed(shown, lambda held: torch.full_like(held, torch.nan)):
+                self.tell(engine, _NEW)
+                work = self.work(samples=1, **sampling)
+                said = _answered(partial(self.ask, engine, work))
+            require(said is None, f"logits that are no numbers must end in JobFailedError, got {said} answers")
+
+    def test_weights_that_are_read_in_place_change_while_it_is_paused(self) -> None:
+        """An update at any other time is refused and changes nothing, and so is one of a policy that nobody serves."""
+        engine = self.open_engine()
+        self.tell(engine, _OLD)
+        if self.in_place:
+            require(refuses(partial(engine.update, "", _NEW)), "an update was taken by an engine that was not paused")
+        engine.pause()
+        require(refuses(partial(engine.update, "opponent", _NEW)), "an update of a policy that nobody serves was taken")
+        engine.resume()
+        for name, answer in self.ask(engine, self.work(samples=1)).items():
+            require(answer.versions == (_OLD,), f"{name} was sampled by {answer.versions} after a refused update")
+
+    def test_what_has_begun_goes_on_as_an_update_says(self) -> None:
+        """Under new weights, with what it had said computed again or not. An engine that answers whole batches has
+        nothing that has begun.
+        """
+        for in_flight in _GOING_ON if self.in_place else (_FINISH, *_GOING_ON):
+            engine = self.open_engine()
+            self.tell(engine, _OLD)
+            work = self.work(samples=1, limit=self.long, greedy=True, ignore_eos=True)
+            whole = self.ask(engine, work)
+            left = self._begin(engine, work)
+            refused = self.in_place and refuses(partial(engine.update, "", _NEW))
+            shown = [held for _, held in self.shown(engine)]
+            with changed(shown, _noisy):
+                engine.update("", _NEW, in_flight=in_flight)
+                engine.resume()
+                found = self.drain(engine, len(left))
+                finished = in_flight == _FINISH or (self.in_place and not refused)
+                for asked in left:
+                    self._goes_on(asked.id, whole[asked.id], found[asked.id], finished=finished)
+                begun = [answer for answer in found.values() if answer.versions[0] == _OLD]
+                require(bool(begun) or not refused, f"none of what had begun says that {_OLD} began it")
+                if shown:
+                    self._reads_again(engine, begun, in_flight)
+
+    def _begin(self, engine: RolloutEngine, work: Sequence[Generation]) -> list[Generation]:
+        """Pause when a short response has been answered; what is left."""
+        short = Generation("short", self.prompts[0], 99, work[0].sampling, 1)
+        engine.submit([short, *work])
+        answered: set[str] = set()
+        while short.id not in answered:
+            done = engine.completed(WAIT)
+            require(bool(done), "a response of one token was not answered")
+            answered |= {completion.id for completion in done}
+        engine.pause()
+        return [asked for asked in work if asked.id not in answered]
+
+    def _goes_on(self, name: str, whole: Trajectory, found: Trajectory, *, finished: bool) -> None:
+        """What one version began and the other went on with; `finished`: an update to `finish` was taken."""
+        versions = found.versions
+        require(versions in ((_OLD,), (_OLD, _NEW), (_NEW,)), f"{name} was sampled by {versions}")
+        require(len(versions) == 1 or not finished, f"{name} must be finished by the version that began it")
+        require(found.generated == whole.generated, f"{name} must have {whole.generated} tokens, got {found.generated}")
+        old = _said_by(_OLD, found)
+        beginning = found.response.tolist()[:old] == whole.response.tolist()[:old]
+        require(beginning, f"{name} has tokens of {_OLD} that {_OLD} does not say")
+
+    def _reads_again(self, engine: RolloutEngine, begun: Sequence[Trajectory], in_flight: InFlight) -> None:
+        """The first token under new weights, held against one that a new generation begins with."""
+        both = [answer for answer in begun if _NEW in answer.versions]
+        params = self.work(greedy=True, ignore_eos=True)[0].sampling
+        apart: list[float] = []
+        for place, answer in enumerate(both):
+            old = _said_by(_OLD, answer)
+            read = (*answer.prompt.tolist(), *answer.response.tolist()[:old])
+            fresh = self.ask(engine, [Generation(f"fresh {place}", read, place, params, 1)])
+            (logprob,) = (float(one.logprobs[0]) for one in fresh.values())
+            apart.append(abs(logprob - float(answer.logprobs[old])))
+        if in_flight == "recompute":
+            most = max(apart, default=0.0)
+            require(most <= self.rounding, f"what had been said must be computed again, got a token {most:g} away")
+        else:  # what had to wait meanwhile has lost its keys and values
+            kept = not apart or max(apart) > self.rounding
+            require(kept, "keys and values of the old weights must be kept, got what the new ones say")
+
+
+@contextmanager
+def changed(held: Sequence[Tensor], other: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """These tensors hold other values, where they are."""
+    kept = [one.clone() for one in held]
+    try:
+        _fill(held, [other(one) for one in kept])
+        yield
+    finally:
+        _fill(held, kept)
+
+
+@torch.no_grad()
+def _fill(held: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for one, value in zip(held, values, strict=True):
+        one.copy_(value)
+
+
+def _noisy(held: Tensor) -> Tensor:
+    """As large as it was, or larger where it was small, and not a multiple of it, which a norm would undo."""
+    noise = torch.randn(held.shape, generator=torch.Generator().manual_seed(held.numel())).to(held)
+    return held + noise * (0.1 + held.abs().mean())
+
+
+def _differ(one: Trajectory, other: Trajectory, tolerance: float) -> bool:
+    try:
+        same("", one, other, tolerance)
+    except AssertionError:
+        return True
+    return False
+
+
+def _answered(call: Callable[[], dict[str, Trajectory]]) -> int | None:
+    """How many answers came; None: it ended in `JobFailedError`."""
+    try:
+        return len(call())
+    except JobFailedError:
+        return None
+
+
+def _said_by(version: str, answer: Trajectory) -> int:
+    return sum(len(turn.tokens) for turn in answer.turns if turn.version == version)
 
 
 class RolloutEngineContract(DrawContract, WeightContract):

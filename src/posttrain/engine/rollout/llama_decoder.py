@@ -25,8 +25,14 @@ from posttrain.engine.models import LanguageModel
 from posttrain.engine.models.language_model import float32_logits
 from posttrain.engine.rollout.fused_weights import FusedLinear, FusedWeights, LayerWeights
 from posttrain.engine.rollout.kv_store import KVShape, KVStore, Positions
-from posttrain.engine.rollout.page_attention import attend_packed_prompts, fits_varlen, why_not_varlen
-from posttrain.engine.rollout.prompt_attention import attend_prompts, longest_chunk, plan_prompts
+from posttrain.engine.rollout.page_attention import (
+    attend_packed_prompts,
+    attend_prompts,
+    fits_varlen,
+    longest_chunk,
+    plan_prompts,
+    why_not_varlen,
+)
 
 _ROWS_TRIED = (4, 8, 16, 32)
 _VECTOR = 32  # floats that an element-wise kernel takes at a time

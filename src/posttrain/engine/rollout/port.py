@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.stop_strings import stop_fault
+from posttrain.domain.rendering import stop_fault
 from posttrain.engine.samples import Segment, Trajectory
 
 InFlight = Literal["finish", "recompute", "keep_kv"]

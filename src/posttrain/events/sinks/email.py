@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from posttrain.domain.errors import InputError, SinkError
 from posttrain.domain.sinks import Notice
+from posttrain.events.admitting import reach, said
 from posttrain.events.ports import (
     ANSWER_SECONDS,
     WHOLE_SECONDS,
@@ -24,7 +25,6 @@ from posttrain.events.ports import (
     refuse_variable,
     secret,
 )
-from posttrain.events.reaching import reach, said
 
 STARTTLS, NONE = "starttls", "none"
 _FIELDS = frozenset({"to", "from", "host", "port", "security", "user_env", "password_env"})

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from posttrain.domain.errors import InfrastructureError, InputError, PosttrainError
+from posttrain.domain.errors import InfrastructureError, InputError, PosttrainError, nearest
 from posttrain.domain.jobs import Accepted, Capacity, Exists, LogPage, Observation, Signal, Submission, Unknown
 from posttrain.domain.plugins import EXECUTORS, Plugin, find_plugin, plugin_names
 from posttrain.domain.requests import JobRef, JobRequest, Listed
-from posttrain.domain.spelling import nearest
 from posttrain.execution.ports import Executor
 
 _VERBS = ("submit", "observe", "signal", "kill", "list", "logs", "capacity")

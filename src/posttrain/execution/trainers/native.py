@@ -41,7 +41,7 @@ from posttrain.store.attempts import AttemptFolder
 
 # Model and reward sources enter by digest; these are the sources and libraries that decide results besides.
 _DECIDING_ROOMS = (
-    *("engine", "jobs", "data/files.py", "data/rows.py", "domain/amounts.py", "domain/architectures.py"),
+    *("engine", "jobs", "data/files.py", "data/rows.py", "domain/amounts.py"),
     *("domain/canonical.py", "domain/kinds.py"),
     *("domain/measures.py", "domain/placement.py", "domain/rendering.py", "domain/rewards.py", "domain/seeds.py"),
     "domain/weights.py",

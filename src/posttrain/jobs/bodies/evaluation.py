@@ -26,11 +26,11 @@ from posttrain.engine.evaluation.evaluate import (
     Item,
     Judge,
     Meter,
+    RewardJudge,
     SuiteResult,
     evaluate_suite,
     suite_items,
 )
-from posttrain.engine.evaluation.judging import RewardJudge
 from posttrain.engine.memory import peak_memory
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.loading import load_tokenizer
@@ -39,9 +39,8 @@ from posttrain.engine.rollout.opening import decoding_fallbacks, open_rollout
 from posttrain.engine.rollout.port import RolloutEngine
 from posttrain.engine.rollout.stopping import StopStrings
 from posttrain.engine.settings import InferenceRuntimeConfig
-from posttrain.jobs.bodies.pools import settled_device
+from posttrain.jobs.bodies.pools import choose, settled_device, tell_sizes
 from posttrain.jobs.bodies.rewards import open_rewards
-from posttrain.jobs.bodies.sizing import choose, tell_sizes
 from posttrain.jobs.entry import Job, failed
 from posttrain.planner.sizes import reward_seconds
 

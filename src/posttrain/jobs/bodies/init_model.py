@@ -8,9 +8,8 @@ from posttrain.domain.facts import Progress
 from posttrain.domain.jobs import JobResult, Output
 from posttrain.domain.seeds import derive_seed
 from posttrain.engine.config import InitModelConfig
-from posttrain.engine.models.initial import character_tokenizer, initial_model
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.models.loading import save_model
+from posttrain.engine.models.loading import character_tokenizer, initial_model, save_model
 from posttrain.jobs.entry import Job
 
 

@@ -12,10 +12,9 @@ from urllib.parse import unquote, urlsplit
 from posttrain.domain.facts import Note
 from posttrain.domain.rewards import reward_slots
 from posttrain.engine.rewards.layout import Provision
-from posttrain.engine.rewards.parallel import ParallelReward
+from posttrain.engine.rewards.parallel import ParallelReward, WeightedReward
 from posttrain.engine.rewards.port import RewardFunction
 from posttrain.engine.rewards.process import open_reward
-from posttrain.engine.rewards.weighted import WeightedReward
 from posttrain.jobs.entry import Job
 
 

@@ -46,15 +46,13 @@ from posttrain.engine.models.loading import is_sequence_classifier, load_tokeniz
 from posttrain.engine.models.source import ModelSource, ScalarSource
 from posttrain.engine.recipes.algorithm import RolloutAlgorithm, RowAlgorithm
 from posttrain.engine.recipes.dataflow import Entry, load_dataflow
-from posttrain.engine.roles.frozen import FrozenWorker
-from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.samples import Prompt
 from posttrain.engine.scoring import ModelScorer, RewardScorer, Scorer, response_text
 from posttrain.engine.selection import Selection
-from posttrain.engine.weights.best import BestModel
-from posttrain.jobs.bodies.pools import open_pools
+from posttrain.engine.weights.checkpoint import BestModel
+from posttrain.jobs.bodies.pools import open_pools, settled
 from posttrain.jobs.bodies.rewards import open_rewards
-from posttrain.jobs.bodies.sizing import settled
 from posttrain.jobs.entry import Job, failed, loading
 from posttrain.pacing.balancing import TOKENS, CostModel
 from posttrain.planner.residency import Shape
@@ -237,7 +235,7 @@ def _reward_function(
     placed: bool,
 ) -> Scorer:
     ranks = config.placement.pool_of("reward").resources.rank_count if config.placement.reward else 1
-    timeout = float(config.reward_timeout)  # settled (`bodies.sizing`)
+    timeout = float(config.reward_timeout)  # settled (`bodies.pools`)
     opened = open_rewards(job, "reward", reward, stack, timeout=timeout, ranks=ranks)
 
     def tell(line: str) -> None:

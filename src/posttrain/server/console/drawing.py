@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from posttrain.domain.errors import NotFoundError
-from posttrain.web.comparison import render_compare_page
 from posttrain.web.pages import template
-from posttrain.web.report import render_run_report
+from posttrain.web.report import render_compare_page, render_run_report
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control

@@ -8,26 +8,41 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from posttrain.domain.errors import AuthenticationError, InputError, NotFoundError
-from posttrain.server.console import pages, sessions
-from posttrain.server.console.live import Live
+from posttrain.domain.errors import AuthenticationError, BusyError, InputError, NotFoundError, PosttrainError
+from posttrain.domain.lifecycle import is_final
+from posttrain.server.console import pages, visiting
+from posttrain.server.console.pages import PAGE
 from posttrain.server.console.visiting import ASSETS, HEADERS, Visit, asset, failed, html, redirect
-from posttrain.server.lanes import HEAVY, READ, in_thread
-from posttrain.server.limits import LOGIN
+from posttrain.server.limits import FOLLOW, HEAVY, LOGIN, READ, in_thread
+from posttrain.server.streams import Followed, is_ending
 
 if TYPE_CHECKING:
+    from posttrain.api.control import Control
+    from posttrain.api.values import RunStatus
     from posttrain.server.app import Server
 
+MOST = 200  # browsers that follow at a time; the others ask again and again
+_EVERY = 1.0  # seconds between two looks
+_AGAIN = 5.0  # seconds between two looks whether whoever follows still may
+_SILENT = 15.0  # seconds after which a comment keeps the connection open
+_STREAM_SECONDS = 900.0  # seconds of one stream; the browser opens another one
+_KEPT = 256  # marks
+_RUN = "run/"
 PROJECT = "/projects/{project}"
 _Page = Callable[[Visit], Response]
 _READ: dict[str, _Page] = {
@@ -51,6 +66,118 @@ _FORMS: dict[str, _Page] = {
 }
 _NOT_MODIFIED_SECONDS = 3600
 _LONGEST = 1000  # characters of a name
+
+
+class Live:
+    """Marks of what pages show, shared by all who follow it."""
+
+    def __init__(self) -> None:
+        self._marks: OrderedDict[tuple[str, str], tuple[float, str]] = OrderedDict()
+        self._lock = threading.Lock()
+        self.followers = 0
+
+    def mark(self, visit: Visit, of: str) -> str:
+        """What stands for the present state of a page.
+
+        Raises:
+            InputError: there is no such page.
+        """
+        does = _LOOKS.get(of.partition("/")[0])
+        if does is None:
+            raise InputError(f"live: of must be runs, run/ID, channels or channel/NAME, got {of[:80]!a}")
+        key = visit.project, of
+        with self._lock:
+            at, known = self._marks.get(key, (-_EVERY, ""))
+        if time.monotonic() - at < _EVERY / 2:
+            return known
+        found = hashlib.sha256(repr(does(visit.control, of.partition("/")[2])).encode("utf-8", "replace")).hexdigest()
+        with self._lock:
+            self._marks[key] = time.monotonic(), found
+            self._marks.move_to_end(key)
+            while len(self._marks) > _KEPT:
+                self._marks.popitem(last=False)
+        return found
+
+    async def follow(self, request: Request, enter: Callable[[Request], Visit]) -> Response:
+        """A stream of events `changed`."""
+        of = request.query_params.get("of", "")
+        visit = await in_thread(READ, enter, request)
+        if of.startswith(_RUN):
+            run_id = of.removeprefix(_RUN)
+            found = await visit.server.peers.answer(
+                request, lambda: visit.server.entrance.ledger(visit.asker), run_id, visit.asker.identity
+            )
+            if found is not None:
+                found.headers.update(HEADERS)
+                return found
+        told = await in_thread(READ, self.mark, visit, of)
+        if self.followers >= MOST:
+            raise BusyError("too many follow pages of this server; reload instead")
+        counted = visit.server.limits.taken(visit.asker.identity.principal, FOLLOW)
+        stream = Followed(self._told(request, enter, visit, of, told), counted)
+        stream.headers.update(HEADERS)
+        return stream
+
+    async def _told(
+        self, request: Request, enter: Callable[[Request], Visit], visit: Visit, of: str, told: str
+    ) -> AsyncIterator[bytes]:
+        self.followers += 1
+        begun = asked = said = time.monotonic()
+        try:
+            yield b": following\n\n"
+            while not (await request.is_disconnected() or is_ending(request)):
+                await asyncio.sleep(_EVERY)
+                now = time.monotonic()
+                if now - begun > _STREAM_SECONDS:
+                    return
+                if now - asked >= _AGAIN:
+                    visit, asked = await in_thread(READ, enter, request), now
+                mark = await in_thread(READ, self.mark, visit, of)
+                if mark != told:
+                    told, said = mark, now
+                    yield b"event: changed\ndata: {}\n\n"
+                elif now - said >= _SILENT:
+                    said = now
+                    yield b": still here\n\n"
+        except PosttrainError:  # over: the browser asks for the page, and is told why
+            yield b"event: changed\ndata: {}\n\n"
+        finally:
+            self.followers -= 1
+
+
+def _brief(one: RunStatus) -> Any:
+    return one.run.id, one.run.state, one.why, one.under_way, one.tokens, str(one.driver)
+
+
+def _runs(control: Control, _: str) -> Any:
+    return [_brief(one) for one in (*control.queue(PAGE), *control.ls(PAGE))]
+
+
+def _run(control: Control, run_id: str) -> Any:
+    status = control.watcher(run_id).read()
+    stages = [
+        (one.record.generation, one.record.state, one.reason, one.progress.step, one.progress.at, len(one.attempts))
+        for one in status.stages
+    ]
+    over = is_final("run", status.run.state)
+    return status.run.generation, over, _brief(status), stages, status.signals, status.approvals
+
+
+def _channels(control: Control, _: str) -> Any:
+    return control.channels(), control.live()
+
+
+def _channel(control: Control, name: str) -> Any:
+    return control.channel(name), control.approval_requests(name)
+
+
+# each asks what whoever is logged in may look at, which is why nobody is asked again where a mark is known
+_LOOKS: dict[str, Callable[[Control, str], Any]] = {
+    "runs": _runs,
+    "run": _run,
+    "channels": _channels,
+    "channel": _channel,
+}
 
 
 def add_routes(app: FastAPI, server: Server) -> None:
@@ -78,10 +205,10 @@ def _enter(server: Server, request: Request) -> Visit:
         AuthenticationError: nobody who is logged in there. NotFoundError: the path is none.
     """
     project = request.path_params["project"]
-    secret = sessions.secret_of(request, project, secure=server.secure)
+    secret = visiting.secret_of(request, project, secure=server.secure)
     if not secret:
         raise AuthenticationError("log in to this project")
-    who = sessions.asker(server, secret, project)
+    who = visiting.asker(server, secret, project)
     request.state.asker, request.state.principal = who, server.entrance.known_as(who)
     words = [*request.path_params.values(), *(word for _, word in request.query_params.multi_items())]
     if any(not word.isprintable() or "\ufffd" in word or len(word) > _LONGEST for word in words):
@@ -126,8 +253,8 @@ def _done(server: Server, page: _Page) -> Callable[[Request], Awaitable[Response
         visit = None
         try:
             visit = await in_thread(READ, _enter, server, request)
-            fields = await sessions.read_form(request)
-            sessions.refuse_foreign(request, fields, visit.secret, secure=server.secure)
+            fields = await visiting.read_form(request)
+            visiting.refuse_foreign(request, fields, visit.secret, secure=server.secure)
             async with server.limits.taken(visit.asker.identity.principal, HEAVY):
                 return await in_thread(HEAVY, page, visit.sending(fields))
         except Exception as error:
@@ -138,7 +265,7 @@ def _done(server: Server, page: _Page) -> Callable[[Request], Awaitable[Response
 
 def _to_login(request: Request) -> Response:
     asked = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-    known = sessions.place(asked)
+    known = visiting.place(asked)
     return redirect(f"/login?next={quote(known, safe='')}" if known else "/login")
 
 
@@ -148,10 +275,10 @@ async def _first(server: Server, request: Request) -> Response:
 
 
 def _home(server: Server, request: Request) -> str:
-    for project in sessions.projects(request, secure=server.secure):
-        secret = sessions.secret_of(request, project, secure=server.secure)
+    for project in visiting.projects(request, secure=server.secure):
+        secret = visiting.secret_of(request, project, secure=server.secure)
         with suppress(AuthenticationError):
-            sessions.asker(server, secret, project)
+            visiting.asker(server, secret, project)
             return f"/projects/{project}/runs"
     return "/login"
 
@@ -161,57 +288,57 @@ async def _login_page(server: Server, request: Request) -> Response:
 
 
 def _login(server: Server, request: Request, wrong: str, status: int = 200) -> Response:
-    secret = sessions.secret_of(request, sessions.LOGIN, secure=server.secure)
+    secret = visiting.secret_of(request, visiting.LOGIN, secure=server.secure)
     made = secret or server.workspace.ledger.entropy(32).hex()
-    wanted = sessions.place(request.query_params.get("next", ""))
-    answer = html("login", status, form_token=sessions.form_token(made), wanted=wanted, wrong=wrong)
+    wanted = visiting.place(request.query_params.get("next", ""))
+    answer = html("login", status, form_token=visiting.form_token(made), wanted=wanted, wrong=wrong)
     if not secret:
-        _keep(server, answer, sessions.LOGIN, made)
+        _keep(server, answer, visiting.LOGIN, made)
     return answer
 
 
 async def _log_in(server: Server, request: Request) -> Response:
     try:
-        fields = await sessions.read_form(request)
-        secret = sessions.secret_of(request, sessions.LOGIN, secure=server.secure)
-        sessions.refuse_foreign(request, fields, secret, secure=server.secure)
+        fields = await visiting.read_form(request)
+        secret = visiting.secret_of(request, visiting.LOGIN, secure=server.secure)
+        visiting.refuse_foreign(request, fields, secret, secure=server.secure)
         where = f"address {request.client.host if request.client else ''}"
         async with server.limits.taken(where, LOGIN):  # whoever guesses has a few threads, and no lock-out of others
-            found = await in_thread(READ, sessions.log_in, server, fields.get("token", "").strip())
+            found = await in_thread(READ, visiting.log_in, server, fields.get("token", "").strip())
         if not found:
             raise InputError("the token is for no project")
     except AuthenticationError as error:
         return _login(server, request, str(error), 401)
     except Exception as error:
         return await in_thread(READ, failed, request, error, None)
-    answer = redirect(sessions.place(fields.get("next", "")) or f"/projects/{min(found)}/runs")
+    answer = redirect(visiting.place(fields.get("next", "")) or f"/projects/{min(found)}/runs")
     for project, made in found.items():
-        before = sessions.secret_of(request, project, secure=server.secure)
+        before = visiting.secret_of(request, project, secure=server.secure)
         if before:
-            await in_thread(READ, sessions.log_out, server, before)
+            await in_thread(READ, visiting.log_out, server, before)
         _keep(server, answer, project, made)
     return answer
 
 
 async def _log_out(server: Server, request: Request) -> Response:
     project = request.path_params["project"]
-    secret = sessions.secret_of(request, project, secure=server.secure)
+    secret = visiting.secret_of(request, project, secure=server.secure)
     try:
-        fields = await sessions.read_form(request)
-        sessions.refuse_foreign(request, fields, secret, secure=server.secure)
-        await in_thread(READ, sessions.log_out, server, secret)
+        fields = await visiting.read_form(request)
+        visiting.refuse_foreign(request, fields, secret, secure=server.secure)
+        await in_thread(READ, visiting.log_out, server, secret)
     except Exception as error:
         return await in_thread(READ, failed, request, error, None)
     answer = redirect("/login")
     answer.delete_cookie(
-        sessions.cookie(project, secure=server.secure), secure=server.secure, httponly=True, samesite="strict"
+        visiting.cookie(project, secure=server.secure), secure=server.secure, httponly=True, samesite="strict"
     )
     return answer
 
 
 def _keep(server: Server, answer: Response, project: str, secret: str) -> None:
     answer.set_cookie(
-        sessions.cookie(project, secure=server.secure), secret, secure=server.secure, httponly=True, samesite="strict"
+        visiting.cookie(project, secure=server.secure), secret, secure=server.secure, httponly=True, samesite="strict"
     )
 
 

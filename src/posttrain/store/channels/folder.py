@@ -8,8 +8,7 @@ import re
 from pathlib import Path
 
 from posttrain.domain.errors import IntegrityError, WorkspaceError
-from posttrain.store.atomic import create_file, make_folder, unwritable
-from posttrain.store.left import its_doing, most_of, read_left
+from posttrain.store.atomic import create_file, its_doing, make_folder, most_of, read_left, unwritable
 
 _NUMBERED = re.compile(r"([0-9]{1,15})(\.[a-z]+)?")
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from posttrain.domain.errors import InputError, IntegrityError, UnavailableError
+from posttrain.store.atomic import most_of
 from posttrain.store.endpoints import refuse_no_endpoint
-from posttrain.store.left import most_of
 
 if TYPE_CHECKING:
     from obstore.store import RetryConfig

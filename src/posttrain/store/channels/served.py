@@ -12,8 +12,7 @@ from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 from posttrain.domain.errors import InfrastructureError, InputError, UnavailableError
-from posttrain.store.access import JobAccess
-from posttrain.store.reaching import PATIENCE, REFUSED, Reach, reached, refusal
+from posttrain.store.reaching import PATIENCE, REFUSED, JobAccess, Reach, reached, refusal
 
 _PATH = "/v1/attempt/channel"
 _OK, _MISSING, _THERE = (200, 201, 204), 404, 409

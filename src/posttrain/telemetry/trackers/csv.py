@@ -15,8 +15,7 @@ from typing import IO, ClassVar
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import WorkspaceError
 from posttrain.store.atomic import make_folder, unwritable
-from posttrain.telemetry.holding import hold
-from posttrain.telemetry.tracking import Cursor, Ending, Row, TrackedRun
+from posttrain.telemetry.tracking import Cursor, Ending, Row, TrackedRun, hold
 
 COLUMNS = ("run", "stage", "step", "wall_time", "metric", "value")
 _HEADER = (",".join(COLUMNS) + "\n").encode()

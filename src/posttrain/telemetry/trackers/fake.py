@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from posttrain.telemetry.holding import refuse_another
-from posttrain.telemetry.tracking import ChannelState, Cursor, Ending, Row, TrackedRun
+from posttrain.telemetry.tracking import ChannelState, Cursor, Ending, Row, TrackedRun, refuse_another
 
 
 @dataclass

@@ -20,8 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.store.atomic import make_folder
-from posttrain.telemetry.holding import hold, refuse_another
-from posttrain.telemetry.tracking import ChannelState, Cursor, Ending, Row, TrackedRun, Version
+from posttrain.telemetry.tracking import ChannelState, Cursor, Ending, Row, TrackedRun, Version, hold, refuse_another
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

@@ -13,8 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import WorkspaceError
 from posttrain.store.atomic import make_folder, write_stream
-from posttrain.telemetry.holding import hold
-from posttrain.telemetry.tracking import Cursor, Ending, Row, TrackedRun
+from posttrain.telemetry.tracking import Cursor, Ending, Row, TrackedRun, hold
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -14,8 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.store.atomic import make_folder, unwritable
-from posttrain.telemetry.holding import hold
-from posttrain.telemetry.tracking import Cursor, Ending, Row, TrackedRun
+from posttrain.telemetry.tracking import Cursor, Ending, Row, TrackedRun, hold
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event

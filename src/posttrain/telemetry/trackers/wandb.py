@@ -23,10 +23,9 @@ from typing import IO, Any, ClassVar
 
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import WorkspaceError
-from posttrain.foreign.wandb_records import records
+from posttrain.foreign.wandb_export import records
 from posttrain.store.atomic import make_folder, write_atomic
-from posttrain.telemetry.holding import hold, refuse_another
-from posttrain.telemetry.tracking import Cursor, Ending, Row, TrackedRun
+from posttrain.telemetry.tracking import Cursor, Ending, Row, TrackedRun, hold, refuse_another
 
 STEP = "step"
 _MARK = "posttrain.copied"  # in a folder whose records are being copied into a new one

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from posttrain.engine.models import LanguageModel
-from posttrain.engine.models.costs import key_value_bytes
+from posttrain.engine.models.backbone import key_value_bytes
 from posttrain.engine.models.exported import module_views
 from posttrain.engine.models.language_model import HALF
 from posttrain.engine.rollout.batched import BatchedEngine

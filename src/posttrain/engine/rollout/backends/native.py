@@ -26,18 +26,16 @@ from posttrain.domain.errors import InputError
 from posttrain.engine.heap import keep_freed_memory
 from posttrain.engine.memory import free_bytes
 from posttrain.engine.models import LanguageModel
-from posttrain.engine.rollout.decode_graphs import GraphedSteps, Run, cuda_recorder
 from posttrain.engine.rollout.fused_weights import fuse_weights, why_not_fusable
 from posttrain.engine.rollout.kept_prompts import KeptPrompts
-from posttrain.engine.rollout.kv_pages import PageStore
+from posttrain.engine.rollout.kv_pages import GraphedSteps, PageStore, Run, cuda_recorder
 from posttrain.engine.rollout.kv_slots import SlotStore
 from posttrain.engine.rollout.kv_store import KVShape, KVStore, Prompt
 from posttrain.engine.rollout.llama_decoder import LlamaDecoder
 from posttrain.engine.rollout.port import Completion, Generation, InFlight, prompt_segments
-from posttrain.engine.rollout.queueing import Intake
 from posttrain.engine.rollout.row_table import Indices, RowTable
 from posttrain.engine.rollout.sampling import RowDraws, generation_keys
-from posttrain.engine.rollout.scheduling import RolloutCounters, Row, Schedule
+from posttrain.engine.rollout.scheduling import Intake, RolloutCounters, Row, Schedule
 from posttrain.engine.rollout.stopping import StopStrings
 from posttrain.engine.samples import Floats
 

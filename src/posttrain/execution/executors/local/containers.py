@@ -37,8 +37,8 @@ from urllib.parse import unquote, urlsplit
 from posttrain.domain.errors import InputError
 from posttrain.domain.requests import WORKSPACE, JobRequest
 from posttrain.execution.executors.local.podman import fetch_seconds, fetched, one_line, podman, variables
-from posttrain.store.access import INSIDE, PRIVATE_CACHE, SOCKETS
 from posttrain.store.atomic import write_json
+from posttrain.store.reaching import INSIDE, PRIVATE_CACHE, SOCKETS
 
 SPEC = "container"  # the key of spec.json
 _COVERED = ("spec.json", "request.json", "supervisor.json", "supervisor.lock")  # what supervisors go by

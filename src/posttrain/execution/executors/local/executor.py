@@ -42,8 +42,7 @@ from posttrain.execution.executors.local.supervisor import ALREADY_CLAIMED, NO_D
 from posttrain.execution.logs import read_log
 from posttrain.execution.processes import HEARTBEAT_SECONDS
 from posttrain.store.atomic import create_json, make_folder, read_json, unwritable, write_json
-from posttrain.store.attempts import AttemptFolder
-from posttrain.store.claims import unclaimed
+from posttrain.store.attempts import AttemptFolder, unclaimed
 
 _SUPERVISOR = "posttrain.execution.executors.local.supervisor"
 _LAUNCH_SECONDS = 60.0  # a cold start of Python on a busy machine

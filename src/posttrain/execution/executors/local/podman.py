@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from posttrain.domain.errors import InputError, PosttrainError
-from posttrain.store.left import open_plain
+from posttrain.store.atomic import open_plain
 
 FETCH_VARIABLE = "POSTTRAIN_IMAGE_FETCH_SECONDS"  # of whoever drives: how long one attempt waits for its image
 FETCH_SECONDS = 1800.0  # tens of GB come in that time; a registry that is away is waited for

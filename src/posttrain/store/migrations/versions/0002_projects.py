@@ -1,7 +1,7 @@
 """Projects, principals and tokens; events as envelopes and payloads; leaves of a Merkle tree.
 
 The events of before stay as they are, byte for byte, in `events_before`. What the rows hold at this moment is told by
-the first events of the new log (`store.baseline`), which whoever runs this revision writes in the same transaction.
+the first events of the new log (`store.journal`), which whoever runs this revision writes in the same transaction.
 """
 
 import sqlalchemy as sa
