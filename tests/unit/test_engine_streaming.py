@@ -75,11 +75,13 @@ class Shuffled(InlineBackend):  # type: ignore[misc]
         self._dice, self._held = random.Random(seed), list[Any]()
 
     def take(self, flows: Sequence[Flow[Any]], timeout: float) -> list[Any]:
+        given: list[Any] = []
         while found := super().take(flows, timeout):
-            self._held += found
+            self._held += [one for one in found if one.groups]
+            given += [one for one in found if not one.groups]  # which nobody waits for
         self._dice.shuffle(self._held)
         count = self._dice.randint(0, len(self._held))
-        given, self._held = self._held[:count], self._held[count:]
+        given, self._held = [*given, *self._held[:count]], self._held[count:]
         return given
 
 

@@ -126,6 +126,7 @@ class Feed(Generic[K, R]):
         self._coming: list[list[K]] = [[] for _ in ranks]
         self._given: list[list[K]] = [[] for _ in ranks]
         self._left: list[set[int]] = [set() for _ in ranks]  # keys that each was given and has not answered
+        self._given_to = list(handle.backend.processes)
         self._added, self._silent, self._imbalance = 0, 0.0, 1.0
         self._flows: dict[int, Flow[R]] = {}
         self._took = [Answer(0, time.time(), 0.0) for _ in ranks]
@@ -163,7 +164,7 @@ class Feed(Generic[K, R]):
             try:
                 found = self._handle.backend.take(list(self._flows.values()), max(0.0, min(left, _TURN)))
             except WorkerLostError as lost:
-                self._ask_again(self._handle.replaced(lost))
+                del self._flows[self._handle.replaced(lost)]
                 begin = time.perf_counter()
             self._settle(found)
             if left <= 0:
@@ -174,22 +175,25 @@ class Feed(Generic[K, R]):
         return found
 
     def _call_ranks(self) -> None:
-        """Every rank that has something to do and is not called."""
+        """Every rank that has something to do and is not called. What a lost process had not answered comes first."""
         for rank, coming in enumerate(self._coming):
-            if rank not in self._flows and coming:
+            if rank in self._flows:
+                continue
+            if self._given_to[rank] != self._handle.backend.processes[rank]:
+                self._ask_again(rank)
+            if coming:
                 self._left[rank].update(coming[0].keys)
                 self._given[rank].append(coming[0])
                 self._flows[rank] = self._call(rank, coming.pop(0))
-            elif rank not in self._flows and self._left[rank]:
+            elif self._left[rank]:
                 self._flows[rank] = self._call(rank, self._given[rank][-1].select_items(()))
 
     def _ask_again(self, rank: int) -> None:
-        """What the rank has not answered comes first; nothing is left in its worker."""
         left, given = self._left[rank], self._given[rank]
         rests = [(batch, [at for at, key in enumerate(batch.keys) if key in left]) for batch in given]
         self._coming[rank][:0] = [batch.select_items(rest) for batch, rest in rests if rest]
         self._left[rank], self._given[rank] = set(), []
-        del self._flows[rank]
+        self._given_to[rank] = self._handle.backend.processes[rank]
 
     def _settle(self, found: Sequence[R]) -> None:
         for rank, keys in map(self._covers, found):
