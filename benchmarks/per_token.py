@@ -79,7 +79,7 @@ class Timed:
         self.name, self.pool, self.ranks = self._inner.name, self._inner.pool, self._inner.ranks
         self.contexts, self.processes = self._inner.contexts, self._inner.processes
         self.start, self.wait, self.close = self._inner.start, self._inner.wait, self._inner.close
-        self.give_up = self._inner.give_up
+        self.give_up, self.replace = self._inner.give_up, self._inner.replace
 
     def submit(self, *words: Any, **named: Any) -> list[Call[Any]]:
         """As a pool in this process."""

@@ -37,6 +37,10 @@ class Items:
     def item_lengths(self) -> tuple[int, ...]:
         return self.lengths
 
+    @property
+    def keys(self) -> tuple[int, ...]:
+        return self.values
+
     def select_items(self, items: Sequence[int]) -> Items:
         return Items(tuple(self.lengths[i] for i in items), tuple(self.values[i] for i in items))
 
@@ -100,16 +104,17 @@ class Policy:
                 raise InputError(f"value must be small, got {value}")
             yield self.context.rank, value + self.offset
 
-    def vanish_after(self, items: Items, count: int) -> Iterator[int]:
+    def vanish_after(self, items: Items, count: int) -> Iterator[tuple[int, int]]:
         """Its process ends behind so many values."""
-        yield from items.values[:count]
+        for value in items.values[:count]:
+            yield self.context.rank, value
         os.kill(os.getpid(), signal.SIGKILL)
-        yield -1
+        yield self.context.rank, -1
 
-    def waits(self, items: Items, fence: Path) -> Iterator[int]:
+    def waits(self, items: Items, fence: Path) -> Iterator[tuple[int, int]]:
         """The second value comes when the file is there."""
         for value in items.values:
-            yield value
+            yield self.context.rank, value
             while not fence.exists():
                 time.sleep(0.01)
 

@@ -37,8 +37,8 @@ def open_pool(request: pytest.FixtureRequest) -> Iterator[OpenPool]:
         yield opened
 
 
-def covers(found: Rollouts) -> tuple[int, int]:
-    return found.provenance.rank, len(found.groups)
+def covers(found: Rollouts) -> tuple[int, list[int]]:
+    return found.provenance.rank, [group.key for group in found.groups]
 
 
 def prompts(*keys: int) -> PromptBatch:

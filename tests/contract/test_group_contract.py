@@ -27,7 +27,7 @@ from posttrain.engine.groups.failures import RemoteTraceback, WorkerError, Worke
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.port import Backend
 from posttrain.engine.groups.recording import Recorder
-from posttrain.engine.groups.worker_group import Stream
+from posttrain.engine.groups.worker_group import Feed
 
 Opening = Callable[..., ResourcePool]
 T = TypeVar("T")
@@ -133,36 +133,42 @@ def test_a_token_batch_comes_back_whole(shared: Opening) -> None:
     assert torch.equal(got.column("behaviour_logprobs"), batch.column("behaviour_logprobs") + 1)
 
 
-def drained(stream: Stream[T], found: list[T] | None = None) -> list[T]:
+def answers(found: tuple[int, int]) -> tuple[int, list[int]]:
+    """By which rank a value is, and of which item."""
+    rank, value = found
+    return rank, [value % 100]
+
+
+def drained(feed: Feed[gw.Items, T], found: list[T] | None = None) -> list[T]:
     found = [] if found is None else found
-    while not stream.ended:
-        found += stream.take(0.5)
+    while not feed.ended:
+        found += feed.take(0.5)
     return found
 
 
 @BOTH
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_stream_gives_what_every_rank_yields(shared: Opening, ranks: int) -> None:
+def test_a_feed_gives_what_every_rank_yields(shared: Opening, ranks: int) -> None:
     facts: list[Fact] = []
     policy = shared(Recorder(facts.append, step=4), ranks=ranks).start("policy", gw.Policy, 100)
     for lengths in LENGTHS:
         facts.clear()
-        stream = policy.stream(gw.Policy.each_value, gw.Items.of(lengths))
-        found = drained(stream)
+        feed = policy.feed(answers, gw.Policy.each_value, gw.Items.of(lengths))
+        found = drained(feed)
         assert sorted(value for _, value in found) == [100 + i for i in range(len(lengths))]
         assert {rank for rank, _ in found} == set(range(min(ranks, len(lengths))))
-        assert stream.take(60.0) == [], "it has ended"
+        assert feed.take(60.0) == [], "it has ended"
         (span,) = [fact for fact in facts if isinstance(fact, Span)]
         assert (span.name, span.step) == ("policy.each_value", 4)
         assert [rank for rank, _, _ in span.attributes["ranks"]] == list(range(ranks))
 
 
 @BOTH
-def test_a_stream_raises_what_a_rank_raised_after_what_it_yielded(shared: Opening) -> None:
+def test_a_feed_raises_what_a_rank_raised_after_what_it_yielded(shared: Opening) -> None:
     policy = shared().start("policy", gw.Policy)
-    stream, found = policy.stream(gw.Policy.each_value, gw.Items.of([9] * 8), fail_after=2), list[object]()
+    feed, found = policy.feed(answers, gw.Policy.each_value, gw.Items.of([9] * 8), fail_after=2), list[object]()
     with pytest.raises(InputError, match="value must be small") as raised:
-        drained(stream, found)
+        drained(feed, found)
     assert "policy rank" in raised_by(raised.value)
     assert "in each_value" in raised_by(raised.value)
     assert len(found) >= 2
@@ -170,31 +176,34 @@ def test_a_stream_raises_what_a_rank_raised_after_what_it_yielded(shared: Openin
 
 
 @RAY
-def test_a_stream_goes_on_while_nobody_takes_and_can_be_looked_at(pools: Opening, tmp_path: Path) -> None:
+def test_a_feed_goes_on_while_nobody_takes_and_can_be_looked_at(pools: Opening, tmp_path: Path) -> None:
     policy = pools(1).start("policy", gw.Policy)
-    stream = policy.stream(gw.Policy.waits, gw.Items.of([1, 1]), tmp_path / "fence")
-    assert stream.take(60.0) == [0]
-    assert stream.take(0.0) == [], "nothing there yet, and nobody waits"
+    feed = policy.feed(answers, gw.Policy.waits, gw.Items.of([1, 1]), tmp_path / "fence")
+    assert feed.take(60.0) == [(0, 0)]
+    assert feed.take(0.0) == [], "nothing there yet, and nobody waits"
     (tmp_path / "fence").touch()
-    assert drained(stream) == [1]
+    assert drained(feed) == [(0, 1)]
 
 
 @RAY
-def test_a_stream_of_a_process_that_is_gone_says_so(pools: Opening) -> None:
+def test_a_feed_of_a_process_that_is_gone_says_so(pools: Opening) -> None:
     policy = pools(2).start("policy", gw.Policy)
-    stream = policy.stream(gw.Policy.vanish_after, gw.Items.of([1] * 4), 1)
-    with pytest.raises(WorkerLostError, match=r"policy rank \d is gone: process \d+ on .* ended during vanish_after"):
-        drained(stream)
+    feed = policy.feed(answers, gw.Policy.vanish_after, gw.Items.of([1] * 4), 1)
+    line = (
+        r"policy rank \d is gone: process \d+ on .* ended during vanish_after; its pool is given up, because its ranks"
+    )
+    with pytest.raises(WorkerLostError, match=line):
+        drained(feed)
     with pytest.raises(WorkerLostError, match="given up"):
         policy.each(gw.Policy.noted, "on")
 
 
 @RAY
-def test_a_stream_that_says_nothing_has_a_deadline(pools: Opening, tmp_path: Path) -> None:
+def test_a_feed_that_says_nothing_has_a_deadline(pools: Opening, tmp_path: Path) -> None:
     policy = pools(1).start("policy", gw.Policy).within(0.2)
-    stream = policy.stream(gw.Policy.waits, gw.Items.of([1, 1]), tmp_path / "fence")
+    feed = policy.feed(answers, gw.Policy.waits, gw.Items.of([1, 1]), tmp_path / "fence")
     with pytest.raises(DeadlineError, match=r"policy must answer waits within 0.2 seconds, said nothing for"):
-        drained(stream)
+        drained(feed)
     with pytest.raises(WorkerLostError, match="given up, policy said nothing in waits"):
         policy.each(gw.Policy.noted, "on")
 

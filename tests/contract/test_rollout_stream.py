@@ -27,7 +27,7 @@ from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout import Completion, RolloutEngine, SamplingParams, ScriptedRollout, generate
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
-from posttrain.engine.rollout.batches import PromptBatch
+from posttrain.engine.rollout.batches import PromptBatch, Rollouts
 from posttrain.engine.rollout.contract import RolloutEngineContract
 from posttrain.engine.rollout.generating import EngineError, SilentError
 from posttrain.engine.rollout.kv_pages import PageStore
@@ -213,9 +213,9 @@ def test_where_it_streams_to_the_loop_the_line_says_role_rank_and_sample(
     try:
         group = pool.start("rollout", RolloutWorker, saved, HostileRollout(twist), patience=0)
         batch = PromptBatch(tuple(tuple(prompt) for prompt in PROMPTS), (0, 1))
-        stream = group.stream(RolloutWorker.stream, batch, SAMPLING, 2)
+        feed = group.feed(covers, RolloutWorker.feed, batch, SAMPLING, 2)
         with pytest.raises(kind) as caught:
-            read_to_the_end(stream)
+            read_to_the_end(feed)
     finally:
         pool.close()
     failure = failure_of(caught.value)
@@ -226,12 +226,16 @@ def test_where_it_streams_to_the_loop_the_line_says_role_rank_and_sample(
     assert "\n" not in told
 
 
-def read_to_the_end(stream: Any) -> None:
-    while not stream.ended:
-        stream.take(60.0)
+def covers(found: Rollouts) -> tuple[int, list[int]]:
+    return found.provenance.rank, [group.key for group in found.groups]
 
 
-@pytest.mark.parametrize("streams", [False, True])
+def read_to_the_end(feed: Any) -> None:
+    while not feed.ended:
+        feed.take(60.0)
+
+
+@pytest.mark.parametrize("feeds", [False, True])
 @pytest.mark.parametrize(
     ("twist", "said"),
     [
@@ -241,7 +245,7 @@ def read_to_the_end(stream: Any) -> None:
     ],
 )
 def test_in_a_second_call_the_line_names_its_prompts_and_not_those_of_the_first(
-    twist: Twist, said: str, streams: bool, saved: ModelSource
+    twist: Twist, said: str, feeds: bool, saved: ModelSource
 ) -> None:
     looks = 0
 
@@ -254,8 +258,8 @@ def test_in_a_second_call_the_line_names_its_prompts_and_not_those_of_the_first(
     pool = ResourcePool(InlineBackend(pool="rollout"))
 
     def ask(batch: PromptBatch) -> None:
-        if streams:
-            read_to_the_end(group.stream(RolloutWorker.stream, batch, SAMPLING, 2))
+        if feeds:
+            read_to_the_end(group.feed(covers, RolloutWorker.feed, batch, SAMPLING, 2))
         else:
             group.map(RolloutWorker.generate, batch, SAMPLING, 2)
 
@@ -344,7 +348,7 @@ TRUNCATIONS = [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}]
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS)
 @pytest.mark.parametrize(
-    "ask", [RolloutWorker.generate, lambda *words: list(RolloutWorker.stream(*words))], ids=["generate", "stream"]
+    "ask", [RolloutWorker.generate, lambda *words: list(RolloutWorker.feed(*words))], ids=["generate", "feed"]
 )
 def test_training_samples_from_the_whole_distribution(ask: Callable[..., Any], truncation: dict[str, float]) -> None:
     context = RankContext()

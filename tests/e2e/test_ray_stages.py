@@ -239,7 +239,7 @@ def test_sampling_ahead_runs_beside_training_and_survives_a_kill(template: Workb
     spans = [fact for fact in whole.facts(attempt) if isinstance(fact, Span)]
     for step in range(4):
         (update,) = [span for span in spans if (span.name, span.step) == ("update", step)]
-        calls = [span for span in spans if (span.name, span.step) == ("rollout.stream", step)]
+        calls = [span for span in spans if (span.name, span.step) == ("rollout.feed", step)]
         assert calls[-1].started <= update.started <= calls[-1].started + calls[-1].seconds, "begun before, ended after"
         assert {call.attributes["pool"] for call in calls} == {"rollout"}
         got = [span.attributes["batch"] for span in spans if (span.name, span.step) == ("rollout", step)]

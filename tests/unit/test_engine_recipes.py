@@ -213,7 +213,7 @@ class TestPPO:
         assert phases == {"rollout", "reward", "form", "columns", "advantage", "update"}
         calls = {span.name for span in spans if span.attributes.get("kind") == "call"}
         assert calls == {
-            "rollout.stream", "reward_model.fill", "critic.fill", "reference.fill", "critic.update", "policy.update",
+            "rollout.feed", "reward_model.fill", "critic.fill", "reference.fill", "critic.update", "policy.update",
         }  # fmt: skip
         samples = [fact for fact in facts if isinstance(fact, Sample)]
         assert len(samples) == 6

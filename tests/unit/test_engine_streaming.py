@@ -67,20 +67,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
 
 
 class Shuffled(InlineBackend):  # type: ignore[misc]
-    """What a stream yields comes in another order, at moments of its own."""
+    """What the rollout yields comes in another order, at moments of its own."""
 
     def __init__(self, seed: int, pool: str) -> None:
         super().__init__(pool=pool)
         self._dice, self._held = random.Random(seed), list[Any]()
 
     def take(self, flows: Sequence[Flow[Any]], timeout: float) -> list[Any]:
+        given: list[Any] = []
         while found := super().take(flows, timeout):
-            self._held += found
+            self._held += [one for one in found if one.groups]
+            given += [one for one in found if not one.groups]  # which nobody waits for
         self._dice.shuffle(self._held)
-        count = self._dice.randint(0, len(self._held)) if len(self._held) > 1 else 1
-        given, self._held = self._held[:count], self._held[count:]
-        for flow in flows:
-            flow.ended = flow.ended and not self._held  # type: ignore[misc]
+        count = self._dice.randint(0, len(self._held))
+        given, self._held = [*given, *self._held[:count]], self._held[count:]
         return given
 
 
@@ -159,13 +159,14 @@ def test_one_pool_computes_what_two_do(model: ModelSource, tmp_path: Path) -> No
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which groups came, and what was filled, in order."""
     found: list[str] = []
-    stream, frozen, learner = RolloutWorker.stream, FrozenWorker.fill, TrainWorker.fill
+    feed, frozen, learner = RolloutWorker.feed, FrozenWorker.fill, TrainWorker.fill
 
-    def streamed(self: RolloutWorker, *given: Any) -> Iterator[Rollouts]:
-        for one in stream(self, *given):
+    def fed(self: RolloutWorker, *given: Any) -> Iterator[Rollouts]:
+        for one in feed(self, *given):
             found.extend("group" for _ in one.groups)
             yield one
-        found.append("ended")
+        if not self._rows:
+            found.append("ended")
 
     def fill(self: FrozenWorker, batch: Any, column: str, need: Any) -> Any:
         found.append(column)
@@ -175,7 +176,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(column)
         return learner(self, batch, column, need)
 
-    monkeypatch.setattr(RolloutWorker, "stream", streamed)
+    monkeypatch.setattr(RolloutWorker, "feed", fed)
     monkeypatch.setattr(FrozenWorker, "fill", fill)
     monkeypatch.setattr(TrainWorker, "fill", values)
     return found
@@ -386,7 +387,7 @@ class TestGradients:
         self, model: ModelSource, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Two groups of five have no signal; tokens of the others are all as far from what sampled them."""
-        stream, off = RolloutWorker.stream, 0.1
+        feed, off = RolloutWorker.feed, 0.1
 
         class Some(Even):
             def begin(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch) -> Any:
@@ -397,14 +398,14 @@ class TestGradients:
                 return Future(lambda: scores, lambda: True)
 
         def shifted(self: RolloutWorker, *given: Any, **named: Any) -> Iterator[Rollouts]:
-            for found in stream(self, *given, **named):
+            for found in feed(self, *given, **named):
                 for answer in found.trajectories:
                     for segment in answer.segments:
                         if segment.logprobs is not None:
                             segment.logprobs[:] -= off
                 yield found
 
-        monkeypatch.setattr(RolloutWorker, "stream", shifted)
+        monkeypatch.setattr(RolloutWorker, "feed", shifted)
         reports = []
         for streams in (False, True):
             made = group(model, "grpo", stream_gradients=streams)
@@ -442,7 +443,7 @@ class TestGradients:
 
 @dataclass
 class Scripted:
-    """A stream whose groups come when a schedule says so; and a scorer whose answers are there when it does."""
+    """A feed whose groups come when a schedule says so; and a scorer whose answers are there when it does."""
 
     keys: list[int]
     order: list[int]
@@ -575,7 +576,7 @@ def test_a_score_that_waits_for_its_turn_is_not_looked_for() -> None:
 
 
 def test_scores_are_looked_at_while_nothing_comes() -> None:
-    """A stream that is silent is waited for in short looks while a score is on its way, and in long ones else."""
+    """A feed that is silent is waited for in short looks while a score is on its way, and in long ones else."""
     waited: list[float] = []
 
     class Silent(Scripted):

@@ -148,7 +148,7 @@ class TestDeadlines:
         role = worker.RolloutWorker(context, None, mute, patience=0.01)
         drawn = SamplingParams(max_new_tokens=4)
         with pytest.raises(SilentError, match=r"mute must answer every sample, got none in 0\.01 s with 2 waiting"):
-            list(role.stream(PromptBatch(((1, 2),), (0,)), drawn, 2))
+            list(role.feed(PromptBatch(((1, 2),), (0,)), drawn, 2))
 
 
 class TestProbe:

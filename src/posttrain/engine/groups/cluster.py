@@ -69,6 +69,7 @@ class Cluster:
         sequence_parallel: int = 1,
         start_seconds: float = 120.0,
         collective_seconds: float = 1800.0,
+        collective: bool = True,
     ) -> Backend:
         """Processes for a pool; `cpus` and `gpus` are those of one rank. See `RayBackend`.
 
@@ -88,6 +89,7 @@ class Cluster:
             sequence_parallel=sequence_parallel,
             start_seconds=start_seconds,
             collective_seconds=collective_seconds,
+            collective=collective,
         )
 
 

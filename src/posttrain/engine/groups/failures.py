@@ -5,10 +5,19 @@ from __future__ import annotations
 from typing import ClassVar
 
 from posttrain.domain.errors import FailureClass, InfrastructureError, JobFailedError
+from posttrain.engine.groups.port import Process
 
 
 class WorkerLostError(InfrastructureError):
-    """A worker's process is gone, or its group can no longer be used; a retry starts anew from a checkpoint."""
+    """A worker's process is gone, or its group can no longer be used; a retry starts anew from a checkpoint.
+
+    Args:
+        process: that is gone, where the other ranks of its pool go on; None: the pool cannot be used any longer.
+    """
+
+    def __init__(self, message: str, process: Process | None = None) -> None:
+        super().__init__(message)
+        self.process = process
 
 
 class WorkerError(JobFailedError):

@@ -8,9 +8,11 @@ from types import TracebackType
 from typing import Concatenate, ParamSpec, TypeVar, final
 
 from posttrain.domain.errors import InputError
+from posttrain.engine.groups.failures import WorkerLostError
 from posttrain.engine.groups.port import Backend, Process
 from posttrain.engine.groups.rank_context import RankContext
 from posttrain.engine.groups.recording import Recorder
+from posttrain.engine.groups.replacing import Replacing
 from posttrain.engine.groups.worker_group import GroupHandle, WorkerGroup
 from posttrain.pacing.balancing import TOKENS, CostModel
 
@@ -58,6 +60,7 @@ class ResourcePool:
             raise InputError(f"sequence_parallel must divide the pool's {backend.ranks} ranks, got {sequence_parallel}")
         self._backend, self._costs, self._sequence_parallel = backend, costs, sequence_parallel
         self._recorder = recorder or Recorder()
+        self._replacing = Replacing(backend, self._recorder, deadlines.start)
         self.deadlines = deadlines
 
     @property
@@ -82,14 +85,20 @@ class ResourcePool:
         Raises:
             Exception: whatever a constructor raised, with role and rank.
         """
-        self._backend.start(role, worker, args, kwargs, self.deadlines.start)
-        return WorkerGroup(
-            GroupHandle(role, self._backend, self._recorder, self._costs, self.deadlines.call, self._sequence_parallel)
-        )
+        while True:
+            try:
+                self._backend.start(role, worker, args, kwargs, self.deadlines.start)
+                break
+            except WorkerLostError as lost:
+                self._replacing.replace(lost)
+        words = role, self._backend, self._recorder, self._costs, self.deadlines.call, self._sequence_parallel
+        return WorkerGroup(GroupHandle(*words, self._replacing))
 
     def by_rank(self) -> ResourcePool:
         """The same processes for roles whose ranks each take a shard of their own, whatever others share."""
-        return ResourcePool(self._backend, self._recorder, costs=self._costs, deadlines=self.deadlines)
+        found = ResourcePool(self._backend, self._recorder, costs=self._costs, deadlines=self.deadlines)
+        found._replacing = self._replacing
+        return found
 
     def close(self) -> None:
         """End every worker and free the devices."""

@@ -21,6 +21,14 @@ class Shardable(Protocol):
         """The named items, in the named order; none gives an empty one of the same type."""
 
 
+class Keyed(Shardable, Protocol):
+    """Items that also have names: prompts, by their places in the data stream."""
+
+    @property
+    def keys(self) -> Sequence[int]:
+        """The name of every item; no two are the same."""
+
+
 class Gatherable(Protocol):
     """What ranks return and the controller puts together."""
 
@@ -37,6 +45,7 @@ class Process:
     pid: int
     host: str
     device: str
+    alone: bool = False  # the other ranks of its pool go on without it
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +125,8 @@ class Backend(Protocol):
       several processes;
     * raises a worker's own exception with its role, its rank and its traceback (`failures.blame`);
     * raises at the first failure: the other ranks of a broken collective are not waited for;
-    * raises DeadlineError when the time is over, WorkerLostError when a process is gone, and afterwards refuses calls
-      to ranks that may still be stuck;
+    * raises DeadlineError when the time is over, and afterwards refuses calls to ranks that may still be stuck;
+    * raises WorkerLostError when a process is gone, and afterwards refuses calls, unless that process is `alone`;
     * frees everything in `close`, also after failures; closing twice is allowed.
     """
 
@@ -171,6 +180,14 @@ class Backend(Protocol):
 
     def wait(self, calls: Sequence[Call[R]], timeout: float) -> list[Answer[R]]:
         """The answers, in the order of the calls; `timeout` in seconds."""
+
+    def replace(self, rank: int, timeout: float) -> None:
+        """Start a rank's lost process anew, with a worker of every role as `start` constructed it; `timeout` in seconds
+        for the process, and for each worker. Only of pools whose processes are `alone`.
+
+        Raises:
+            WorkerLostError: the new process is gone too, or did not come up in time.
+        """
 
     def give_up(self, reason: str) -> None:
         """A rank may be stuck: refuse whatever is asked from now on."""

@@ -6,23 +6,27 @@
     shards  = policy.each(TrainWorker.save, folder)                      # every rank; collectives go here
     length  = policy.within(30).one(TrainWorker.context_length)          # one rank, no collective; at most 30 seconds
     future  = rollout.nonblocking.map(RolloutWorker.generate, prompts)   # returns at once; future.result() waits
-    groups  = rollout.stream(RolloutWorker.stream, prompts)              # of a generator; groups.take(1.0) as they come
+    groups  = rollout.feed(covers, RolloutWorker.feed, prompts)          # of a generator; groups.take(1.0) as they come
 
 The method is an ordinary attribute of an ordinary class. So a type checker refuses a misspelt method, a wrong argument
 and a batch of the wrong type; go-to-definition lands in the worker; and a traceback shows the worker's own frames.
 Nothing is registered, generated or bound anew.
+
+Where ranks work alone, a lost process is replaced (see `replacing`), and asked again what it had not answered.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, final
 
 from posttrain.domain.errors import DeadlineError, InputError
-from posttrain.engine.groups.port import Answer, Backend, Call, Flow, Gatherable, Shardable, Stored, StoredShard
+from posttrain.engine.groups.failures import WorkerLostError
+from posttrain.engine.groups.port import Answer, Backend, Call, Flow, Gatherable, Keyed, Shardable, Stored, StoredShard
 from posttrain.engine.groups.recording import Recorder
+from posttrain.engine.groups.replacing import Replacing
 from posttrain.pacing.balancing import Assignment, CostModel, balance
 
 _TURN = 0.02  # seconds that ranks which have ended a call wait for others
@@ -30,10 +34,12 @@ _FETCH = 5.0  # seconds that an answer has to come from where it lies, however l
 
 W = TypeVar("W")
 B = TypeVar("B", bound=Shardable)
+K = TypeVar("K", bound=Keyed)
 G = TypeVar("G", bound=Gatherable)
 R = TypeVar("R")
 T = TypeVar("T")
 P = ParamSpec("P")
+_Parts = Sequence[tuple[Sequence[int], tuple[Any, ...]]]  # ranks, and the arguments that they all get
 
 
 @final
@@ -47,11 +53,29 @@ class GroupHandle:
     costs: CostModel  # of an item, from its length
     deadline: float  # seconds, for each call
     sequence_parallel: int  # consecutive ranks that work on one shard together
+    replacing: Replacing
+    only: tuple[int, ...] | None = None  # the ranks that are called, see `WorkerGroup.at`; None: all
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Those that are called."""
+        return range(self.backend.ranks) if self.only is None else self.only
 
     @property
     def shards(self) -> int:
         """Into how many parts a batch is split."""
-        return self.backend.ranks // self.sequence_parallel
+        return len(self.ranks) // self.sequence_parallel
+
+    def replaced(self, lost: WorkerLostError) -> int:
+        """The rank of a lost process, in whose place there is another now.
+
+        Raises:
+            WorkerLostError: there is none.
+        """
+        if self.only is not None or lost.process is None:
+            raise lost
+        self.replacing.replace(lost)
+        return lost.process.rank
 
 
 @final
@@ -71,7 +95,7 @@ class Future(Generic[R]):
 
         Raises:
             DeadlineError: the time since the call is over.
-            WorkerLostError: a worker's process is gone.
+            WorkerLostError: a worker's process is gone, and is not replaced.
             Exception: whatever the worker raised, with its role, rank and traceback.
         """
         if self._settled is None:
@@ -80,72 +104,30 @@ class Future(Generic[R]):
 
 
 @final
-class Stream(Generic[R]):
-    """The answers of all ranks to one call of a generator, as they come; in no order.
-
-    Args:
-        handle: of the group.
-        method: its name, for errors and the record.
-        flows: one for each rank.
-        begun: when it was called, by the wall clock and by the performance counter.
-        imbalance: of the split.
-    """
-
-    def __init__(
-        self, handle: GroupHandle, method: str, flows: Sequence[Flow[R]], begun: tuple[float, float], imbalance: float
-    ) -> None:
-        self._handle, self._method, self._flows = handle, method, flows
-        self._begun, self._imbalance, self._silent = begun, imbalance, 0.0
-        self._recorded = False
-
-    @property
-    def ended(self) -> bool:
-        """Whether every rank's last answer was taken."""
-        return self._recorded
-
-    def take(self, timeout: float) -> list[R]:
-        """What has come since; waits `timeout` seconds at most for the first of it.
-
-        Raises:
-            DeadlineError: nothing came in waiting for as long as the group's deadline.
-            WorkerLostError: a worker's process is gone.
-            Exception: whatever a worker raised, with its role, rank and traceback.
-        """
-        handle, begin = self._handle, time.perf_counter()
-        found = handle.backend.take(self._flows, timeout)
-        if not self._recorded and all(flow.ended for flow in self._flows):
-            self._recorded = True
-            took, ranks = [flow.taken() for flow in self._flows], [flow.rank for flow in self._flows]
-            words = (handle.role, handle.backend.pool, self._method, ranks, took, self._begun, self._imbalance)
-            handle.recorder.call(*words)
-        self._silent = 0.0 if found or self._recorded else self._silent + time.perf_counter() - begin
-        if self._silent > handle.deadline:
-            raise _silence(handle, self._method, self._silent)
-        return found
-
-
-@final
-class Feed(Generic[B, R]):
+class Feed(Generic[K, R]):
     """The answers of all ranks to calls of a generator that takes more items on while others are in work.
 
     Args:
         handle: of the group.
         call: begins it on a rank with some items, none of them too.
         method: its name, for errors and the record.
-        covers: by which rank an answer is, and how many items it answers.
+        covers: by which rank an answer is, and the keys of the items that it answers.
     """
 
     def __init__(
         self,
         handle: GroupHandle,
-        call: Callable[[int, B], Flow[R]],
+        call: Callable[[int, K], Flow[R]],
         method: str,
-        covers: Callable[[R], tuple[int, int]],
+        covers: Callable[[R], tuple[int, Iterable[int]]],
     ) -> None:
         self._handle, self._call, self._method, self._covers = handle, call, method, covers
         ranks = range(handle.backend.ranks)
-        self._coming: list[list[B]] = [[] for _ in ranks]
-        self._left, self._added, self._silent, self._imbalance = [0 for _ in ranks], 0, 0.0, 1.0
+        self._coming: list[list[K]] = [[] for _ in ranks]
+        self._given: list[list[K]] = [[] for _ in ranks]
+        self._left: list[set[int]] = [set() for _ in ranks]  # keys that each was given and has not answered
+        self._given_to = list(handle.backend.processes)
+        self._added, self._silent, self._imbalance = 0, 0.0, 1.0
         self._flows: dict[int, Flow[R]] = {}
         self._took = [Answer(0, time.time(), 0.0) for _ in ranks]
         self._begun = time.time(), time.perf_counter()
@@ -155,14 +137,14 @@ class Feed(Generic[B, R]):
         """Whether everything was answered that was added."""
         return not (self._flows or any(self._left) or any(self._coming))
 
-    def begin(self, batch: B) -> None:
+    def begin(self, batch: K) -> None:
         """The first items, split by cost."""
         assignment = balance(self._handle.costs.costs(batch.item_lengths), len(self._coming))
         self._imbalance = assignment.imbalance
         for coming, shard in zip(self._coming, assignment.shards, strict=True):
             coming.append(batch.select_items(shard))
 
-    def add(self, batch: B) -> None:
+    def add(self, batch: K) -> None:
         """More items, all for one rank: in turn."""
         self._coming[self._added % len(self._coming)].append(batch)
         self._added += 1
@@ -171,13 +153,19 @@ class Feed(Generic[B, R]):
         """What has come since; waits `timeout` seconds at most for the first of it.
 
         Raises:
-            DeadlineError, WorkerLostError, Exception: see `Stream.take`.
+            DeadlineError: nothing came in waiting for as long as the group's deadline.
+            WorkerLostError: a worker's process is gone, and is not replaced.
+            Exception: whatever a worker raised, with its role, rank and traceback.
         """
         begin, found = time.perf_counter(), list[R]()
         while not (found or self.ended):
             self._call_ranks()
             left = timeout - (time.perf_counter() - begin)
-            found = self._handle.backend.take(list(self._flows.values()), max(0.0, min(left, _TURN)))
+            try:
+                found = self._handle.backend.take(list(self._flows.values()), max(0.0, min(left, _TURN)))
+            except WorkerLostError as lost:
+                del self._flows[self._handle.replaced(lost)]
+                begin = time.perf_counter()
             self._settle(found)
             if left <= 0:
                 break
@@ -187,18 +175,29 @@ class Feed(Generic[B, R]):
         return found
 
     def _call_ranks(self) -> None:
-        """Every rank that has something to do and is not called."""
+        """Every rank that has something to do and is not called. What a lost process had not answered comes first."""
         for rank, coming in enumerate(self._coming):
-            if rank not in self._flows and coming:
-                self._left[rank] += len(coming[0].item_lengths)
-                self._last = coming[0]
+            if rank in self._flows:
+                continue
+            if self._given_to[rank] != self._handle.backend.processes[rank]:
+                self._ask_again(rank)
+            if coming:
+                self._left[rank].update(coming[0].keys)
+                self._given[rank].append(coming[0])
                 self._flows[rank] = self._call(rank, coming.pop(0))
-            elif rank not in self._flows and self._left[rank]:
-                self._flows[rank] = self._call(rank, self._last.select_items(()))
+            elif self._left[rank]:
+                self._flows[rank] = self._call(rank, self._given[rank][-1].select_items(()))
+
+    def _ask_again(self, rank: int) -> None:
+        left, given = self._left[rank], self._given[rank]
+        rests = [(batch, [at for at, key in enumerate(batch.keys) if key in left]) for batch in given]
+        self._coming[rank][:0] = [batch.select_items(rest) for batch, rest in rests if rest]
+        self._left[rank], self._given[rank] = set(), []
+        self._given_to[rank] = self._handle.backend.processes[rank]
 
     def _settle(self, found: Sequence[R]) -> None:
-        for rank, items in map(self._covers, found):
-            self._left[rank] -= items
+        for rank, keys in map(self._covers, found):
+            self._left[rank].difference_update(keys)
         for rank, flow in [(rank, flow) for rank, flow in self._flows.items() if flow.ended]:
             told, before = flow.taken(), self._took[rank]
             sizes = before.bytes_out + told.bytes_out, before.bytes_in + told.bytes_in
@@ -228,11 +227,7 @@ class NonBlocking(Generic[W]):
     def map(self, method: Callable[Concatenate[W, B, P], G], batch: B, *args: P.args, **kwargs: P.kwargs) -> Future[G]:
         """As `WorkerGroup.map`."""
         handle = self._handle
-        assignment, parts = self._split(batch)
-        begun = (time.time(), time.perf_counter())
-        calls: list[Call[G]] = []
-        for ranks, part in parts:
-            calls += handle.backend.submit(handle.role, ranks, method, (part, *args), kwargs)
+        assignment, parts = self._split(batch, args)
 
         def combine(answers: Sequence[G]) -> G:
             first = answers[:: handle.sequence_parallel]  # the ranks of one shard agree
@@ -241,7 +236,7 @@ class NonBlocking(Generic[W]):
             gathered: G = first[0].gather(first, assignment.shards)
             return gathered
 
-        return self._future(calls, method, begun, combine, assignment)
+        return self._future(handle.backend.submit, method, parts, kwargs, combine, assignment.imbalance)
 
     def map_stored(
         self, method: Callable[Concatenate[W, B, P], R], batch: B, *args: P.args, **kwargs: P.kwargs
@@ -250,77 +245,71 @@ class NonBlocking(Generic[W]):
         Ranks without items are called, and not among them.
         """
         handle = self._handle
-        assignment, parts = self._split(batch)
-        begun = (time.time(), time.perf_counter())
-        calls: list[Call[Stored[R]]] = []
-        for ranks, part in parts:
-            calls += handle.backend.submit_stored(handle.role, ranks, method, (part, *args), kwargs)
+        assignment, parts = self._split(batch, args)
 
         def kept(answers: Sequence[Stored[R]]) -> list[StoredShard[R]]:
             first = answers[:: handle.sequence_parallel]  # the ranks of one shard agree
             shards = zip(first, assignment.shards, strict=True)
             return [StoredShard(part, tuple(items)) for part, items in shards if items]
 
-        return self._future(calls, method, begun, kept, assignment)
+        return self._future(handle.backend.submit_stored, method, parts, kwargs, kept, assignment.imbalance)
 
     def each(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[list[R]]:
         """As `WorkerGroup.each`."""
-        handle = self._handle
-        begun = (time.time(), time.perf_counter())
-        calls = handle.backend.submit(handle.role, range(handle.backend.ranks), method, args, kwargs)
-        return self._future(calls, method, begun, list)
+        return self._future(self._handle.backend.submit, method, [(self._handle.ranks, args)], kwargs, list)
 
     def one(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """As `WorkerGroup.one`."""
-        handle = self._handle
-        begun = (time.time(), time.perf_counter())
-        calls = handle.backend.submit(handle.role, (0,), method, args, kwargs)
-        return self._future(calls, method, begun, lambda answers: answers[0])
+        parts = [(self._handle.ranks[:1], args)]
+        return self._future(self._handle.backend.submit, method, parts, kwargs, lambda answers: answers[0])
 
     def each_stored(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Future[list[Stored[R]]]:
         """As `WorkerGroup.each_stored`."""
-        handle = self._handle
-        begun = (time.time(), time.perf_counter())
-        calls = handle.backend.submit_stored(handle.role, range(handle.backend.ranks), method, args, kwargs)
-        return self._future(calls, method, begun, list)
+        return self._future(self._handle.backend.submit_stored, method, [(self._handle.ranks, args)], kwargs, list)
 
-    def _split(self, batch: B) -> tuple[Assignment, list[tuple[range, B]]]:
-        """Which ranks get which part of a batch."""
+    def _split(self, batch: B, args: tuple[Any, ...]) -> tuple[Assignment, _Parts]:
+        """Which ranks get which part of a batch, and the other arguments with it."""
         handle, size = self._handle, self._handle.sequence_parallel
         assignment = balance(handle.costs.costs(batch.item_lengths), handle.shards)
         parts: list[B] = [batch] if handle.shards == 1 else [batch.select_items(shard) for shard in assignment.shards]
-        return assignment, [(range(at * size, (at + 1) * size), part) for at, part in enumerate(parts)]
+        return assignment, [(handle.ranks[at * size : (at + 1) * size], (part, *args)) for at, part in enumerate(parts)]
 
     def _future(
         self,
-        calls: Sequence[Call[R]],
+        submit: Callable[..., list[Call[R]]],
         method: Callable[..., Any],
-        begun: tuple[float, float],
+        parts: _Parts,
+        kwargs: Mapping[str, Any],
         combine: Callable[[Sequence[R]], T],
-        assignment: Assignment | None = None,
+        imbalance: float = 1.0,
     ) -> Future[T]:
-        handle = self._handle
+        """The calls of a method, by the ranks that get the same arguments. What a lost process has not answered is
+        asked again of the one that takes its place, whose time begins then.
+        """
+        handle, name, begun = self._handle, method.__name__, (time.time(), time.perf_counter())
+        asked = {rank: args for ranks, args in parts for rank in ranks}
+        calls = [call for ranks, args in parts for call in submit(handle.role, ranks, method, args, kwargs)]
 
         def wait() -> T:
-            left = handle.deadline - (time.perf_counter() - begun[1])
-            answers: list[Answer[R]] = handle.backend.wait(calls, max(left, min(_FETCH, handle.deadline)))
+            since, answers = begun[1], None
+            while answers is None:
+                left = handle.deadline - (time.perf_counter() - since)
+                try:
+                    answers = handle.backend.wait(calls, max(left, min(_FETCH, handle.deadline)))
+                except WorkerLostError as lost:
+                    rank, since = handle.replaced(lost), time.perf_counter()
+                    again = submit(handle.role, (rank,), method, asked[rank], kwargs)
+                    calls[:] = [again[0] if call.rank == rank else call for call in calls]
             slowest = max(answers, key=lambda answer: answer.seconds)
             if slowest.seconds > handle.deadline:  # in this process nothing could interrupt it
                 raise DeadlineError(
-                    f"{handle.role} must answer {method.__name__} within {handle.deadline:g} seconds, took "
-                    f"{slowest.seconds:.3g}; give the call a longer deadline (runtime.call_timeout)"
+                    f"{handle.role} must answer {name} within {handle.deadline:g} seconds, took {slowest.seconds:.3g}; "
+                    "give the call a longer deadline (runtime.call_timeout)"
                 )
-            handle.recorder.call(
-                handle.role,
-                handle.backend.pool,
-                method.__name__,
-                [call.rank for call in calls],
-                answers,
-                begun,
-                assignment.imbalance if assignment else 1.0,
-            )
+            words = handle.role, handle.backend.pool, name, [call.rank for call in calls], answers, begun, imbalance
+            handle.recorder.call(*words)
             return combine([answer.value for answer in answers])
 
         return Future(wait, lambda: all(call.done() for call in calls))
@@ -345,12 +334,17 @@ class WorkerGroup(Generic[W]):
     @property
     def ranks(self) -> int:
         """How many workers."""
-        return self._handle.backend.ranks
+        return len(self._handle.ranks)
 
     @property
     def backend(self) -> Backend:
         """Where the workers live."""
         return self._handle.backend
+
+    @property
+    def replacing(self) -> Replacing:
+        """How lost processes of its pool are replaced."""
+        return self._handle.replacing
 
     @property
     def nonblocking(self) -> NonBlocking[W]:
@@ -367,6 +361,12 @@ class WorkerGroup(Generic[W]):
             raise InputError(f"deadline of a call to {self.role} must be > 0 seconds, got {seconds}")
         return WorkerGroup(replace(self._handle, deadline=seconds))
 
+    def at(self, ranks: Iterable[int]) -> WorkerGroup[W]:
+        """Some of the workers, for `each` and `one`. A lost process ends the call: whoever repeats several calls as a
+        whole has it replaced first (`replacing`).
+        """
+        return WorkerGroup(replace(self._handle, only=tuple(ranks)))
+
     def map(self, method: Callable[Concatenate[W, B, P], G], batch: B, *args: P.args, **kwargs: P.kwargs) -> G:
         """Split a batch by cost, one shard per rank; gather what the ranks return in the original order.
 
@@ -375,39 +375,28 @@ class WorkerGroup(Generic[W]):
         """
         return self.nonblocking.map(method, batch, *args, **kwargs).result()
 
-    def stream(
-        self, method: Callable[Concatenate[W, B, P], Iterator[R]], batch: B, *args: P.args, **kwargs: P.kwargs
-    ) -> Stream[R]:
-        """Split a batch by cost, one shard per rank, for a method that yields; returns at once.
+    def feed(
+        self,
+        covers: Callable[[R], tuple[int, Iterable[int]]],
+        method: Callable[Concatenate[W, K, P], Iterator[R]],
+        batch: K,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Feed[K, R]:
+        """Split a batch by cost, one shard per rank, for a method that yields, and may leave work undone for its next
+        call; returns at once. Items may be added meanwhile.
 
         Raises:
             InputError: ranks that share a shard, which would yield everything as often.
         """
-        if self._handle.sequence_parallel > 1:
-            raise InputError(
-                f"{self.role} must have a shard for each rank to stream, got {self._handle.sequence_parallel} ranks "
-                "that share one; start it in `pool.by_rank()`"
-            )
-        handle, begun = self._handle, (time.time(), time.perf_counter())
-        assignment = balance(handle.costs.costs(batch.item_lengths), handle.backend.ranks)
-        flows: list[Flow[R]] = []
-        for rank, shard in enumerate(assignment.shards):
-            part = (batch.select_items(shard), *args)
-            flows += handle.backend.submit_stream(handle.role, (rank,), method, part, kwargs)
-        return Stream(handle, method.__name__, flows, begun, assignment.imbalance)
-
-    def feed(
-        self,
-        covers: Callable[[R], tuple[int, int]],
-        method: Callable[Concatenate[W, B, P], Iterator[R]],
-        batch: B,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> Feed[B, R]:
-        """As `stream`, of a method that leaves work undone for its next call: items may be added meanwhile."""
         handle = self._handle
+        if handle.sequence_parallel > 1:
+            raise InputError(
+                f"{self.role} must have a shard for each rank to feed, got {handle.sequence_parallel} ranks that share "
+                "one; start it in `pool.by_rank()`"
+            )
 
-        def call(rank: int, part: B) -> Flow[R]:
+        def call(rank: int, part: K) -> Flow[R]:
             return handle.backend.submit_stream(handle.role, (rank,), method, (part, *args), kwargs)[0]
 
         found = Feed(handle, call, method.__name__, covers)

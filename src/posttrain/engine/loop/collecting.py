@@ -195,18 +195,16 @@ class Collector:
         drawn = self._drawn(derive_seed(self.seed, "rollout"))  # a position in the stream never repeats
         longest = max(source.document(len(prompt)) for prompt in asked.tokens)
         early = source.turns == 1 and (scorer is None or scorer.early)
-        grows, sampler, words = early and source.refills > 0, self.roles.sampler, (asked, drawn, source.samples)
         return Incoming(
             batch,
             list(keys),
             list(chosen),
-            sampler.feed(_covers, RolloutWorker.feed, *words)
-            if grows
-            else sampler.stream(RolloutWorker.stream, *words),
+            self.roles.sampler.feed(_covers, RolloutWorker.feed, asked, drawn, source.samples),
             source.samples,
             scorer,
             together=scorer.groups(count, longest * source.samples) if scorer else 1,
             early=early,
+            grows=early and source.refills > 0,
             went_on=partial(self._all_turns, chosen) if source.turns > 1 else None,
         )
 
@@ -316,8 +314,8 @@ class Collector:
         self._running = None
 
 
-def _covers(found: Rollouts) -> tuple[int, int]:
-    return found.provenance.rank, len(found.groups)
+def _covers(found: Rollouts) -> tuple[int, list[int]]:
+    return found.provenance.rank, [group.key for group in found.groups]
 
 
 def _replaced(groups: Sequence[Group], last: Mapping[tuple[int, int], Trajectory]) -> list[Group]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from posttrain.domain.facts import Note, Span
-from posttrain.engine.groups.worker_group import Feed, Future, Stream
+from posttrain.engine.groups.worker_group import Feed, Future
 from posttrain.engine.recipes.algorithm import ScoredGroup
 from posttrain.engine.rewards.port import Score
 from posttrain.engine.rollout.batches import PromptBatch, Rollouts
@@ -25,7 +25,7 @@ from posttrain.engine.samples import Group, Prompt
 from posttrain.engine.scoring import Scorer, Stretch
 from posttrain.engine.tracing import Trace
 
-_PATIENCE = 60.0  # seconds between two looks at a stream, which has a deadline of its own
+_PATIENCE = 60.0  # seconds between two looks at the feed, which has a deadline of its own
 _LOOK = 0.02  # where scores or gradients may come meanwhile
 
 
@@ -38,22 +38,24 @@ class Incoming:
         batch: the step that it is to be trained in.
         keys: of its prompts, in the order of the data stream.
         prompts: parallel to them.
-        stream: the call.
+        feed: the call.
         samples: of each prompt.
         scorer: None: nobody scores.
         together: groups that are scored in one call.
         early: whether they are while the rollout works; else when it has ended.
+        grows: whether prompts may be added while it goes on: what is sampled is judged meanwhile.
         went_on: what becomes of all of them before they are scored, where samples have several turns.
     """
 
     batch: int
     keys: list[int]
     prompts: list[Prompt]
-    stream: Stream[Rollouts] | Feed[PromptBatch, Rollouts]
+    feed: Feed[PromptBatch, Rollouts]
     samples: int
     scorer: Scorer | None
     together: int
     early: bool
+    grows: bool = False
     went_on: Callable[[list[Group], Trace], list[Group]] | None = None
     counts: Counter[str] = field(default_factory=Counter)  # of the rollout's engine, see `RolloutEngine`
     _begun: tuple[float, float] = field(default_factory=lambda: (time.time(), time.perf_counter()))
@@ -77,21 +79,15 @@ class Incoming:
         self._stretch = {key: place // size for place, key in enumerate(self.keys)}
         self._lacking = Counter(self._stretch.values())
 
-    @property
-    def grows(self) -> bool:
-        """Whether prompts may be added while it goes on: what is sampled is judged meanwhile."""
-        return self.early and isinstance(self.stream, Feed)
-
     def add(self, key: int, prompt: Prompt) -> None:
         """Sample one prompt more, in the place of a group that was dropped; it is a stretch of its own."""
-        assert isinstance(self.stream, Feed)
         if self._sampled:
             self._sampled, self._begun, self._waits = False, (time.time(), time.perf_counter()), None
         self._stretch[key], self._lacking[len(self._stretches)] = len(self._stretches), 1
         self._stretches.append(range(len(self.keys), len(self.keys) + 1))
         self.keys.append(key)
         self.prompts.append(prompt)
-        self.stream.add(PromptBatch((tuple(prompt.tokens),), (key,)))
+        self.feed.add(PromptBatch((tuple(prompt.tokens),), (key,)))
 
     @property
     def over(self) -> bool:
@@ -125,7 +121,7 @@ class Incoming:
 
     def _receive(self, trace: Trace, seconds: float) -> None:
         try:
-            came = self.stream.take(seconds)
+            came = self.feed.take(seconds)
         except Exception:
             self._tell_failures(trace)
             raise
@@ -137,7 +133,7 @@ class Incoming:
                 self._lacking[stretch] -= 1
                 if not self._lacking[stretch]:
                     self._whole.append(stretch)
-        if not self.stream.ended:
+        if not self.feed.ended:
             return
         self._sampled = True
         groups = [self._came[key] for key in self.keys[self._told :]]

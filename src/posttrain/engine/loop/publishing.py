@@ -9,19 +9,28 @@
 
 One version is published at a time, while nobody samples. What differs is refused: the rollout is left with weights that
 are no version's, so the job ends and goes on from its last checkpoint.
+
+A rank that is replaced while weights are carried lacks what came before, so they are carried again to all. One that is
+replaced later gets them from a rank that samples with them, else from the policy where it has not learned since, and
+attests them in the same way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol, final
+from functools import partial
+from typing import Any, Protocol, final
 
 from posttrain.domain.errors import IntegrityError
+from posttrain.engine.groups.failures import WorkerLostError
+from posttrain.engine.groups.replacing import nothing
 from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.models.exported import Layout
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.weights.attestation import Attestation
+from posttrain.engine.weights.stream import Bucket
 from posttrain.engine.weights.view import PolicyVersion, Standing
 
 
@@ -52,6 +61,16 @@ class Alias:
 
 @final
 @dataclass(frozen=True, slots=True)
+class _Giver:
+    """Whoever has the weights that a rollout is to sample with, and its methods to attest them and to give them."""
+
+    group: WorkerGroup[Any]
+    attest: Callable[[Any, Layout], tuple[Attestation, int]]
+    bucket: Callable[[Any], Bucket]
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Buckets:
     """Shards in buckets: from rank to rank of one process group, or through the object store."""
 
@@ -61,20 +80,56 @@ class Buckets:
 
     def publish(self, version: PolicyVersion) -> None:
         """See `WeightTransport`."""
-        layout = self.rollout.one(RolloutWorker.layout)
-        offers = self.policy.each(TrainWorker.attest, layout)
+        replacing, published = self.rollout.replacing, None
+        while published is None:
+            try:
+                published = self._carry(version, self._policy(), range(self.rollout.ranks))
+            except WorkerLostError as lost:
+                replacing.replace(lost)
+        replacing.restore = partial(self._restore, version, published)
+
+    def _policy(self) -> _Giver:
+        return _Giver(self.policy, TrainWorker.attest, TrainWorker.bucket)
+
+    def _restore(self, version: PolicyVersion, published: Attestation, ranks: Collection[int]) -> None:
+        """Ranks that were replaced sample with what was published, too.
+
+        Raises:
+            WorkerLostError: nobody has that any more.
+        """
+        others = [rank for rank in range(self.rollout.ranks) if rank not in ranks]
+        sampler = _Giver(self.rollout.at(others[:1]), RolloutWorker.offer, RolloutWorker.bucket)
+        self._carry(version, sampler if others else self._policy(), ranks, published)
+
+    def _carry(
+        self, version: PolicyVersion, giver: _Giver, ranks: Collection[int], published: Attestation | None = None
+    ) -> Attestation:
+        """From those who have the weights to these ranks of the rollout; what all of them attest.
+
+        Args:
+            published: what it has to be; None: whatever the giver has.
+        """
+        readers = self.rollout.at(ranks)
+        layout = readers.one(RolloutWorker.layout)
+        offers = giver.group.each(giver.attest, layout)
         expected, count = Attestation(), max(count for _, count in offers)
         for attested, _ in offers:
             expected = expected + attested
+        if expected != (published or expected):
+            raise WorkerLostError(
+                f"no process has the weights of policy version {version} any more, with which the lost ranks "
+                f"{sorted(ranks)} of the rollout sampled; start again from the last checkpoint"
+            )
         self._complete(expected, layout)
         if self.neighbours:
-            self.rollout.each(RolloutWorker.exchange, count)
+            readers.each(RolloutWorker.exchange, count)
         else:
             for _ in range(count):
-                self.rollout.each(RolloutWorker.take, self.policy.each_stored(TrainWorker.bucket))
-        for rank, standing in enumerate(self.rollout.each(RolloutWorker.attest)):
+                readers.each(RolloutWorker.take, giver.group.each_stored(giver.bucket))
+        for rank, standing in zip(ranks, readers.each(RolloutWorker.attest), strict=True):
             self._compare(version, rank, expected, standing)
-        self.rollout.each(RolloutWorker.accept, version, expected)
+        readers.each(RolloutWorker.accept, version, expected)
+        return expected
 
     def _complete(self, expected: Attestation, layout: Layout) -> None:
         missing = {entry.name for entry in layout} ^ expected.parts.keys()
@@ -100,6 +155,9 @@ class Buckets:
 
 
 def transport(policy: WorkerGroup[TrainWorker], rollout: WorkerGroup[RolloutWorker]) -> WeightTransport:
-    """The way between two roles, by where they stand."""
+    """The way between two roles, by where they stand. What a rank had that is replaced from now on, it gets when the
+    next version is published.
+    """
+    rollout.replacing.restore = nothing
     view = rollout.one(RolloutWorker.view)
     return Alias(rollout) if view == "alias" else Buckets(policy, rollout, view == "neighbour")

@@ -9,7 +9,7 @@ from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.engine.batch import Provenance
 from posttrain.engine.groups.port import Stored
 from posttrain.engine.groups.rank_context import RankContext
-from posttrain.engine.models.exported import Layout, layout_of, put
+from posttrain.engine.models.exported import Layout, Shard, layout_of, put
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.loading import load_tokenizer
 from posttrain.engine.models.source import ModelSource
@@ -20,7 +20,7 @@ from posttrain.engine.rollout.port import Generation, RolloutEngine, SamplingPar
 from posttrain.engine.rollout.stopping import StopStrings
 from posttrain.engine.samples import Group, Trajectory, groups_of
 from posttrain.engine.weights.attestation import Attestation, attest_views, differing_aliases
-from posttrain.engine.weights.stream import Bucket, WeightSource, exchange
+from posttrain.engine.weights.stream import Bucket, Everything, WeightSource, exchange
 from posttrain.engine.weights.view import PolicyVersion, Standing, View
 
 _LOOK = 0.25  # seconds until more prompts can be taken on, where nothing ends
@@ -109,6 +109,15 @@ class RolloutWorker:
         self._say(version)
         return str(version)
 
+    def offer(self, layout: Layout) -> tuple[Attestation, int]:
+        """What it decodes with, for ranks of the rollout that were replaced; see `WeightSource.attest`."""
+        self._given = WeightSource(self._shards, Everything())
+        return self._given.attest(layout)
+
+    def bucket(self) -> Bucket:
+        """The next bucket of what was offered."""
+        return self._given.bucket()
+
     def take(self, arriving: Sequence[Stored[Bucket]]) -> None:
         """Copy one bucket of every rank of the policy to where it belongs."""
         for stored in arriving:
@@ -167,26 +176,6 @@ class RolloutWorker:
         )
         return Rollouts(groups_of(found, prompts.keys, samples), provenance, self._counted(before))
 
-    def stream(self, prompts: PromptBatch, sampling: SamplingParams, samples: int) -> Iterator[Rollouts]:
-        """As `generate`, each group when its last sample has ended.
-
-        Raises:
-            InputError, EngineError, SilentError, JobFailedError, IntegrityError: see `generating.generate`.
-        """
-        _refuse_truncated(sampling)
-        if not len(prompts):
-            return
-        engine, before = self._engine, self._engine.counts()
-        length = engine.context_length
-        if prompts.first:
-            raise InputError("samples that go on are asked for one by one, got a stream of them; generate them")
-        work = plan_generations(prompts.tokens, samples, sampling, prompts.keys, context_length=length)
-        rows: _Rows = {key: {} for key in prompts.keys}
-        for found in answers(engine, work, str(self._version), self._patience):
-            if groups := _whole(rows, found, samples):
-                counts, before = self._counted(before), engine.counts()
-                yield Rollouts(groups, Provenance(role="rollout", rank=self._rank), counts)
-
     def feed(self, prompts: PromptBatch, sampling: SamplingParams, samples: int) -> Iterator[Rollouts]:
         """Take prompts on besides those in work, and yield what ends first, or nothing after a moment. The rest stays
         in work for the next call, until which it stands still.
@@ -195,6 +184,8 @@ class RolloutWorker:
             InputError, EngineError, SilentError, JobFailedError, IntegrityError: see `generating.generate`.
         """
         _refuse_truncated(sampling)
+        if prompts.first:
+            raise InputError("samples that go on are asked for one by one, got them fed; generate them")
         engine, work, before = self._engine, list[Generation](), self._engine.counts()
         if len(prompts):
             length = engine.context_length
@@ -227,6 +218,9 @@ class RolloutWorker:
         self._engine.update("", str(version))
         self._engine.resume()
         self._version = version
+
+    def _shards(self) -> Iterator[Shard]:
+        return (Shard(name, tuple(p.shape), p.detach()) for name, p in self._module.named_parameters())
 
     def _put(self, bucket: Bucket) -> None:
         """In a call of its own, so that nothing of a bucket is left when the next one comes."""

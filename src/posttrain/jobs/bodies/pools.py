@@ -30,6 +30,8 @@ from posttrain.planner.sizes import Room, Settled, settle
 
 _SEQUENCE_PARALLEL = frozenset({"policy", "critic", "reward_model"})  # roles whose ranks can share one batch's tokens
 
+_ALONE = frozenset({"rollout", "reference", "teacher"})  # roles whose ranks never communicate, in any stage
+
 
 def settled_device(runtime: InferenceRuntimeConfig) -> str:
     """The device that `auto` means in this process, which from now on uses as many threads as the stage says."""
@@ -96,6 +98,7 @@ def _open_cluster_pools(
             sequence_parallel=shared,
             start_seconds=deadlines.start,
             collective_seconds=deadlines.call / 2,  # so that it is told which collective, before the call ends
+            collective=not _ALONE.issuperset(pool.roles),
         )
         made = ResourcePool(backend, recorder, costs=costs, sequence_parallel=shared, deadlines=deadlines)
         home = stack.enter_context(made)

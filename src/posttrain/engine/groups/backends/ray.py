@@ -1,7 +1,8 @@
 """Workers in Ray actors: one process per rank, on one machine or on many.
 
 An actor is a `Host`, an ordinary class; methods and arguments reach it as values. Ray itself schedules, transports and
-notices deaths. It restarts nothing: a lost rank means a lost pool, and the job resumes from a checkpoint.
+notices deaths. It restarts nothing: where ranks work together a lost rank means a lost pool, and the job resumes from a
+checkpoint; where they work alone `replace` starts the lost one anew.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class RayBackend:
         sequence_parallel: consecutive ranks that work on one shard.
         start_seconds: for the cluster to have room, and again for the processes to be up.
         collective_seconds: how long one collective may last.
+        collective: whether the ranks form a process group. A rank of a pool without one can be replaced.
 
     Raises:
         InputError: the cluster could never hold it.
@@ -64,6 +66,7 @@ class RayBackend:
         sequence_parallel: int = 1,
         start_seconds: float = 120.0,
         collective_seconds: float = 1800.0,
+        collective: bool = True,
     ) -> None:
         if ranks < 1:
             raise InputError(f"pool {pool} must have at least 1 rank, got {ranks}")
@@ -71,16 +74,17 @@ class RayBackend:
         self.pool, self.ranks = pool, ranks
         self.processes: tuple[Process, ...] = ()
         self._hosts: list[Any] = []
+        self._started: dict[str, Parcel] = {}  # role → what constructs its workers
         self._broken = ""
         self._closed = False
         self._room = reserve(pool, ranks, resources, start_seconds)
-        device = "cuda:0" if resources.gpus else "cpu"
+        self._place = (ranks, "cuda:0" if resources.gpus else "cpu", collective and ranks > 1, sequence_parallel)
+        self._resources, self._threads, self._alone = resources, threads, not collective
         try:
-            for rank in range(ranks):
-                context = RankContext(pool, rank, ranks, device, ranks > 1, sequence_parallel)
-                self._hosts.append(self._host(context, resources, threads))
-            self.processes = tuple(ray.get([h.identify.remote() for h in self._hosts], timeout=start_seconds))
-            if ranks > 1:
+            self._hosts += map(self._host, range(ranks))
+            found = [host.identify.remote(self._alone) for host in self._hosts]
+            self.processes = tuple(ray.get(found, timeout=start_seconds))
+            if collective and ranks > 1:
                 self._form_group(start_seconds, collective_seconds)
         except (RayError, TimeoutError) as error:
             self.close()
@@ -101,12 +105,8 @@ class RayBackend:
         self._usable(role)
         ranks = range(self.ranks)
         parcel = self._packed(role, "__init__", (worker, tuple(args), dict(kwargs)))
-        sent = self._sent(parcel, ranks)
-        calls: list[RayCall[None]] = [
-            RayCall(role, self.processes[r], "__init__", self._hosts[r].start.remote(role, sent), parcel.size)
-            for r in ranks
-        ]
-        settle(calls, timeout, self.give_up)
+        self._construct(role, parcel, ranks, timeout)
+        self._started[role] = parcel
 
     def submit(
         self, role: str, ranks: Sequence[int], method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -184,25 +184,48 @@ class RayBackend:
         while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def _host(self, context: RankContext, resources: RankResources, threads: int) -> Any:
+    def replace(self, rank: int, timeout: float) -> None:
+        """See `Backend.replace`; the new process takes the resources of the lost one."""
+        ray.kill(self._hosts[rank])
+        self._hosts[rank] = self._host(rank)
+        try:
+            process = ray.get(self._hosts[rank].identify.remote(self._alone), timeout=timeout)
+        except RayError as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            line = f"pool {self.pool} must have rank {rank} up again within {timeout:g} seconds, got {reason}"
+            raise WorkerLostError(line, self.processes[rank]) from error
+        self.processes = (*self.processes[:rank], process, *self.processes[rank + 1 :])
+        for role, parcel in self._started.items():
+            self._construct(role, parcel, (rank,), timeout)
+
+    def _construct(self, role: str, parcel: Parcel, ranks: Sequence[int], timeout: float) -> None:
+        sent = self._sent(parcel, ranks)
+        calls: list[RayCall[None]] = [
+            RayCall(role, self.processes[r], "__init__", self._hosts[r].start.remote(role, sent), parcel.size)
+            for r in ranks
+        ]
+        settle(calls, timeout, self.give_up)
+
+    def _host(self, rank: int) -> Any:
+        context = RankContext(self.pool, rank, *self._place)
         environment = {
-            "OMP_NUM_THREADS": str(threads),
-            "MKL_NUM_THREADS": str(threads),
+            "OMP_NUM_THREADS": str(self._threads),
+            "MKL_NUM_THREADS": str(self._threads),
             "OMP_WAIT_POLICY": "passive",
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
             "PYTHONHASHSEED": "0",
         }
-        bundle = self._room.bundle_specs[context.rank]
+        bundle = self._room.bundle_specs[rank]
         options = ray.remote(Host).options(
             num_cpus=bundle["CPU"],
-            num_gpus=resources.gpus,
+            num_gpus=self._resources.gpus,
             max_restarts=0,
             max_task_retries=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=context.rank),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=rank),
             runtime_env={"env_vars": environment},
         )
-        return options.remote(context, [os.path.abspath(path) for path in sys.path if path], threads)
+        return options.remote(context, [os.path.abspath(path) for path in sys.path if path], self._threads)
 
     def _form_group(self, start_seconds: float, collective_seconds: float) -> None:
         address = ray.get(self._hosts[0].open_store.remote(collective_seconds), timeout=start_seconds)

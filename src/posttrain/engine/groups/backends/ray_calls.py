@@ -81,10 +81,12 @@ class RayCall(Generic[R]):
         return Answer(value, outcome.started, outcome.seconds, self._size, outcome.answer.size)
 
     def _lost(self, error: RayError) -> WorkerLostError:
-        lost = WorkerLostError(
-            f"{self.role} rank {self.rank} is gone: process {self._process.pid} on {self._process.host} ended during "
-            f"{self.method}; start again from the last checkpoint"
+        process = self._process
+        line = (
+            f"{self.role} rank {self.rank} is gone: process {process.pid} on {process.host} ended during {self.method}"
         )
+        together = "its pool is given up, because its ranks work together; start again from the last checkpoint"
+        lost = WorkerLostError(line, process) if process.alone else WorkerLostError(f"{line}; {together}")
         lost.__cause__ = error
         return lost
 
@@ -152,7 +154,7 @@ def take(flows: Sequence[RayFlow[R]], timeout: float, give_up: Callable[[str], N
         if failed := next((flow for flow in waiting if flow.failure is not None), None):
             if found:
                 break
-            if isinstance(failed.failure, WorkerLostError):
+            if isinstance(failed.failure, WorkerLostError) and failed.failure.process is None:
                 give_up(str(failed.failure))
             failed.next()
         left = 0.0 if found else max(deadline - time.monotonic(), 0.0)
@@ -187,6 +189,8 @@ def settle(calls: Sequence[RayCall[Any]], timeout: float, give_up: Callable[[str
         call.settle()
         if call.failure is None:
             continue
+        if isinstance(call.failure, WorkerLostError) and call.failure.process:
+            raise call.failure  # the others are not waited for: they go on
         if failure is None:
             deadline = time.monotonic() + GRACE
         if failure is None or (isinstance(call.failure, WorkerLostError) and not isinstance(failure, WorkerLostError)):

@@ -69,9 +69,9 @@ class Host:
         """The prefix of its lines in the controller's log."""
         return f"{self._context.pool}[{self._context.rank}]"
 
-    def identify(self) -> Process:
+    def identify(self, alone: bool) -> Process:
         """Which process this is."""
-        return Process(self._context.rank, os.getpid(), self._address, self._context.device)
+        return Process(self._context.rank, os.getpid(), self._address, self._context.device, alone)
 
     def open_store(self, seconds: float) -> tuple[str, int]:
         """Rank 0: listen on this node's address for the other ranks.
@@ -104,6 +104,7 @@ class Host:
         started, begin = time.time(), time.perf_counter()
         try:
             worker, args, kwargs = unpack(parcel, fetch)
+            self._workers.pop(role, None)  # its memory is free when the next one loads
             self._workers[role] = worker(self._context, *args, **kwargs)
         except Exception as error:
             return Outcome(started, time.perf_counter() - begin, failure=_failure(error))
