@@ -8,6 +8,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,37 +25,42 @@ from posttrain.server.workers import IDLE_SECONDS, Workers, _Process
 STARTING = 10.0  # seconds that a worker takes to start
 
 
-class Made(SimpleNamespace):
-    """One of them."""
-
-    __hash__ = object.__hash__
-
-
 class Processes:
     """Workers that answer at once, on a clock that moves when told."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.all, self.fails = 1000.0, list[Any](), list[Exception]()
+        self.now, self.all, self.fails = 1000.0, list[Made](), list[Exception]()
         monkeypatch.setattr(workers, "_Process", self.started)
         monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def started(self, root: Path, words: Any) -> Any:
         self.now += STARTING
-        made = Made(id=len(self.all), alive=True, used=self.now, asked=list[float](), kill=lambda: None)
+        self.all.append(Made(self, len(self.all), self.now))
+        return self.all[-1]
 
-        def ask(line: bytes, seconds: float, told: Callable[[bytes], None]) -> tuple[bool, bytes]:
-            made.asked.append(seconds)
-            made.used = self.now
-            if self.fails:
-                raise self.fails.pop()
-            return True, b"%d" % made.id
 
-        def end() -> None:
-            made.alive = False
+@dataclass(eq=False)
+class Made:
+    """One of them."""
 
-        made.ask, made.end = ask, end
-        self.all.append(made)
-        return made
+    of: Processes
+    id: int
+    used: float
+    alive: bool = True
+    asked: list[float] = field(default_factory=list)
+
+    def ask(self, line: bytes, seconds: float, told: Callable[[bytes], None]) -> tuple[bool, bytes]:
+        self.asked.append(seconds)
+        self.used = self.of.now
+        if self.of.fails:
+            raise self.of.fails.pop()
+        return True, b"%d" % self.id
+
+    def kill(self) -> None:
+        self.alive = False
+
+    def end(self) -> None:
+        self.alive = False
 
 
 @pytest.fixture
