@@ -64,10 +64,11 @@ def test_components_are_means_over_who_has_them_and_failures_shares_of_who_was_a
     )
     found = rollout_metrics([scored(0, [said(-1.0)] * 3, *scores)])
     named = {name: value for name, value in found.items() if name.count("/") == 2}
+    half, none = 0.5, 0.0
     assert named == {
-        "reward/right/mean": 0.5, "reward/right/std": 0.5, "reward/brief/mean": 0.5, "reward/brief/std": 0.0,
-        "reward/right/errors": 0.5, "reward/right/timeouts": 0.0,
-        "reward/brief/errors": 0.0, "reward/brief/timeouts": 0.5,
+        "reward/right/mean": half, "reward/right/std": half, "reward/brief/mean": half, "reward/brief/std": none,
+        "reward/right/errors": half, "reward/right/timeouts": none,
+        "reward/brief/errors": none, "reward/brief/timeouts": half,
     }  # fmt: skip
 
 
