@@ -335,6 +335,17 @@ def test_runs_are_found_as_a_person_names_them(ledger: Ledger) -> None:
         ledger.run("abc")
 
 
+def test_runs_of_one_moment_have_an_order_and_pages_follow_it(ledger: Ledger) -> None:
+    """Whatever order they came in: by repetition, then by id."""
+    for number, (run_id, repeat) in enumerate([("b", 2), ("c", 1), ("a", 1), ("d", 3), ("e", 1)]):
+        manifest = "sha256:" + f"{number:x}" * 64
+        submit(ledger, dataclasses.replace(a_run(run_id, repeat=repeat), manifest_digest=manifest))
+    order = ["d", "b", "e", "c", "a"]
+    assert [run.id for run in ledger.runs()] == order
+    for at, run_id in enumerate(order):
+        assert [run.id for run in ledger.runs(limit=2, before=run_id)] == order[at + 1 : at + 3]
+
+
 def test_asset_versions_are_counted_immutable_and_idempotent(ledger: Ledger) -> None:
     with ledger.transaction("ann") as transaction:
         first = transaction.insert_asset(an_asset(rows=3))
