@@ -40,8 +40,10 @@ def test_rewards_are_means_over_what_has_a_score() -> None:
     deviation = math.sqrt((0.75 - 0.375) ** 2 + (0.0 - 0.375) ** 2)  # of two groups of which any score is known
     assert found["reward/stderr"] == pytest.approx(deviation / math.sqrt(2))
     assert found["reward/unscored"] == pytest.approx(3 / 6)
+    assert rollout_metrics([THREE, TWO])["reward/unscored"] == pytest.approx(2 / 5)
     assert found["reward/errors"] == pytest.approx(1 / 6)
     assert found["reward/timeouts"] == pytest.approx(1 / 6)
+    assert rollout_metrics([THREE, TWO])["reward/errors"] == 0.0
     assert "reward/mean" not in rollout_metrics([NONE])
     assert "reward/stderr" not in rollout_metrics([THREE, NONE]), "one group has no spread"
 
