@@ -44,6 +44,7 @@ def test_rewards_are_means_over_what_has_a_score() -> None:
     assert found["reward/errors"] == pytest.approx(1 / 6)
     assert found["reward/timeouts"] == pytest.approx(1 / 6)
     assert rollout_metrics([THREE, TWO])["reward/errors"] == 0.0
+    assert rollout_metrics([THREE, TWO])["reward/timeouts"] == pytest.approx(1 / 5)
     assert "reward/mean" not in rollout_metrics([NONE])
     assert "reward/stderr" not in rollout_metrics([THREE, NONE]), "one group has no spread"
 
