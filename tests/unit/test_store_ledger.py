@@ -22,6 +22,7 @@ from posttrain.domain.errors import (
     InfrastructureError,
     InputError,
     NotFoundError,
+    PolicyError,
     QuarantinedError,
     StaleWriteError,
 )
@@ -375,6 +376,21 @@ def test_a_missing_asset_says_which_there_are(ledger: Ledger) -> None:
         ledger.asset("dataset", "trian")
     with pytest.raises(NotFoundError, match="no reward at all"):
         ledger.asset("reward", "exact")
+
+
+def test_a_model_is_promoted_under_the_policy_that_it_was_judged_under(ledger: Ledger) -> None:
+    mine, others = "sha256:" + "e" * 64, "sha256:" + "f" * 64
+    with ledger.transaction("ann") as transaction:
+        transaction.append_release("prod", MODEL, "run1", "promote", expected=0, policy=mine)
+        record = transaction.snapshot.channel_record("prod")
+        transaction.set_channel(record, "channel.policy_set", policy=mine, size=1)
+    for policy in (None, others):
+        with pytest.raises(PolicyError, match="its policy is sha256:e"), ledger.transaction("bob") as transaction:
+            transaction.append_release("prod", OTHER, "run2", "promote", expected=1, policy=policy)
+    with ledger.transaction("bob") as transaction:
+        transaction.append_release("prod", OTHER, "run2", "promote", expected=1, policy=mine)
+        transaction.append_release("prod", MODEL, None, "rollback", expected=2)
+    assert [entry.action for entry in ledger.history("prod")] == ["promote", "promote", "rollback"]
 
 
 def test_a_channel_moves_only_from_where_one_saw_it(ledger: Ledger, clock: HeldClock) -> None:
