@@ -303,6 +303,17 @@ def test_packed_segments_are_few_and_read_from_anywhere(objects: ChannelObjects)
     assert list(channel.backwards(EVENTS)) == [data for _, data in reversed(expected(1, 2 * PACK + 3))]
 
 
+def test_numbering_goes_on_behind_a_pack_and_only_whole_packs_are_made(objects: ChannelObjects) -> None:
+    channel = filled(objects, PACK)
+    assert (objects.numbers(EVENTS), channel.last(EVENTS)) == ([], PACK)
+    assert channel.last(f"{EVENTS}/none") == 0
+    for number in range(PACK + 2, 2 * PACK + 1):  # the first of them is lost
+        channel.append(EVENTS, number, b"%d\n" % number)
+    channel.pack(EVENTS, 2 * PACK)
+    assert objects.numbers(f"{EVENTS}/packs") == [1]
+    assert objects.numbers(EVENTS) == list(range(PACK + 2, 2 * PACK + 1))
+
+
 def test_a_reader_between_two_looks_misses_and_doubles_nothing(objects: ChannelObjects) -> None:
     """Whatever is packed between any two of its segments."""
     channel = AttemptChannel(objects)

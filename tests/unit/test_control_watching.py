@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 from benchmarks.watching import Idle, scripted
 from control_bench import TRAIN_ONLY, Bench, train
+from sqlalchemy import update
 
 from posttrain.control import actions, attempts
-from posttrain.control.reconciler import POLL_SECONDS, Reconciler
+from posttrain.control.pulse import Turns
+from posttrain.control.reconciler import POLL_SECONDS, SLOT_SECONDS, Reconciler
 from posttrain.domain.jobs import Capacity, Observation
 from posttrain.domain.requests import JobRef
 from posttrain.execution.trainers.native import NativeTrainer
+from posttrain.store.schema import work
+from posttrain.store.waking import RUN
 
 
 def submitted(bench: Bench, runs: int) -> list[str]:
@@ -97,6 +101,49 @@ def test_audit_8_a_free_device_wakes_one_run(bench: Bench, monkeypatch: pytest.M
     bench.executor.room = Capacity(1, {"0": "the first"})
     assert set(passes(bench, ids, 10 * POLL_SECONDS)) == set(ids[:1])
     assert states(bench, ids) == ["running"] + ["ready"] * 9
+
+
+def test_who_waits_is_served_by_priority_and_then_by_age(bench: Bench) -> None:
+    """For a slot: whatever runs are called, and however many a place is free for."""
+    bench.scripts["sft"] = [None]
+    ids = submitted(bench, 6)
+    by_name = sorted(ids[2:], reverse=True)
+    passes(bench, ids, 3)
+    with bench.ledger.database.write(across="a test") as connection:  # as if they had come in the other order
+        for number, run_id in enumerate(by_name):
+            connection.execute(update(work).where(work.c.object == run_id).values(id=1000 + number))
+        connection.execute(update(work).where(work.c.object == by_name[3]).values(priority=1))
+    for run_id in ids:  # each is looked at once more, and has its place in the queue
+        bench.reconciler.queue.wake(RUN, [run_id])
+    passes(bench, ids, 3)
+    for first, wanted in ((ids[0], by_name[3]), (ids[1], by_name[0])):
+        train()(bench.jobs.folders.of(bench.ledger.attempts(first)[0]))
+        bench.executor.finish(bench.ledger.attempts(first)[0].name)
+        before = {run_id for run_id in by_name if bench.stage(run_id, "sft").state == "running"}
+        passes(bench, ids, 20)
+        after = {run_id for run_id in by_name if bench.stage(run_id, "sft").state == "running"}
+        assert after - before == {wanted}
+
+
+def test_what_is_free_is_given_once_and_to_no_one_who_wants_more() -> None:
+    turns = Turns()
+    waiting = [("large", 3), ("first", 2), ("second", 1), ("third", 1)]
+    assert turns.next(waiting, 2, set()) == {"first"}
+    assert turns.next(waiting, 2, {"first"}) == set(), "nobody has looked yet, and it is theirs"
+    assert turns.next(waiting, 2, set()) == {"second", "third"}, "they looked, and did not take it"
+    assert turns.next(waiting, 2, set()) == set(), "nothing changed, and only who wants more was not asked"
+    assert turns.next(waiting, 3, set()) == {"large"}
+    assert turns.next(waiting[1:], 3, {"second"}) == {"first", "second"}, "which is all there is"
+
+
+def test_a_slot_that_a_run_of_ones_own_leaves_is_given_at_once(bench: Bench) -> None:
+    bench.scripts["sft"] = [None]
+    ids = submitted(bench, 3)
+    passes(bench, ids, 3)
+    bench.reconciler._counted = bench.clock.now() + SLOT_SECONDS  # it was just looked for
+    bench.executor.lose(bench.ledger.attempts(ids[0])[0].name)
+    passes(bench, ids, 2)
+    assert states(bench, ids) == ["ready", "running", "running"]
 
 
 def test_audit_8_no_stop_waits_for_a_hash(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -510,6 +510,14 @@ class TestWhoLearnsIsHeldAgainstWhoSampled:
         assert notes == []
         assert found < {torch.float32: 1e-9, torch.bfloat16: 1e-3, torch.float16: 1e-5}[dtype]
 
+    @pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 5e-4), (torch.bfloat16, 0.04), (torch.float16, 4e-3)])
+    def test_one_that_is_off_by_what_the_rounding_of_its_type_explains_is_not_told_of(
+        self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, off: float
+    ) -> None:
+        notes, found = self.told(monkeypatch, off, dtype)
+        assert found == pytest.approx(off * off / 2, rel=0.3)
+        assert notes == []
+
     @pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 3e-3), (torch.bfloat16, 0.08), (torch.float16, 0.02)])
     def test_audit_19_one_that_does_not_is_told_of_once_by_the_threshold_of_its_type(
         self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, off: float

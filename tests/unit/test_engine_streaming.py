@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_lag import APART, told
-from test_engine_recipes import PROMPTS, TINY, TOKENIZER, quiet
+from test_engine_recipes import PROMPTS, TINY, TOKENIZER, quiet, same, weights
 from test_engine_training import Desk
 from torch import Tensor
 
@@ -34,7 +36,8 @@ from posttrain.engine.config import (
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.port import Flow
-from posttrain.engine.groups.worker_group import Future
+from posttrain.engine.groups.worker_group import Feed, Future
+from posttrain.engine.loop.columns import Asked
 from posttrain.engine.loop.incoming import Incoming
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.loading import initial_model
@@ -417,6 +420,57 @@ class TestGradients:
             assert streamed.metrics[name] == pytest.approx(whole.metrics[name], rel=1e-4, abs=1e-7), name
         assert streamed.tokens == whole.tokens, "only what is computed is billed"
 
+    def test_stretches_are_parts_of_their_step_and_followed_from_its_beginning(
+        self, model: ModelSource, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[tuple[int, bool, int]] = []
+        update = TrainWorker.update
+
+        def watched(self: TrainWorker, batch: Any, *given: Any, **named: Any) -> Any:
+            if named.get("more"):
+                asked.append((named["part"], named["record"], len(batch)))
+            return update(self, batch, *given, **named)
+
+        monkeypatch.setattr(TrainWorker, "update", watched)
+        group(model, "grpo with kl", stream_gradients=True, trace=TraceConfig(groups=1)).step(0, quiet(0))
+        assert [part for part, _, _ in asked] == list(range(len(asked)))
+        assert len(asked) > 1
+        assert [record for _, record, _ in asked] == [True] + [False] * (len(asked) - 1), "one group is followed"
+
+    def test_a_step_without_a_signal_changes_no_weight(self, model: ModelSource) -> None:
+        class Equal(Even):
+            def begin(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch) -> Any:
+                return Future(lambda: [Score(1.0) for _ in trajectories], lambda: True)
+
+        decays = PolicyGradientOptimizerConfig(learning_rate=2e-2, weight_decay=0.5)
+        made = group(model, "grpo", stream_gradients=True, optimizer=decays)
+        made._ahead.scorer = Equal()
+        before = weights(made)
+        report = made.step(0, quiet(0))
+        assert (report.metrics["updates"], "loss" in report.metrics) == (0, False)
+        assert same(weights(made), before), "decay is a part of an update"
+
+    def test_a_stretch_whose_columns_are_not_there_is_not_waited_for(self, model: ModelSource) -> None:
+        made = group(model, "grpo with kl", stream_gradients=True)
+        gradients: Any = made._learning.gradients
+
+        def never() -> Any:
+            raise AssertionError("it was waited for")
+
+        [column] = gradients._algorithm.requires(0)
+        late = Asked(None, {column: Future(never, lambda: False)})  # type: ignore[arg-type]
+        gradients._columns = SimpleNamespace(whole=lambda step: [late])
+        assert gradients.offer(0)
+        assert gradients._coming == {0: []}
+
+    def test_what_was_begun_of_a_step_that_is_given_up_is_forgotten(self, model: ModelSource) -> None:
+        gradients: Any = group(model, "grpo", stream_gradients=True)._learning.gradients
+        gradients._coming = {3: ["begun"], 4: ["begun"]}
+        gradients.forget(3)
+        assert gradients._coming == {4: ["begun"]}
+        gradients.forget()
+        assert gradients._coming == {}
+
     def test_credit_that_looks_at_other_groups_is_refused(self, model: ModelSource) -> None:
         class Whitened(GRPO):  # type: ignore[misc]
             def credit(self, batch: Any) -> Any:
@@ -521,6 +575,55 @@ def test_steps_without_documents_leave_nothing(model: ModelSource) -> None:
             assert made.step(step, quiet(step)).metrics["updates"] == 0
         assert not made._learning.columns._coming
         assert not (made._learning.gradients and made._learning.gradients._coming)
+
+
+class Growing(Feed):  # type: ignore[misc]
+    """A call that takes more prompts on; what it answers comes when a schedule says so, two tokens each."""
+
+    def __init__(self, rounds: list[list[int]]) -> None:
+        self.rounds, self.asked, self.over = rounds, list[tuple[list[int], Stretch]](), False
+
+    @property
+    def ended(self) -> bool:
+        return self.over
+
+    def add(self, batch: Any) -> None:
+        self.rounds.append(list(batch.keys))
+
+    def take(self, timeout: float) -> list[Rollouts]:
+        keys = self.rounds.pop(0)
+        self.over = not self.rounds
+        answers = [Trajectory.answer((1, 5), [key, 2], [-0.5, -0.5], truncated=False) for key in keys for _ in "ab"]
+        return [Rollouts(groups_of(answers, keys, 2), counts={"steps": len(keys)})]
+
+    def begin(self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch) -> Future[Any]:
+        self.asked.append(([int(one.response[0]) for one in trajectories[::2]], stretch))
+        return Future(lambda: [Score(1.0) for _ in trajectories], lambda: True)
+
+
+def test_what_took_a_dropped_groups_place_is_told_of_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = itertools.count(1000)
+    clock = SimpleNamespace(time=lambda: float(next(moments)), perf_counter=lambda: float(next(moments)))
+    monkeypatch.setattr("posttrain.engine.loop.incoming.time", clock)
+    world: Any = Growing([[5], [4, 3]])
+    incoming = Incoming(0, [3, 4, 5], [PROMPTS[0]] * 3, world, 2, world, 1, early=True)
+    facts: list[Any] = []
+    trace = Trace(facts.append, 0)
+    while not incoming.over:
+        incoming.take(trace)
+    assert incoming.grows
+    incoming.add(9, PROMPTS[1])
+    assert not incoming.over
+    while not incoming.over:
+        incoming.take(trace)
+    assert incoming.counts == {"steps": 4}
+    total = [(firsts, stretch.first, stretch.total) for firsts, stretch in world.asked]
+    assert total == [([5], 4, 6), ([3], 0, 6), ([4], 2, 6), ([9], 6, 8)], "in the order of the stream, where it may"
+    rollouts = [span for span in facts if span.name == "rollout"]
+    counted = [(span.attributes["trajectories"], span.attributes["tokens"]) for span in rollouts]
+    assert counted == [(6, 12), (2, 4)], "each once"
+    assert rollouts[0].started < rollouts[1].started, "it began when it was added"
+    assert sum(span.name == "reward" for span in facts) == 2
 
 
 def test_one_long_response_holds_up_its_own_stretch_alone() -> None:

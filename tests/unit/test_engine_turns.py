@@ -442,6 +442,16 @@ def test_where_nobody_scores_what_failed_is_left_out_and_all_of_it_ends_the_stag
         recipe._ahead.collected(0, quiet(0), lambda spent, more: True)
 
 
+def test_where_nobody_scores_a_failure_is_told_once() -> None:
+    recipe, facts = talk(environment=TextEnvironment(stumbles, TOKENIZER, 8)), list[Fact]()
+    recipe._ahead.scorer = None
+    for step in range(2):
+        recipe._ahead._tell_failed("observe: it broke", 1, 3, Trace(facts.append, step))
+    [note] = facts
+    assert isinstance(note, Note)
+    assert note.message.startswith("observe: it broke; 1 of 3 samples end there, untrained; later ones are counted")
+
+
 def test_a_sample_of_several_sequences_is_refused_by_name() -> None:
     one = Trajectory.answer((1, 5), (7, 2), (-0.5, -0.5), truncated=False)
     group = Group(4, (Sampled(0, (one,)), Sampled(1, (one, one))))

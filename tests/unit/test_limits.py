@@ -191,3 +191,13 @@ def test_audit_24_requests_that_ended_give_their_bytes_and_places_back() -> None
 
     asyncio.run(uploads())
     assert not limits._held
+
+
+def test_an_upload_that_does_not_say_its_size_weighs_what_may_wait_of_it(bench: ServerBench) -> None:
+    digest = "sha256:" + "ab" * 32
+    said = f"host: x\r\nauthorization: Bearer {bench.tokens['ann']}\r\nupload-offset: 0\r\nupload-length: 900000"
+    with socket.create_connection(("127.0.0.1", bench.port)) as one:
+        one.sendall(f"PATCH {P}/blobs/{digest} HTTP/1.1\r\n{said}\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+        while ("user:ann", UPLOAD) not in bench.limits._held:
+            pass
+        assert bench.limits._held["user:ann", UPLOAD].bytes == 16 << 20

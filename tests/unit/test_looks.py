@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from control_bench import RUN, TRAIN_ONLY, Bench, Script, evaluate, train
-from posttrain.engine.models.initial import character_tokenizer
 from scipy import stats
 
 from posttrain.control import channels
@@ -27,6 +26,7 @@ from posttrain.domain.policies import ChannelPolicy, LookBudget, parse_policy
 from posttrain.domain.principals import Role
 from posttrain.engine.config import InitModelConfig, SuiteConfig
 from posttrain.engine.evaluation.evaluate import suite_items
+from posttrain.engine.models.loading import character_tokenizer
 from posttrain.preflight.datasets import Dataset
 from posttrain.store.attempts import AttemptFolder
 

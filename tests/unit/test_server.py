@@ -933,6 +933,20 @@ def test_who_follows_a_silent_run_hears_that_somebody_is_there(
             assert piece, heard
 
 
+def test_a_status_is_told_when_it_is_another_one(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.server.streams._SILENT", 0.0)
+    monkeypatch.setattr("posttrain.server.streams._EVERY", 0.0)
+    run_id = waiting(bench, "same-22222222")
+    head = f"GET {PROJECT}/runs/{run_id}/watch HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", bench.port)) as follower:
+        follower.sendall(head.encode())
+        heard = b""
+        while heard.count(b": still here") < 3:
+            heard += (piece := follower.recv(4096))
+            assert piece, heard
+    assert heard.count(b"event: status") == 1
+
+
 def test_a_run_with_its_stage_in_one_word_is_nothing_that_there_is(bench: ServerBench) -> None:
     with pytest.raises(NotFoundError, match="nothing called 'tiny/sft'; a run and its stage are two words"):
         remote_control(bench.url, KEY, "default").run("tiny/sft")

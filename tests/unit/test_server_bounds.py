@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,14 +20,17 @@ from typing import Any
 import pytest
 from console_bench import Browser
 from server_bench import Answer, ServerBench, served
+from starlette.types import Message
 
 from posttrain.domain.canonical import digest_json
+from posttrain.domain.errors import InputError, SlowError
 from posttrain.domain.principals import Role
 from posttrain.domain.records import RunRecord, StageRecord
-from posttrain.server import limits
-from posttrain.server.connections import MOST, most_of, quiet
+from posttrain.server import limits, requests
+from posttrain.server.connections import HEADER_SECONDS, MOST, Connection, Room, most_of, quiet
 from posttrain.server.console import visiting
 from posttrain.server.limits import ADOPT, BODY, LOGIN, UPLOAD, Most
+from posttrain.server.requests import timely, whole
 from posttrain.store.sessions import MOST as MOST_SESSIONS
 
 P = "/v1/projects/default"
@@ -308,3 +311,105 @@ def test_a_busy_server_says_so(bench: ServerBench, monkeypatch: pytest.MonkeyPat
 
 
 Full = {"available_tokens": 0, "statistics": lambda: SimpleNamespace(tasks_waiting=0)}
+
+
+# --- one by one -------------------------------------------------------------------------------------------------------
+
+
+class Opened:
+    """A socket of a descriptor."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.ended = number, False
+
+    def fileno(self) -> int:
+        return self.number
+
+    def shutdown(self, how: int) -> None:
+        self.ended = True
+
+
+class Known:
+    """A connection whose request was somebody's."""
+
+    known = True
+
+
+def test_who_has_the_descriptor_of_one_that_left_is_another() -> None:
+    room: Any = Room(2)
+    first, second, third, fourth, fifth = (Opened(number) for number in (5, 6, 5, 7, 8))
+    before = Known()
+    room.enter(first)
+    room.begun(5, before)
+    for one in (second, third, fourth):
+        room.enter(one)
+    assert [one.ended for one in (second, third, fourth)] == [True, False, False], "the oldest that is there"
+    room.enter(fifth)
+    assert [one.ended for one in (third, fourth, fifth)] == [True, False, False], "nobody's, whoever had it before"
+
+
+def test_no_byte_puts_the_deadline_of_a_request_off() -> None:
+    begun: list[float] = []
+
+    def call_later(seconds: float, does: Any) -> Any:
+        begun.append(seconds)
+        return SimpleNamespace(cancel=does)
+
+    loop = SimpleNamespace(call_later=call_later)
+    transport = SimpleNamespace(is_closing=lambda: False, abort=lambda: None)
+    one: Any = SimpleNamespace(transport=transport, cycle=None, _late=None, loop=loop)
+    one._unset = lambda: Connection._unset(one)
+    for _ in range(3):
+        Connection._look(one)
+    assert begun == [HEADER_SECONDS]
+    one.cycle = SimpleNamespace(response_complete=False)
+    Connection._look(one)
+    assert one._late is None, "while it is answered there is none"
+    one.cycle.response_complete = True
+    Connection._look(one)
+    assert begun == [HEADER_SECONDS] * 2
+
+
+def sending(pieces: Iterable[bytes]) -> Any:
+    """A request whose body comes in these pieces."""
+
+    async def stream() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+            await asyncio.sleep(0)
+
+    return SimpleNamespace(stream=stream)
+
+
+def test_a_body_has_a_most_to_the_byte() -> None:
+    assert asyncio.run(whole(sending([b"a" * 9, b"b"]), 10, "it")) == b"a" * 9 + b"b"
+    with pytest.raises(InputError, match="it must have at most 10 bytes"):
+        asyncio.run(whole(sending([b"a" * 9, b"bc"]), 10, "it"))
+
+
+def test_a_body_must_come_whole_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often something of it comes."""
+    monkeypatch.setattr(requests, "BODY_SECONDS", 0.0)
+    with pytest.raises(SlowError, match="it must come within 0 s"):
+        asyncio.run(whole(sending(b"" for _ in range(1000)), 10, "it"))
+
+
+def test_who_has_sent_everything_may_wait_for_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "PIECE_SECONDS", 0.0)
+
+    async def receive() -> Message:
+        if said:
+            return said.pop()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    async def both() -> list[str]:
+        received = timely(receive)
+        return [(await received())["type"] for _ in range(2)]
+
+    said: list[Message] = [{"type": "http.request", "more_body": False}]
+    assert asyncio.run(both()) == ["http.request", "http.disconnect"]
+    said = [{"type": "http.request", "more_body": True}]
+    with pytest.raises(SlowError, match="nothing of the request's body has come for 0 s"):
+        asyncio.run(both())

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
@@ -20,6 +21,7 @@ from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import CursorError, InputError
 from posttrain.domain.principals import Role
 from posttrain.domain.records import RunRecord
+from posttrain.server.calling import page
 
 P = "/v1/projects/default"
 
@@ -62,16 +64,16 @@ def test_pages_of_runs_are_the_list(bench: ServerBench, limit: int) -> None:
 def test_what_is_added_between_pages_moves_nothing(bench: ServerBench) -> None:
     add_runs(bench, range(10))
     before, found = control_of(bench.workspace).ids(100), []
-    for number, page in enumerate(pages(bench, "/run-ids", 3)):
-        found += page["items"]
+    for number, some in enumerate(pages(bench, "/run-ids", 3)):
+        found += some["items"]
         add_runs(bench, range(100 + 10 * number, 105 + 10 * number))  # newer ones
     assert found == before
     members, seen = bench.control(KEY), dict[str, str]()
     for number in range(8):
         members.set_member(f"user:m{number}", "viewer")
-    for number, page in enumerate(pages(bench, "/members", 2)):
-        assert not page["items"].keys() & seen.keys()
-        seen |= page["items"]
+    for number, some in enumerate(pages(bench, "/members", 2)):
+        assert not some["items"].keys() & seen.keys()
+        seen |= some["items"]
         members.set_member(f"user:a{number}", "viewer")  # before the place where the next page begins
     assert {f"user:m{number}" for number in range(8)} <= seen.keys()
 
@@ -91,6 +93,29 @@ def test_a_client_follows_pages(bench: ServerBench, monkeypatch: pytest.MonkeyPa
     assert there.tokens() == here.tokens()
     assert [one.run for one in there.ls(100)] == [one.run for one in here.ls(100)]
     assert len(here.tokens()) == 8
+
+
+@pytest.mark.parametrize("path", ["/run-ids", "/members"])
+def test_a_page_that_ends_with_its_list_has_none_behind_it(bench: ServerBench, path: str) -> None:
+    add_runs(bench, range(6))
+    for number in range(5):
+        bench.person(f"m{number}", Role.VIEWER)
+    whole = bench.ask("GET", f"{P}{path}").json["items"]
+    assert len(whole) == 6
+    assert [len(page["items"]) for page in pages(bench, path, 3)] == [3, 3]
+    assert [len(page["items"]) for page in pages(bench, path, 4)] == [4, 2]
+
+
+def test_lists_come_in_their_own_order_whatever_answers_them() -> None:
+    """The tenth sample of a group behind the second; and what a verb says in another order."""
+    ids = ["0.0.2", "0.0.10", "0.1.0", "10.0.0", "2.0.0"]
+    said = [SimpleNamespace(stage="sft", sample=SimpleNamespace(id=one)) for one in ids]
+    found, named = list[str](), dict[str, Any](limit=2)
+    while named.get("cursor", "") is not None:
+        one = page("samples", named, "default", lambda _: said)
+        found += [each.sample.id for each in one["items"]]
+        named["cursor"] = one["next"]
+    assert found == ["0.0.2", "0.0.10", "0.1.0", "2.0.0", "10.0.0"]
 
 
 @pytest.mark.parametrize("verb", sorted(LISTS))

@@ -21,7 +21,7 @@ from posttrain.domain.facts import Fact, Metric, Note, Progress, Sample, Span
 from posttrain.domain.jobs import Failure, InputBlob, JobOrder, JobResult, Output
 from posttrain.store.atomic import read_json, write_atomic
 from posttrain.store.attempts import AttemptFolder
-from posttrain.store.channel import ControlKind, Summary
+from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind, Summary
 from posttrain.store.event_writer import EventWriter
 
 DIGEST = "sha256:" + "a" * 64
@@ -270,6 +270,42 @@ def test_samples_too_are_written_with_the_progress_of_their_step(attempt: Attemp
         assert attempt.recorded_samples() == []
         sink(Progress(1, 2, "grpo", 10, 1.0))
         assert len(attempt.recorded_samples()) == 1
+
+
+def test_who_sees_a_steps_progress_finds_its_samples(attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, append = [], AttemptChannel.append
+
+    def noted(self: AttemptChannel, stream: str, number: int, data: bytes) -> None:
+        written.append(stream)
+        append(self, stream, number, data)
+
+    monkeypatch.setattr(AttemptChannel, "append", noted)
+    with EventWriter(attempt, seconds=0.0) as sink:
+        sink(sample("0.0.0"))
+        sink(Progress(1, 2, "grpo", 10, 1.0))
+        assert written == [SAMPLES, EVENTS]
+
+
+def test_so_many_facts_and_samples_wait_and_no_more(attempt: AttemptFolder) -> None:
+    with EventWriter(attempt, most=4, seconds=1e9) as sink:
+        for number in range(3):
+            sink(sample(f"0.0.{number}"))
+        assert attempt.recorded_samples() == []
+        sink(Metric(1, {}, 0.0))
+        assert (len(attempt.recorded_samples()), attempt.facts()) == (3, ([Metric(1, {}, 0.0)], 1))
+
+
+def test_no_segment_is_larger_than_may_be_read_at_once(attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [Metric(step, {"loss": 1.0}, 0.0) for step in range(5)]
+    with EventWriter(attempt, seconds=1e9) as sink:
+        sink(told[0])
+    size = (attempt.events / "000001.jsonl").stat().st_size
+    monkeypatch.setattr("posttrain.store.event_writer.LINE", 2 * size)
+    with EventWriter(attempt, seconds=1e9) as sink:
+        for fact in told[1:]:
+            sink(fact)
+    assert [path.stat().st_size for path in sorted(attempt.events.glob("*.jsonl"))] == [size, 2 * size, 2 * size]
+    assert attempt.facts()[0] == told
 
 
 def test_numbering_goes_on_where_another_writer_stopped(attempt: AttemptFolder) -> None:

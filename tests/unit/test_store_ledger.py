@@ -22,6 +22,7 @@ from posttrain.domain.errors import (
     InfrastructureError,
     InputError,
     NotFoundError,
+    PolicyError,
     QuarantinedError,
     StaleWriteError,
 )
@@ -258,6 +259,50 @@ def test_audit_24_a_look_that_failed_at_a_run_that_had_ended_leaves_no_row(ledge
     assert queue.rows() == []
 
 
+def test_leases_are_renewed_and_let_go_of_those_that_are_meant(ledger: Ledger, clock: HeldClock) -> None:
+    for number in range(1, 4):
+        submit(ledger, a_run(f"run{number}", repeat=number))
+    a, b = WorkQueue(ledger, "a", lease=10.0), WorkQueue(ledger, "b", lease=10.0)
+    assert [one.object for one in (*a.claim(limit=2), *b.claim())] == ["run1", "run2", "run3"]
+    clock.time += 5.0
+    a.renew()
+    assert [row.lease_until for row in a.rows(RUN)] == [1015.0, 1015.0, 1010.0]
+    b.release(["run1", "run2"])
+    a.release(["run1"])
+    assert [row.lease_owner for row in a.rows(RUN)] == [None, "a", "b"]
+
+
+def test_failures_in_a_row_are_counted_from_the_first_until_a_look_goes_well(ledger: Ledger, clock: HeldClock) -> None:
+    submit(ledger)
+    queue = WorkQueue(ledger, "a")
+    for count in (1, 2, 3):
+        (held,) = queue.claim(early=True)
+        failed = queue.failed(RUN, "run1", "it broke", "where", 3.0, held=held)
+        assert (failed.failures, failed.failed_since) == (count, 1000.0)
+        clock.time += 1.0
+    (held,) = queue.claim(early=True)
+    assert queue.give_back(held, 5.0)
+    (row,) = queue.rows(RUN)
+    assert (row.failures, row.failed_since, row.error, row.traceback) == (0, None, "", "")
+
+
+def test_what_was_set_aside_is_looked_at_at_once_when_somebody_asks(ledger: Ledger) -> None:
+    submit(ledger)
+    queue = WorkQueue(ledger, "a")
+    for ask in ("of the queue", "of the run"):
+        assert queue.give_back(queue.claim(early=True)[0])
+        queue.failed(STAGE, "run1/train", "it broke", "", None)
+        assert queue.due() == set()
+        if ask == "of the run":
+            with ledger.transaction("ann") as transaction:
+                transaction.look_again("run1")
+        else:
+            queue.revive(STAGE, "run1/train")
+        assert queue.due() == {"run1"}, "its stages are looked at with it"
+        (stage,) = queue.rows(STAGE)
+        assert (stage.dead_at, stage.failures, stage.due_in <= 0.0) == (None, 0, True)
+
+
 def test_renewing_a_lease_makes_nobodys_copy_stale_but_a_successors_write_does(
     ledger: Ledger, clock: HeldClock
 ) -> None:
@@ -291,6 +336,17 @@ def test_runs_are_found_as_a_person_names_them(ledger: Ledger) -> None:
         ledger.run("abc")
 
 
+def test_runs_of_one_moment_have_an_order_and_pages_follow_it(ledger: Ledger) -> None:
+    """Whatever order they came in: by repetition, then by id."""
+    for number, (run_id, repeat) in enumerate([("b", 2), ("c", 1), ("a", 1), ("d", 3), ("e", 1)]):
+        manifest = "sha256:" + f"{number:x}" * 64
+        submit(ledger, dataclasses.replace(a_run(run_id, repeat=repeat), manifest_digest=manifest))
+    order = ["d", "b", "e", "c", "a"]
+    assert [run.id for run in ledger.runs()] == order
+    for at, run_id in enumerate(order):
+        assert [run.id for run in ledger.runs(limit=2, before=run_id)] == order[at + 1 : at + 3]
+
+
 def test_asset_versions_are_counted_immutable_and_idempotent(ledger: Ledger) -> None:
     with ledger.transaction("ann") as transaction:
         first = transaction.insert_asset(an_asset(rows=3))
@@ -320,6 +376,21 @@ def test_a_missing_asset_says_which_there_are(ledger: Ledger) -> None:
         ledger.asset("dataset", "trian")
     with pytest.raises(NotFoundError, match="no reward at all"):
         ledger.asset("reward", "exact")
+
+
+def test_a_model_is_promoted_under_the_policy_that_it_was_judged_under(ledger: Ledger) -> None:
+    mine, others = "sha256:" + "e" * 64, "sha256:" + "f" * 64
+    with ledger.transaction("ann") as transaction:
+        transaction.append_release("prod", MODEL, "run1", "promote", expected=0, policy=mine)
+        record = transaction.snapshot.channel_record("prod")
+        transaction.set_channel(record, "channel.policy_set", policy=mine, size=1)
+    for policy in (None, others):
+        with pytest.raises(PolicyError, match="its policy is sha256:e"), ledger.transaction("bob") as transaction:
+            transaction.append_release("prod", OTHER, "run2", "promote", expected=1, policy=policy)
+    with ledger.transaction("bob") as transaction:
+        transaction.append_release("prod", OTHER, "run2", "promote", expected=1, policy=mine)
+        transaction.append_release("prod", MODEL, None, "rollback", expected=2)
+    assert [entry.action for entry in ledger.history("prod")] == ["promote", "promote", "rollback"]
 
 
 def test_a_channel_moves_only_from_where_one_saw_it(ledger: Ledger, clock: HeldClock) -> None:

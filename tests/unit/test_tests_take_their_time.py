@@ -26,6 +26,7 @@ POLL = "a look in a loop whose deadline is minutes away"
 NEVER = "what it waits for never comes, so the shorter the better"
 SAID = "a number that is said or stored; nobody waits so long"
 PAST = "a moment long ago"
+TURN = "others have their turn; no time passes"
 ALLOWED = {
     ("e2e/test_fuzz.py", "time.sleep(0.02)"): "a reward's own work",
     ("e2e/test_budget.py", "time.sleep(0.01)"): POLL,
@@ -122,6 +123,9 @@ ALLOWED = {
     ): PAST,
     ("unit/test_cli_erase.py", "ledger = Ledger(Database(file, busy_seconds=0.2))"): NEVER,
     ("unit/test_server_forwarding.py", 'monkeypatch.setattr("posttrain.server.forwarding._FIRST_SECONDS", 0.5)'): NEVER,
+    ("unit/test_server_bounds.py", "await asyncio.sleep(0)"): TURN,
+    ("unit/test_server_workers.py", "await asyncio.sleep(0)"): TURN,
+    ("unit/test_underway.py", "await asyncio.sleep(0)"): TURN,
     ("unit/test_store_database.py", 'second = Database(tmp_path / "l.db", busy_seconds=0.05)'): NEVER,
     (
         "unit/test_web_trace.py",

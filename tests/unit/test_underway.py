@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +22,10 @@ from posttrain.api.values import Asked
 from posttrain.app.embedded.control import Embedded
 from posttrain.client.blobs import Sender
 from posttrain.client.transport import Transport
-from posttrain.domain.errors import InputError, StoppedError
+from posttrain.domain.errors import BusyError, InputError, StoppedError
 from posttrain.domain.principals import Role
-from posttrain.server.underway import Once, Running, Underway, asked_of, request_id
+from posttrain.server import underway
+from posttrain.server.underway import KEPT_SECONDS, Once, Running, Underway, asked_of, request_id
 from posttrain.server.workers import Asking, Workers
 from posttrain.store.hosts import Hosts
 from posttrain.store.operations import BEAT_SECONDS, SILENT_SECONDS, Operations, Repeats
@@ -415,6 +418,92 @@ def test_what_came_of_one_is_not_kept_for_ever(bench: ServerBench, monkeypatch: 
     held.go.set()
     while known._all:
         pass
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A clock that moves when told; a server keeps three operations, and looks at them all the time."""
+    monkeypatch.setattr(underway, "MOST", 3)
+    monkeypatch.setattr(underway, "_LOOK", 0.0)
+    now = SimpleNamespace(at=1000.0)
+    monkeypatch.setattr(underway, "time", SimpleNamespace(monotonic=lambda: now.at))
+    return now
+
+
+WHO: Any = SimpleNamespace(project="default", identity=SimpleNamespace(principal="user:ann"))
+
+
+def test_the_operation_that_ended_first_makes_room(alone: Any) -> None:
+    async def goes(known: Underway) -> list[str]:
+        seen = []
+        ends = {name: asyncio.Event() for name in "abcde"}
+
+        def begin(name: str) -> Running:
+            async def carry(asking: Asking) -> bytes:
+                await ends[name].wait()
+                return b"1"
+
+            found = known.begin(WHO, name, "add_dataset", name, carry)
+            seen.append("".join(sorted(known._all)))
+            return found
+
+        async def end(one: Running) -> None:
+            alone.at += 1.0
+            ends[one.id].set()
+            while one.ended is None:
+                await asyncio.sleep(0)
+
+        first, second, _ = begin("a"), begin("b"), begin("c")
+        with pytest.raises(BusyError, match="carries out 3 operations"):
+            begin("d")
+        await end(second)
+        await end(first)
+        begin("d")
+        begin("e")
+        for task in (*known._watches, *(one.task for one in known._all.values())):
+            task.cancel()
+        return seen
+
+    known = Underway(None)  # type: ignore[arg-type]
+    assert asyncio.run(goes(known)) == ["a", "ab", "abc", "acd", "cde"]
+
+
+def test_what_came_of_one_is_kept_from_the_last_look_on(alone: Any) -> None:
+    async def goes(known: Underway) -> list[bool]:
+        async def carry(asking: Asking) -> bytes:
+            return b"1"
+
+        async def kept() -> bool:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            return known.carries_out("a")
+
+        known.begin(WHO, "a", "add_dataset", "a", carry)
+        found = [await kept()]
+        alone.at += KEPT_SECONDS - 1.0
+        assert known.find("a", "user:ann", "default") is not None
+        alone.at += KEPT_SECONDS - 1.0
+        found.append(await kept())
+        alone.at += 1.0
+        return [*found, await kept()]
+
+    assert asyncio.run(goes(Underway(None))) == [True, True, False]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        ("respond-async", 10.0),
+        ("respond-async, wait=0", 0.0),
+        ("wait=29, respond-async", 29.0),
+        ("respond-async, wait=9999", 30.0),
+        ("wait=5", None),
+        ("", None),
+    ],
+)
+def test_a_request_waits_as_it_says_and_not_for_ever(said: str, seconds: float | None) -> None:
+    asked: Any = SimpleNamespace(headers={"prefer": said})
+    assert underway.wait_of(asked) == seconds
 
 
 def test_a_client_waits_and_a_server_may_be_another_one_meanwhile(

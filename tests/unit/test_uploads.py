@@ -14,7 +14,7 @@ from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import ConflictError, DeadlineError, InputError
 from posttrain.domain.principals import Role
 from posttrain.server.uploads import Arriving, _blocks
-from posttrain.store.parts import LEAST, PART, Parts, PartStore
+from posttrain.store.parts import LEAST, PART, Parts, PartStore, forget_parts
 
 DATA = b"0123456789" * 100_000
 HALF = 600_000
@@ -216,3 +216,34 @@ def test_what_comes_is_cut_into_parts_and_kept_where_it_stops() -> None:
         next(found)
     with pytest.raises(InputError):
         list(_blocks([b"a" * 5], 4, "x"))
+
+
+def test_wrong_bytes_give_nobody_what_another_project_has(bench: ServerBench) -> None:
+    """Whoever knows a digest and sends something else under it has nothing of it."""
+    bench.workspace.blobs.put(DATA)
+    put(bench, b"x" * HALF, 0)
+    assert put(bench, DATA[HALF:], HALF).json["type"] == "urn:posttrain:problem:upload"
+    assert bench.ask("GET", PATH + "/state").json == {"held": False, "offset": 0}
+    assert bench.ask("GET", PATH).status == 404
+
+
+def test_an_upload_is_forgotten_when_nothing_was_added_for_long(parts: Parts, bench: ServerBench) -> None:
+    ledger = bench.workspace.ledger
+    parts.add(DIGEST, len(DATA), 0, DATA[:LEAST])
+    between = ledger.clock.now()
+    while ledger.clock.now() == between:
+        pass
+    parts.add(DIGEST, len(DATA), LEAST, DATA[LEAST:HALF])
+    assert forget_parts(ledger, between) == [], "it goes on"
+    after = ledger.clock.now() + 1.0
+    gone = forget_parts(ledger, after, dry_run=True)
+    assert (len(gone), parts.sizes(DIGEST)) == (2, {len(DATA): HALF})
+    assert forget_parts(ledger, after) == gone
+    assert parts.sizes(DIGEST) == {}
+
+
+def test_an_upload_that_is_refused_at_once_is_heard_out(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More pieces come than wait to be written, and nobody writes them."""
+    monkeypatch.setattr("posttrain.server.blobs._CHUNK", 1 << 10)
+    answer = put(bench, DATA, 7, 2 * len(DATA))
+    assert (answer.status, answer.json["type"]) == (409, "urn:posttrain:problem:conflict")
