@@ -116,7 +116,7 @@ class ChannelView:
     states: Mapping[str, ReleaseState]  # model digest → what has become of it
     deployments: tuple[Deployment, ...]
     quarantine: tuple[Quarantine, ...]
-    looks: tuple[Look, ...]  # evaluations of the items that judged the live release
+    looks: tuple[Look, ...]  # evaluations of the data that judged the live release
     frozen: Event | None  # of the freeze that holds; None: it may move
 
 

@@ -25,16 +25,6 @@ def measured_suites(stage: StageManifest) -> Iterator[tuple[str, InputRef]]:
             yield slot.removeprefix(SUITES), ref
 
 
-def item_id(text: str, answer: str | None) -> str:
-    """The name of an item of a suite: equal rows of any data sets are one item.
-
-    Args:
-        text: its prompt as one text.
-        answer: None: a reward scores it.
-    """
-    return digest_json({"prompt": text, "answer": answer})
-
-
 def suite_evaluator(stage: StageManifest, code: Mapping[str, str], suite: str) -> str:
     """The digest of what measures one suite of a stage.
 

@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from posttrain.domain.canonical import digest_json
+
 
 @dataclass(frozen=True, slots=True)
 class ItemRange:
@@ -60,3 +62,13 @@ def better(metric: str) -> Literal["higher", "lower"] | None:
     if quantity == "truncated":
         return "lower"
     return None if quantity == "response_tokens" else "higher"
+
+
+def item_id(text: str, answer: str | None) -> str:
+    """The name of an item of a suite: equal rows of any data sets are one item.
+
+    Args:
+        text: its prompt as one text.
+        answer: None: a reward scores it.
+    """
+    return digest_json({"prompt": text, "answer": answer})

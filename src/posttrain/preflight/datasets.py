@@ -11,9 +11,8 @@ from posttrain.control.planning import Count, Planned
 from posttrain.control.selecting import dataset_slots, selects
 from posttrain.data.contamination import contamination
 from posttrain.data.rows import Row, demonstrations, has_answer, prompt_text, repeated_rows
-from posttrain.domain.evaluators import item_id
 from posttrain.domain.manifest import InputRef
-from posttrain.domain.measures import compares
+from posttrain.domain.measures import compares, item_id
 from posttrain.domain.runspec import RunSpec
 from posttrain.preflight.fitting import located, read_dataset
 from posttrain.workspace.opened import OpenWorkspace

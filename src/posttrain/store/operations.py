@@ -102,18 +102,18 @@ class Operations:
     def find(self, number: str, project: str, principal: str) -> Begun | None:
         """Somebody's operation that this server does not carry out, at which they look now; None: they have none."""
         mine = _of(number, project, principal)
-        with self._database.read() as connection:
+        with self._database.of(project).read() as connection:
             found = self._read(connection, mine)
             unseen = (now_in(connection, self._clock) - operations.c.looked_at) >= _LOOKED_SECONDS
             look = connection.execute(select(operations.c.id).where(mine, unseen)).first() is not None
         if look:
-            with self._database.write() as connection:
+            with self._database.of(project).write() as connection:
                 connection.execute(update(operations).where(mine).values(looked_at=now_in(connection, self._clock)))
         return found
 
     def cancel(self, number: str, project: str, principal: str) -> None:
         """Ask whoever carries it out to carry it out no further."""
-        with self._database.write() as connection:
+        with self._database.of(project).write() as connection:
             connection.execute(update(operations).where(_of(number, project, principal)).values(ending=1))
 
     def _read(self, connection: Connection, which: ColumnElement[bool]) -> Begun | None:

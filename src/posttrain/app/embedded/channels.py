@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace
     from posttrain.control.downstream import Downstream
     from posttrain.control.lineage import Node
-    from posttrain.control.stores import Stores
     from posttrain.control.verifying import VerifyReport
     from posttrain.domain.approvals import Standing
     from posttrain.domain.policies import PinnedPolicy
     from posttrain.domain.records import AttemptRecord, ChannelRecord, Event, Look, ReleaseEntry
+    from posttrain.store.ledger import Ledger
     from posttrain.trackers.tracking import TrackerState
     from posttrain.views.moves import Move
 
@@ -58,7 +58,7 @@ class Channels:
             release_states(history),
             tuple(ledger.deployments(name)),
             tuple(ledger.quarantine(name)),
-            _looks_at_items_of(self.workspace.stores, live),
+            _looks_at_items_of(ledger, live),
             next(reversed(self.channel_events(name, "channel.frozen")), None) if record.frozen else None,
         )
 
@@ -199,19 +199,21 @@ class Channels:
         return record
 
 
-def _looks_at_items_of(stores: Stores, live: ReleaseEntry | None) -> tuple[Look, ...]:
-    """Every evaluation of the items that the live release was judged on, oldest first."""
+def _looks_at_items_of(ledger: Ledger, live: ReleaseEntry | None) -> tuple[Look, ...]:
+    """Every evaluation of the data that the live release was judged on, oldest first.
+
+    The gate also counts evaluations of other files with the same items: finding these takes reading results.
+    """
     if live is None or live.run_id is None:
         return ()
-    from posttrain.control.looks import evaluations
     from posttrain.domain.edges import stage_end
     from posttrain.domain.evaluators import SUITES
     from posttrain.domain.kinds import kind_of
 
-    with stores.ledger.snapshot() as now:
+    with ledger.snapshot() as now:
         ends = [stage_end(row.run_id, row.name) for row in now.stages(live.run_id) if kind_of(row.kind).measures]
         items = {edge.digest for edge in now.used(*ends) if edge.slot.startswith(SUITES)}
-    found = {look for digest in items for look in evaluations(stores, digest)}
+        found = {look for digest in items for look in now.looks(digest) if kind_of(look.kind).measures}
     return tuple(sorted(found, key=lambda look: (look.at, look.run_id, look.stage)))
 
 

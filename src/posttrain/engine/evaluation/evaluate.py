@@ -18,9 +18,8 @@ from typing import Any, Protocol, final
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.domain.errors import BudgetExceededError, InputError
-from posttrain.domain.evaluators import item_id
 from posttrain.domain.jobs import tokens_short
-from posttrain.domain.measures import ItemRange, compares
+from posttrain.domain.measures import ItemRange, compares, item_id
 from posttrain.domain.seeds import derive_seed
 from posttrain.engine.algorithms.passk import pass_at_k
 from posttrain.engine.config import SuiteConfig
