@@ -52,6 +52,7 @@ DECIDES_NOTHING = {
     "store/endpoints.py": "whether a store's address is one",
     "store/event_writer.py": "keeps what is said",
     "store/holding.py": "who may delete what is kept",
+    "store/scratch.py": "where temporary files lie",
     "store/trees.py": "keeps bytes, known by their digest",
 }
 

@@ -19,9 +19,9 @@ import pytest
 from cli_world import World, make_world
 
 from posttrain.domain.errors import WorkspaceError
-from posttrain.store.atomic import scratch
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
+from posttrain.store.scratch import scratch
 
 NOBODY = 65534
 

@@ -1,4 +1,7 @@
-"""Which role somebody has in a project."""
+"""Which role somebody has in a project.
+
+Whether a token is good at this moment, however somebody shows it.
+"""
 
 from __future__ import annotations
 

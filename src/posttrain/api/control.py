@@ -2,6 +2,10 @@
 
 What is asked for is words, numbers and files of this machine; what is answered are values (`api.values`, `domain`).
 Nobody on this side of the wall knows whether there is a ledger. `posttrain.app.embedded` answers in this process.
+
+What is asked of sinks: where events go, how each stands, and what a person does about it.
+
+What `Control` gives to whoever looks at a run again and again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Approving and recalling of registered versions."""
+"""Approving and recalling of registered versions.
+
+Runs that other programs made, registered: `posttrain import`.
+"""
 
 from __future__ import annotations
 

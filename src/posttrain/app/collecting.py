@@ -1,4 +1,7 @@
-"""Garbage collection of a workspace: artifacts that nobody needs, and what else accumulates beside them."""
+"""Garbage collection of a workspace: artifacts that nobody needs, and what else accumulates beside them.
+
+Erasing words from a workspace, and saying where copies of them are that no command empties.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,12 @@ from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import ConflictError, InputError, IntegrityError
 from posttrain.domain.principals import NOBODY
 from posttrain.domain.records import DEFAULT_PROJECT
-from posttrain.store.atomic import files_below, scratch
+from posttrain.store.atomic import files_below
 from posttrain.store.blobs import ObjectBlobs, open_blobs
 from posttrain.store.direct import open_direct
 from posttrain.store.erasure import Erased, erase_principal, erase_subject
 from posttrain.store.parts import PartStore, forget_noted, forget_parts, named_parts
+from posttrain.store.scratch import scratch
 from posttrain.store.sweeping import PATIENCE, Marker, ended_runs, forget_answers, sweep
 from posttrain.trackers.tracking import describe, of_workspace
 

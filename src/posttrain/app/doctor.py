@@ -1,6 +1,8 @@
 """Whether this machine and this workspace are fit to run: each check with its finding and what to do about it.
 
 Nothing here imports the engine: versions come from package metadata, and torch or Ray are asked in another process.
+
+Whether the server of a workspace, and what it needs, are fit: what `doctor` says of them.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.records import StageRecord
 from posttrain.domain.rendering import CONFIG, is_classifier
 from posttrain.execution.foreground import answers
-from posttrain.store.atomic import scratch, sync_folder, sync_tree, unwritable
+from posttrain.store.atomic import sync_folder, sync_tree, unwritable
+from posttrain.store.scratch import scratch
 from posttrain.store.trees import tree_listing
 from posttrain.views.reporting import tree_lines
 from posttrain.web.card import ModelCard, ScoreLine, StageLine, render_card

@@ -1,4 +1,9 @@
-"""From run files to runs: plan them, submit them, drive them."""
+"""From run files to runs: plan them, submit them, drive them.
+
+What `posttrain plan` shows: the manifest, what is cached, what it will cost, whether its gates can tell.
+
+Nothing here writes.
+"""
 
 from __future__ import annotations
 

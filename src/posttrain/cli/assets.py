@@ -1,4 +1,7 @@
-"""`asset`: register versions, look them up, approve and recall them."""
+"""`asset`: register versions, look them up, approve and recall them.
+
+`import trl-output`, `import mlflow`, `import wandb-export`: runs that other programs made.
+"""
 
 from __future__ import annotations
 

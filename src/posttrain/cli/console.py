@@ -1,4 +1,7 @@
-"""How commands write: a console that honours NO_COLOR and pipes, JSON for programs, words for people."""
+"""How commands write: a console that honours NO_COLOR and pipes, JSON for programs, words for people.
+
+Completions that are looked up only when a shell asks for them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""`run`, `attach`, `retry`, `stop`: whoever calls them drives the run until it ends, or leaves it."""
+"""`run`, `attach`, `retry`, `stop`: whoever calls them drives the run until it ends, or leaves it.
+
+What ends a command that drives a run before the run has ended, and what becomes of the run then.
+
+| what | what is done |
+|---|---|
+| `--detach` | a background driver takes the run; the command ends with 0 |
+| Ctrl-C on a terminal | the same; the command ends with 130. While somebody else drives the run, it only leaves |
+| SIGINT without a terminal, SIGTERM, SIGHUP | nothing is started: jobs that run go on, the stages after them wait |
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`promote`, `rollback`, `lineage`, `verify`: what is live, where it came from, and the proof."""
+"""`promote`, `rollback`, `lineage`, `verify`: what is live, where it came from, and the proof.
+
+`approve`, `reject`: what a channel's policy leaves to people.
+"""
 
 from __future__ import annotations
 

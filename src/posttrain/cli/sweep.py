@@ -1,4 +1,7 @@
-"""`sweep`: one run file under several settings and seeds, in one table."""
+"""`sweep`: one run file under several settings and seeds, in one table.
+
+`compare`: runs or evaluate stages side by side.
+"""
 
 from __future__ import annotations
 

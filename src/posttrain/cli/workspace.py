@@ -1,4 +1,7 @@
-"""`init`, `upgrade`, `erase` and `doctor`."""
+"""`init`, `upgrade`, `erase` and `doctor`.
+
+`gc`, `backup` and `restore`: what nobody needs is deleted, what is needed is kept twice.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Large ones go directly to the server's store and come from there, where it has such a way; where that fails a person is
 told, and they go through the server.
+
+A run file with the local files that it names, sent to a server, which plans and sees no path of this machine.
 """
 
 from __future__ import annotations

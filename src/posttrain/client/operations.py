@@ -1,4 +1,7 @@
-"""Waiting for what a server carries out longer than a connection waits."""
+"""Waiting for what a server carries out longer than a connection waits.
+
+Waiting for a run that a server drives.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a person asks for: stop, send a signal, retry, promote, roll back."""
+"""What a person asks for: stop, send a signal, retry, promote, roll back.
+
+What people say of what was asked for: they approve it, or reject it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How an attempt ends: what its job left is published, what it cost is billed, the rows say what follows."""
+"""How an attempt ends: what its job left is published, what it cost is billed, the rows say what follows.
+
+At most one job of an attempt computes, and none of one that ended: by the attempt's `start` object.
+"""
 
 from __future__ import annotations
 

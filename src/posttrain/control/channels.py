@@ -1,4 +1,7 @@
-"""What a person says of a channel: its policy, whether it is protected, whether it is frozen."""
+"""What a person says of a channel: its policy, whether it is protected, whether it is frozen.
+
+Where everything stands that was asked for: reads only, and loads nothing that judges.
+"""
 
 from __future__ import annotations
 

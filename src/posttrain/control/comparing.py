@@ -1,4 +1,7 @@
-"""Several evaluations side by side: what each scored, and by how much it differs from the first, item by item."""
+"""Several evaluations side by side: what each scored, and by how much it differs from the first, item by item.
+
+What differs between two runs: their manifests, field by field, with the story of each changed asset.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 `decide_run`, `decide_stage` and `settle` say in values (`control.orders`) what `control.actuator` then does. Nothing
 here reads or writes anything, so that a decision can be tried on any rows, and two drivers that see the same decide the
 same. An order names the rows that it was decided on: whoever carries it out compares and sets.
+
+Whether another attempt would help.
 """
 
 from __future__ import annotations

@@ -1,4 +1,13 @@
-"""From released weights back to prompts, reward source, base model and manifest."""
+"""From released weights back to prompts, reward source, base model and manifest.
+
+Models that runs of this workspace made, by the words people have for them: `channel:prod`, `channel:prod@3`,
+`run:sort-b0ed9b49/sft`, `run:sort-b0ed9b49/grpo/best`, `model:sort/sft@2`.
+
+A word that moves (a channel, a run's name) is pinned when it is read: the manifest holds the release or the run that it
+meant then, and the word beside it.
+
+What stages of runs used and made, and what that is registered as: read from edges, once for each run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The registry of versioned assets: adding them, and resolving the refs of a run file to pinned inputs."""
+"""The registry of versioned assets: adding them, and resolving the refs of a run file to pinned inputs.
+
+What can be said of a data set before it is registered: one look at each row, of which one is in memory.
+"""
 
 from __future__ import annotations
 

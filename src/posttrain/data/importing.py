@@ -23,7 +23,8 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import Asset
 from posttrain.foreign.outside import Named, OutsideRun, Points
-from posttrain.store.atomic import scratch, unwritable
+from posttrain.store.atomic import unwritable
+from posttrain.store.scratch import scratch
 from posttrain.store.trees import file_digest, put_files, put_tree
 
 RECORD = "posttrain.import/1"

@@ -3,6 +3,8 @@
 The append-only history numbers releases; the channel's deployment says which of them is live. A rollback quarantines
 the model that it takes off, and a bare one goes to the newest release that is not quarantined: a second one goes
 further back and never returns to the model that the first one left.
+
+A run's gates under the policy of its channel: a run may add gates and make them stricter, never weaker.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Amounts of memory as a run file writes them: `40GiB`, `512MiB`, `16GB`, or a number of bytes."""
+"""Amounts of memory as a run file writes them: `40GiB`, `512MiB`, `16GB`, or a number of bytes.
+
+Lengths of time as a run file writes them: `90s`, `10m`, `2h`, `1d`.
+"""
 
 from __future__ import annotations
 

@@ -36,6 +36,8 @@
 
 Exit 0 is success, 1 an unexpected error (a bug in Posttrain), 130 a detached Ctrl-C. The message is one line: what,
 the constraint, the offending value, the next action. Whether a retry can help is in the type (`retryable`).
+
+What somebody may have meant who wrote a name that nobody knows.
 """
 
 from __future__ import annotations

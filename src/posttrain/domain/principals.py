@@ -1,4 +1,7 @@
-"""Principals, who act: `user:ann`, `service:ci`. What their names must be, and whom a person's word may mean."""
+"""Principals, who act: `user:ann`, `service:ci`. What their names must be, and whom a person's word may mean.
+
+Roles in a project: each may do what those before it may.
+"""
 
 from __future__ import annotations
 

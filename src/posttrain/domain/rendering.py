@@ -6,6 +6,15 @@ the same files. Rows are rendered one after the other and their texts encoded to
 out, and which row is refused first and why, is the same as if each row were encoded before the next one is looked at.
 What a template renders is checked to be a prefix of what it renders one turn later, because a template that rewrites
 earlier turns would train on tokens that are never seen in use.
+
+Strings that end a response: which may be asked for.
+
+A limit on what foreign text, run as a program, may take: chat templates.
+
+An exception is put into the thread that runs it, so it ends what Python executes step by step; a single operation in C
+is not interrupted, and who runs such text must forbid the long ones.
+
+What a model says of itself in its `config.json`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 One background driver serves the runs of one workspace that were given to it from one environment: what jobs inherit
 (CUDA_VISIBLE_DEVICES, HF_HOME, …), the interpreter and the sources of Posttrain are what they were where it was typed.
+
+The environment that a background driver and its jobs have: that of the command which gave the run away.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Everything here is frozen. A batch is packed: its documents lie end to end in one row of tokens, with no padding between
 them, so the dense layers of a model compute on useful tokens only. Which tokens belong together is in `lengths`.
+
+What models are asked to predict, and their answers.
 """
 
 from __future__ import annotations

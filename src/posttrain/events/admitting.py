@@ -3,6 +3,8 @@ secrets are whose project's.
 
 Whoever may add a sink is not whoever owns the server's network: without this a webhook could be pointed at what only
 the server reaches, such as a cloud's metadata.
+
+Connections that sinks open: to an address that may be reached, within bounded time, ended when that is over.
 """
 
 from __future__ import annotations

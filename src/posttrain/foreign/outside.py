@@ -1,6 +1,13 @@
 """A run that another program made, as its files tell of it: what every reader in this room gives.
 
 Readers look at a folder and change nothing; no pickle is opened and no code of the folder is run.
+
+An outside run that was read on one machine, as a folder that is registered on another.
+
+::
+
+    run.json        what the reader found, with the names that the files below have
+    files/0/NAME …  the files and folders that it names
 """
 
 from __future__ import annotations

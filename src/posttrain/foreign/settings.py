@@ -1,6 +1,8 @@
 """The settings that a file of another trainer writes down, by their dotted names: YAML, shell commands, Python.
 
 A Python script is parsed, never executed: what it computes is not a setting.
+
+A run file in the making, and what must be said of it.
 """
 
 from __future__ import annotations

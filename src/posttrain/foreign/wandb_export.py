@@ -1,5 +1,7 @@
 """A W&B run as files: the folder of a run (`run-ID.wandb`, read with the wandb package), or an export of its history
 (CSV, JSONL or Parquet with `_step`) with its configuration.
+
+wandb's file of a run: LevelDB's log format behind a header. Its records are protobuf, which the package reads.
 """
 
 from __future__ import annotations

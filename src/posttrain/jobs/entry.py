@@ -5,6 +5,8 @@ A job's first act is the attempt's `start`: where another process has that, or a
 without an answer means that the process was lost. A failure is one line in the answer and a full traceback in the log.
 Nothing here imports torch: OpenMP reads its settings when torch is loaded, so they are set first. Then `lazily` imports
 what the job does (`bodies`), the one place where an import waits.
+
+What a program does that answers somebody who waits (`execution.foreground`): read the question, answer in lines.
 """
 
 from __future__ import annotations

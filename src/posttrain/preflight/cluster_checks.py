@@ -2,6 +2,8 @@
 
 To be run on every machine of a cluster. Nothing here looks at the world (`cluster_facts` does), so that every bad case
 can be tested.
+
+What a check of `doctor` says.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Before anything runs: the data sets of a run, and what is odd about them: repeated rows, suites seen in training."""
+"""Before anything runs: the data sets of a run, and what is odd about them: repeated rows, suites seen in training.
+
+How many documents a data set of a run file has, before anything runs.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,12 @@
 """Before anything runs: do the rows of a run's data sets fit its base model and its stages?
 
 A fit is remembered in the workspace's cache by what it depends on, so that submitting again costs nothing.
+
+How long the documents of a stage are: by the tokenizer of the model it starts from, else by their characters.
+
+A model that the run makes from nothing has no tokenizer yet. Its own will have a token for every character, three for a
+chat turn's marks and one for the end of an answer, so that is what is counted for it; of a model whose tokenizer cannot
+be read here, a vocabulary of words needs a quarter of that.
 """
 
 from __future__ import annotations
@@ -39,7 +45,8 @@ from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.rewards import TURNS, scored_slot
 from posttrain.domain.runspec import RunSpec
 from posttrain.preflight.rewarding import bytes_of, read_reward, registered_otherwise
-from posttrain.store.atomic import make_folder, scratch, write_atomic
+from posttrain.store.atomic import make_folder, write_atomic
+from posttrain.store.scratch import scratch
 from posttrain.store.trees import materialise, tree_listing
 from posttrain.workspace.opened import OpenWorkspace
 

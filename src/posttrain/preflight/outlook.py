@@ -2,6 +2,10 @@
 
 What can never succeed is refused; what will probably not is a warning that says what to change first. Nothing here
 writes.
+
+Before anything runs: can the gates of a run tell what they are asked, with the items that their suites have?
+
+Stop strings that a stage is trained with and that whoever evaluates it does not use.
 """
 
 from __future__ import annotations

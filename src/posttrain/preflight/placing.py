@@ -1,4 +1,7 @@
-"""Before anything runs: can the placement of every stage be had, and what will be resident where?"""
+"""Before anything runs: can the placement of every stage be had, and what will be resident where?
+
+Before anything runs: may the run name its image, and is there who runs jobs in it?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Before anything runs: does a teacher speak the student's language?"""
+"""Before anything runs: does a teacher speak the student's language?
+
+Before anything runs: does the model that is to judge responses score them?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""From what was sent to a verb's arguments, and from what it answers to JSON."""
+"""From what was sent to a verb's arguments, and from what it answers to JSON.
+
+Verbs that are asked otherwise over HTTP than in process: their values name the server's own, or they write files.
+
+Pages of the lists that verbs answer with.
+
+What a verb tells while it is carried out: to whoever waits for it, where somebody does.
+"""
 
 from __future__ import annotations
 

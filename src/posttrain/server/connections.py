@@ -2,6 +2,8 @@
 
 Nobody is known by a connection, so those that are known by nothing else make room for others, the oldest first. What a
 request's body may take is in `requests`.
+
+Addresses at which servers are reached.
 """
 
 from __future__ import annotations

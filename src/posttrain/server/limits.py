@@ -2,6 +2,8 @@
 
 So whoever asks much keeps only themselves waiting: of the threads and workers there are always some that they cannot
 have.
+
+Threads for what blocks, by what it waits for: uploads, followers and workers keep nobody else from an answer.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 No label names a project, a principal, a run or anything else that somebody chose, so their number is bounded, and
 whoever reads them learns nobody's names. What costs statements is asked once in `AGE` seconds, whoever reads how often.
+
+A few numbers that one process shows another, in memory that both have: what a driver has done so far.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A store is looked at when the server begins, for whoever mistyped an address or a key to be told there and then. One
 that is away is asked again until it answers; what is asked of a server meanwhile waits or is refused by what it needs.
 Once it has answered, a store that goes away is told by whatever needs it (503), and the rest goes on.
+
+Tells systemd that a server answers, that it still does, and that it ends (sd_notify(3)); elsewhere nothing.
 """
 
 from __future__ import annotations

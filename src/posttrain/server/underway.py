@@ -3,6 +3,12 @@
 `Prefer: respond-async` lets a request that a worker carries out be answered with 202 and the place of its operation.
 From then on the database says how it stands (`store.operations`), so any server of the ledger tells of it and cancels
 it. One that ended with its server is asked again with its idempotency key, which carries it out once.
+
+A request with an `Idempotency-Key` is carried out once, however often it is sent and whoever dies meanwhile.
+
+The key decides the ids of the request's transactions, so the event log tells of a request whose server died whether
+anything of it was written. Then it is not carried out again, but for a verb that finds what it made before: that one
+goes on, under further ids of the same request.
 """
 
 from __future__ import annotations

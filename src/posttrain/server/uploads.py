@@ -2,6 +2,8 @@
 
 What came so far lies in the store, in parts (`store.parts`); what came as a whole is the project's by a row
 (`store.parts`), also before anything names it.
+
+Files that were uploaded, laid down in a folder for a verb that reads files.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from posttrain.api.operations import FileRef, RunFile
 from posttrain.data.confining import confined
 from posttrain.domain.canonical import digest_bytes, is_digest
 from posttrain.domain.errors import ConflictError, DeadlineError, InputError, NotFoundError, PartSizeError, UploadError
-from posttrain.store.atomic import scratch
 from posttrain.store.parts import LEAST, PART, Noted, Parts, PartStore
+from posttrain.store.scratch import scratch
 from posttrain.store.trees import tree_listing
 
 if TYPE_CHECKING:

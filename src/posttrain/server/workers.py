@@ -1,4 +1,7 @@
-"""Processes that answer what a server does not answer itself: started when they are needed, ended when they are not."""
+"""Processes that answer what a server does not answer itself: started when they are needed, ended when they are not.
+
+A request that a worker carries out, as whoever waits for it holds it: what it tells meanwhile, and how to end it.
+"""
 
 from __future__ import annotations
 

@@ -14,6 +14,13 @@
         cache/ seccomp.json                              of a job in an image
 
 Imports no database; an object store only where the workspace keeps its channels in one.
+
+What supervisors go by is written before an attempt is claimed, never after: `with unclaimed(folder) as free:`.
+
+A container sees nothing of such files because others lie over them; a file that is replaced is covered no more. So
+who writes holds `supervisor.lock`, which supervisors hold from before their claim until the end of their job.
+
+Only the standard library: the supervisor's package imports this.
 """
 
 from __future__ import annotations

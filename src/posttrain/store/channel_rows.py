@@ -1,4 +1,7 @@
-"""Reading channels: what is live, what was, what may not come back; and how often items were evaluated."""
+"""Reading channels: what is live, what was, what may not come back; and how often items were evaluated.
+
+Reading approvals, and which runs wait for one.
+"""
 
 from __future__ import annotations
 

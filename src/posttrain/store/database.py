@@ -4,6 +4,8 @@ SQLite runs with a write-ahead log and `synchronous=FULL` (a committed transacti
 write transaction begins IMMEDIATE: it waits for its turn at the start, where nothing is lost, instead of failing in
 the middle. On PostgreSQL (`store.postgres`) a read transaction is REPEATABLE READ, a write one READ COMMITTED with its
 compare-and-sets, and whoever opens a ledger without tables makes them under an advisory lock.
+
+A ledger that is a file: whether it is whole, may be written, and is its owner's alone.
 """
 
 from __future__ import annotations

@@ -8,6 +8,10 @@ blob's own name. So whatever the store checks of what the URL binds, wrong bytes
 
     uploads/PROJECT/HEX           what a client sends
     uploads/PROJECT/HEX.RANDOM    a copy that is being verified
+
+AWS Signature Version 4 of one request in its URL: with headers that bind what is sent, which obstore does not sign.
+
+https://docs.aws.amazon.com/AmazonS3/latest/API/sigv4-query-string-auth.html
 """
 
 from __future__ import annotations

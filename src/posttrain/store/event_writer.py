@@ -1,4 +1,7 @@
-"""The job's side of its channel: facts are buffered and written as segments."""
+"""The job's side of its channel: facts are buffered and written as segments.
+
+What a running job says that it spent, beside its facts: at once, and within one line.
+"""
 
 from __future__ import annotations
 

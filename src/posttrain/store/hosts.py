@@ -4,6 +4,8 @@ A job runs where its attempt was planned, and only that host's drivers look at i
 now and then that it is there. What nobody says for long goes on elsewhere, if no job of it may live.
 
 Times are the database's own on PostgreSQL, whose hosts need not agree on one.
+
+The lock of an artifact store that several hosts of a ledger share.
 """
 
 from __future__ import annotations

@@ -1,4 +1,22 @@
-"""The events of one transaction: gathered, and written together before it commits."""
+"""The events of one transaction: gathered, and written together before it commits.
+
+What an event consists of: an envelope that is kept for ever, and words that may be erased.
+
+The envelope holds states, numbers, digests and pseudonymous ids. Free text and personal data are its *words*: a payload
+of their own, which the envelope names by a salted digest, so that neither can be changed unseen, and an erased payload
+cannot be guessed from its digest. An event's leaf is the RFC 6962 hash of its canonical envelope. It has no sequence
+number: the sealer gives it its place later.
+
+Which columns the event log tells, for every table whose rows it can rebuild.
+
+A change of rows is told as `[sign, table, key, values]`: `+` a new row (columns that hold their empty value are left
+out), `~` changed columns, `-` a row that is gone. Columns of free text are told in the event's words instead, in the
+same order.
+
+The first events of a log: what the rows hold when a ledger is made or upgraded.
+
+Without them, rows of before an upgrade would be told by no event that can be replayed.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 The server that carries one out says how it stands when that changes, and that it lives every `BEAT_SECONDS`. Silence
 for `SILENT_SECONDS`, or the known death of that process, means that nobody carries it out any more; until then nobody
 takes its place.
+
+Requests that carry a key, so that one which is sent again is answered again and not carried out again.
 """
 
 from __future__ import annotations

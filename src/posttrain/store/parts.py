@@ -7,6 +7,8 @@
 An upload is a digest with a size: whoever names another size for the same digest has another upload, and takes nothing
 from the first. A part counts once its row is there. Of two requests that send the same part one gets the row; the
 object of the other is deleted. Objects without a row, as a killed process leaves them, are deleted by `posttrain gc`.
+
+Bytes in the store that a project sent, though no row names them yet: known to every server of the ledger.
 """
 
 from __future__ import annotations

@@ -1,6 +1,17 @@
 """How a job of a server asks its server: the address and the token of `access.json`, read anew at each try.
 
 A server that is away for minutes is waited for, which the job's log says. Standard library only.
+
+What a job of a server is told in its attempt's folder, its owner's alone: what lets it in, and where the server is.
+
+::
+
+    access.json     the token, written before the job starts, and by nobody afterwards
+    address.json    where the server is, written again where that changed
+
+The job may write both, so nothing of the server reads them: its driver knows by itself what it has told whom.
+
+Standard library only, and what the folder needs: jobs import it.
 """
 
 from __future__ import annotations

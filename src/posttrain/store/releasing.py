@@ -2,6 +2,8 @@
 
 Whatever touches a channel is a compare-and-set on its row: a release and a change of its policy never pass each other
 unseen, on no database.
+
+Writing approvals: what is asked for, and what people say of it.
 """
 
 from __future__ import annotations

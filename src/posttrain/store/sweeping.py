@@ -5,6 +5,12 @@ sweep takes it alone for one batch at a time, marks again if anything was told s
 again, tells in the ledger what it is about to delete, and deletes. So nothing is lost that is recorded in the same
 breath, whatever the grace; and nothing that is recorded later, as after an upload, within the grace. Killed anywhere it
 leaves blobs that the next sweep deletes.
+
+Which blobs are needed: whatever a row names, what those documents and trees name, and so on.
+
+It errs on the side of keeping. Every digest in any column of any project's rows counts, with these exceptions: what
+`artifacts` lists (it lists what there is), checkpoints that attempts of runs resumed from which have succeeded or were
+rejected, and what only versions name that were erased.
 """
 
 from __future__ import annotations

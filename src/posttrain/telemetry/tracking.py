@@ -8,6 +8,16 @@ repeats nor misses a point. Within a (stage, metric) points come by ascending st
 
     begin(run) ──▶ log(rows) … flush() … log(rows) ──▶ end(ending) ──▶ close()
        ▲ mends what was torn, says what is there          ▲ may be called again after a retry of the run
+
+Whose a tracker's target is: one process writes a run there at a time, and one workspace's run only.
+
+Run ids come from manifests, so two workspaces may have a run of one id. Beside a target of files lies
+`.NAME.writer`: locked by whoever writes, its line the workspace's identity. The kernel lets go of it at a kill.
+
+A stage's points in the order in which they are written to trackers, from the facts of its attempts.
+
+Of a step that was lost and redone the first value counts: it may have been written already. A redone step that came
+out otherwise is told.
 """
 
 from __future__ import annotations

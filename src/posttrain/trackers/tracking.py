@@ -7,6 +7,8 @@
                       tracking.json    how each stands: the word of whoever writes
                       trackers.lock    held by whoever writes: one process for each run
                       track.log        what that process printed
+
+Whether a tracker's server answers, asked before its client is, which may try again for minutes.
 """
 
 from __future__ import annotations

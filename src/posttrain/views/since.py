@@ -1,6 +1,10 @@
 """What the rows of a run ask a person for, as things stand by now: it may have been done since they were written.
 
 A driver writes down what it waits for when it looks, and a run that has ended is looked at by nobody.
+
+A job that has ended while no process drives its run, in words.
+
+Where a job runs that does not run here, in words.
 """
 
 from __future__ import annotations

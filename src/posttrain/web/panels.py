@@ -1,4 +1,9 @@
-"""Small pictures as SVG inside a page: one panel per metric, no script, colours of the page's own scheme."""
+"""Small pictures as SVG inside a page: one panel per metric, no script, colours of the page's own scheme.
+
+Intervals as pictures: a row of points with their limits over one axis.
+
+What a picture is drawn from.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The one-page run report: what was asked, what came out, and whether it may be believed."""
+"""The one-page run report: what was asked, what came out, and whether it may be believed.
+
+The page of a comparison: scores side by side, the items that changed hands, curves over each other, what differs.
+"""
 
 from __future__ import annotations
 

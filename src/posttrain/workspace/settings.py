@@ -4,6 +4,11 @@
 
     {"format": …, "store": …, "ledger": …, "id": …, "rewards": …, "trackers": …, "executor": …, "channel": …,
      "job_variables": …, "model_limits": …}
+
+Where the ledger of a workspace is: the file `ledger.db` in its folder, or a database in PostgreSQL.
+
+Which one is said when the workspace is made and recorded in workspace.json, so that no later command can look
+elsewhere. A password is never recorded: libpq finds it in PGPASSWORD or ~/.pgpass.
 """
 
 from __future__ import annotations

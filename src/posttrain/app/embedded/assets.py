@@ -30,8 +30,8 @@ class Assets:
 
     def add_external(self, uri: str, name: str, *, checksum: str, version: str) -> Asset:
         """See `Assets.add_external`."""
-        from posttrain.store.atomic import scratch
         from posttrain.store.external import external
+        from posttrain.store.scratch import scratch
 
         place = external(uri, version)
         with scratch(self.workspace.root / "cache" / "scratch", "posttrain-external-") as scratched:

@@ -1,4 +1,9 @@
-"""Where the command line and the Python API get what they ask: a `Control` over a workspace."""
+"""Where the command line and the Python API get what they ask: a `Control` over a workspace.
+
+Projects, members and tokens. What a verb needs is imported when it is asked for.
+
+Sinks of this workspace. What a verb needs is imported when it is asked for.
+"""
 
 from __future__ import annotations
 

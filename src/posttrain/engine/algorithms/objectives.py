@@ -2,6 +2,14 @@
 
 They are data, not closures, so that they travel to ranks in other processes; each returns the plain sum of its
 micro-batch's weighted losses, so that sums over micro-batches and ranks are the whole step's (`aggregation`).
+
+How per-token losses become one number, so that gradients do not depend on how a batch is split.
+
+A mean inside each micro-batch would weight tokens by the company they keep. Here every token gets its weight from
+totals of the whole optimiser step, and a micro-batch's loss is the plain sum Σ weight·loss: the parts add up to the
+same loss, and so to the same gradient, for every split. Only response tokens count; prompts never enter a
+denominator. Who counts the totals decides whether documents that are not computed are in them: a document whose loss is
+zero may then be dropped without changing anything (`recipes.grpo`).
 """
 
 from __future__ import annotations

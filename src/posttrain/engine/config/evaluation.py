@@ -1,4 +1,7 @@
-"""What a stage measures of a model."""
+"""What a stage measures of a model.
+
+A model from nothing.
+"""
 
 from __future__ import annotations
 

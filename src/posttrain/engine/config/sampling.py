@@ -1,4 +1,7 @@
-"""What is trained on responses that its own policy samples."""
+"""What is trained on responses that its own policy samples.
+
+How far sampling runs ahead of training, and what is done about it.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ An item is a prompt with a reference answer; its identity is a digest of both, s
 suite) can be compared pair by pair. Items of a suite are distinct: asked twice, a model says the same, which would pass
 for evidence that nobody has. What is drawn for an item depends on the seed, the suite and the item, never on the
 others.
+
+A reward function as the judge of an evaluation: every response gets a number of the declared range.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A stretch holds as many kept groups, in the order of the data stream, as fill a micro-batch on every rank of whoever
 predicts. So which documents are computed together follows from what was sampled, and never from who was fast; and
 one process computes them as several do. Roles that share the rollout's pool compute when it has ended.
+
+Wide columns of a batch: a role computes them and keeps them, and the batch is told where they are.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Packing is a capability. It is tried on small inputs, compared with the documents one by one, and used only where both
 agree; a module that fails keeps the attention it came with and is padded right in front of it, nowhere else.
+
+What a document costs a model to compute and to keep, for whoever splits batches by cost or by memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Reading and writing models and tokenizers: local folders in the Hugging Face format, safetensors only."""
+"""Reading and writing models and tokenizers: local folders in the Hugging Face format, safetensors only.
+
+A model from nothing.
+
+Random weights, a character tokenizer with a chat template. For demos and tests without a download.
+"""
 
 from __future__ import annotations
 

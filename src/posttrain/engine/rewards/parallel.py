@@ -1,4 +1,7 @@
-"""A reward function in several processes side by side: what `placement: {reward: {cpus: 8}}` asks for."""
+"""A reward function in several processes side by side: what `placement: {reward: {cpus: 8}}` asks for.
+
+Several rewards as one: what `reward: {right: 1.0, brief: 0.2}` asks for. Total = Σ wᵢ · rᵢ.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a role that learns asks of the engine that holds its weights."""
+"""What a role that learns asks of the engine that holds its weights.
+
+What a trainable role reports of one optimiser step.
+"""
 
 from __future__ import annotations
 

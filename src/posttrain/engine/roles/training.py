@@ -1,4 +1,9 @@
-"""A role that learns: the policy, a critic, a reward model; what its engine is, it cannot tell."""
+"""A role that learns: the policy, a critic, a reward model; what its engine is, it cannot tell.
+
+`TrainEngine` of torch: whole on one rank, FSDP2 on several; which of them is a `Sharding` that its learner has.
+
+Roles that never learn, such as reference and teacher: whole on every rank, and asleep between their phases.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,16 @@ In a test file of yours::
     class TestMyEngine(RolloutEngineContract):
         def open_engine(self) -> RolloutEngine:
             return MyEngine(...)
+
+What the port promises of draws: what decides them, what their log-probabilities are of, where responses end.
+
+The suite has no model to compare with. It holds what an engine says in one way against what it says in another: after
+the same tokens, the same token has the same log-probability at a temperature, however it was drawn.
+
+What the port promises of weights: which are read, when they may change, and what becomes of begun responses.
+
+The suite changes the tensors that an engine shows, where they are, and gives them back. Of an engine that shows none
+it can only hold what it says of versions.
 """
 
 from __future__ import annotations

@@ -5,6 +5,12 @@ copied, and no more is held than up to the end of its last page. A kept prompt i
 share those that it fills, each with a copy of the last one if that is not full; a page is free when nobody holds it.
 Block tables and sharing: Kwon et al., "Efficient memory management for large language model serving with
 PagedAttention", SOSP 2023, sections 4.1 and 4.4.
+
+Decode steps on CUDA recorded once for a size and replayed: one launch instead of some thousand.
+
+Rows are padded to few sizes, and so are the pages that they look at. A size is recorded after it has been asked for
+some steps, for recording costs about as much as they do. What a recording reads lies in tensors of its own, into which
+a step is copied; weights, rotations and pages it reads where they are, so it is dropped when these are allocated anew.
 """
 
 from __future__ import annotations

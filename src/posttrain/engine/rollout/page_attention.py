@@ -6,6 +6,18 @@ whole device, keys and values are read where they lie, and `torch.nn.attention.v
 tables need another library (FlashAttention 3; torch 2.13 refuses them without).
 
 Splitting and merging: Dao et al., "Flash-Decoding for long-context inference", 2023.
+
+Causal attention of prompts that are computed together, in plain torch: what a CPU prefills with.
+
+Prompts of similar length lie side by side in blocks. What a block reads, and what it may see, is the same in every
+layer and found once. The bits of a prompt do not depend on its company (see `row_products`).
+
+Batched products whose rows have the same bits whatever stands beside or behind them.
+
+Libraries choose how to add up by the size of the whole. Measured with torch 2.13 on the CPU in float32 (the test is
+tests/unit/test_rollout_kernels.py): a product of one or two rows is another kernel; so are the last columns of scores
+that are no multiple of 4; and a sum over more than 192 terms is cut into pieces whose size depends on their number. So
+widths are multiples of 16, sums over positions are cut every 128, here, and no piece is narrower than 32.
 """
 
 from __future__ import annotations

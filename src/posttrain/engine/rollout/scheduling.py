@@ -2,6 +2,8 @@
 
 Nothing here changes what a row says, only when. Rows are admitted from the head of the queue alone and preempted from
 its end, so those that are decoded always come before those that wait, and the oldest always gets on.
+
+What every engine in this process keeps of its work: the ids, whether it is paused, which version samples.
 """
 
 from __future__ import annotations

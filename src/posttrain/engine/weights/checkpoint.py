@@ -14,6 +14,17 @@ COMMIT is written once, after every shard and the folder are on the disk; a fold
 anybody. Which rows of a parameter a file holds is in its safetensors metadata, so any number of ranks can read what
 any other number wrote. No random state is stored because there is none: every random number is a function of (seed,
 step, …).
+
+The best model of a stage so far: one folder in Hugging Face format, beside the checkpoints and inside each of them.
+
+::
+
+    best/step-00000040/           the model after 40 steps; replaced as a whole when a later one is better
+    checkpoints/step-00000050/
+        best/…                    the same files (hard links where the disk has them), named in COMMIT
+
+So a job that goes on from a checkpoint has the best model of the steps before it, in whatever folder or workspace it
+goes on, and there is one such model on the disk and, for a moment, the one that replaces it.
 """
 
 from __future__ import annotations

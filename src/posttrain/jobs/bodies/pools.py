@@ -1,4 +1,9 @@
-"""Where a training stage's roles run: the composition root that names the back-ends of worker groups."""
+"""Where a training stage's roles run: the composition root that names the back-ends of worker groups.
+
+What a job makes of the sizes that its stage leaves to it: chosen once, before anything is opened, and told.
+
+The choice is `planner.sizes`' alone, from what this machine has: a plan made here chose the same.
+"""
 
 from __future__ import annotations
 

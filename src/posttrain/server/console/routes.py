@@ -4,6 +4,11 @@
 
     GET  page  ──▶ cookie ─▶ session ─▶ token ─▶ role ─▶ page           (else: /login)
     POST form  ──▶ the same, and Origin, and the form's own token ─▶ verb ─▶ GET of the page
+
+Pages that follow: a stream tells a browser that what it shows is another by now, and the browser asks for the page.
+
+What is told is that something changed, never what: so a stream holds nothing that a page would have to escape. Many
+who look at the same cost what one of them does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""One request of a browser, and how every page of the console is sent: its frame, its headers, its errors."""
+"""One request of a browser, and how every page of the console is sent: its frame, its headers, its errors.
+
+Who sits at a browser: cookies, forms, and where a form may come from.
+
+A cookie of each project has the secret of a session (`access.authenticators.session`). What every form carries follows
+from that secret, so that only a page of this server can have made it; a browser says besides where a form comes from.
+"""
 
 from __future__ import annotations
 
