@@ -20,7 +20,7 @@ from posttrain.engine.config import GRPOConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.cluster import Cluster, open_cluster
 from posttrain.engine.groups.failures import WorkerLostError
-from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.groups.pool import Deadlines, ResourcePool
 from posttrain.engine.groups.recording import Recorder
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.source import ModelSource
@@ -38,9 +38,9 @@ def cluster() -> Iterator[Cluster]:
 
 
 class Stage:
-    """GRPO whose rollout has two processes, over a policy in this one."""
+    """GRPO whose rollout has two processes, over a policy in this one; without a cluster it has two ranks in this one."""
 
-    def __init__(self, cluster: Cluster, folder: Path, lag: int = 0) -> None:
+    def __init__(self, cluster: Cluster | None, folder: Path, lag: int = 0) -> None:
         initial_model(TINY, TOKENIZER, 0).save_pretrained(folder / "model")
         TOKENIZER.save_pretrained(folder / "model")
         config = GRPOConfig(
@@ -49,8 +49,10 @@ class Stage:
             optimizer=PolicyGradientOptimizerConfig(learning_rate=2e-2, warmup_steps=2),
         )  # fmt: skip
         self.facts: list[Fact] = []
-        self.backend: Any = cluster.backend("rollout", 2, cpus=1, start_seconds=300, collective=False)
-        self.pool = ResourcePool(self.backend, Recorder(self.facts.append))
+        self.backend: Any = InlineBackend(2, pool="rollout")
+        if cluster:
+            self.backend = cluster.backend("rollout", 2, cpus=1, start_seconds=500, collective=False)
+        self.pool = ResourcePool(self.backend, Recorder(self.facts.append), deadlines=Deadlines(start=500))
         here = ResourcePool(InlineBackend(pool="policy"))
         source = ModelSource(folder / "model", "float32")
         roles = open_roles(config, source, 11, lambda role: self.pool if role == "rollout" else here)
@@ -136,7 +138,7 @@ def while_it_is_launched(stage: Stage) -> None:
 def test_audit_18_a_killed_rollout_process_is_replaced_alone_with_the_same_bits(
     cluster: Cluster, tmp_path: Path, moment: Moment, lag: int, lost: int, replaced: int
 ) -> None:
-    plain = Stage(cluster, tmp_path / "plain", lag).run()
+    plain = Stage(None, tmp_path / "plain", lag).run()
     stage = Stage(cluster, tmp_path / "killed", lag)
     before = stage.pids
     moment(stage)

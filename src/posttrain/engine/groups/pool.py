@@ -42,6 +42,7 @@ class ResourcePool:
         costs: what an item costs; batches are split by it.
         sequence_parallel: consecutive ranks that work on one shard together.
         deadlines: how long what is asked here may take.
+        replacing: how lost processes are replaced, of another pool over the same back-end.
 
     Raises:
         InputError: ranks that cannot be divided by `sequence_parallel`.
@@ -55,12 +56,13 @@ class ResourcePool:
         costs: CostModel = TOKENS,
         sequence_parallel: int = 1,
         deadlines: Deadlines = DEADLINES,
+        replacing: Replacing | None = None,
     ) -> None:
         if sequence_parallel < 1 or backend.ranks % sequence_parallel:
             raise InputError(f"sequence_parallel must divide the pool's {backend.ranks} ranks, got {sequence_parallel}")
         self._backend, self._costs, self._sequence_parallel = backend, costs, sequence_parallel
         self._recorder = recorder or Recorder()
-        self._replacing = Replacing(backend, self._recorder, deadlines.start)
+        self._replacing = replacing or Replacing(backend, self._recorder, deadlines.start)
         self.deadlines = deadlines
 
     @property
@@ -96,9 +98,8 @@ class ResourcePool:
 
     def by_rank(self) -> ResourcePool:
         """The same processes for roles whose ranks each take a shard of their own, whatever others share."""
-        found = ResourcePool(self._backend, self._recorder, costs=self._costs, deadlines=self.deadlines)
-        found._replacing = self._replacing
-        return found
+        words = self._backend, self._recorder
+        return ResourcePool(*words, costs=self._costs, deadlines=self.deadlines, replacing=self._replacing)
 
     def close(self) -> None:
         """End every worker and free the devices."""

@@ -33,6 +33,9 @@ from posttrain.engine.weights.attestation import Attestation
 from posttrain.engine.weights.stream import Bucket
 from posttrain.engine.weights.view import PolicyVersion, Standing
 
+# whoever has the weights that a rollout is to sample with, and its methods to attest them and to give them
+_Giver = tuple[WorkerGroup[Any], Callable[[Any, Layout], tuple[Attestation, int]], Callable[[Any], Bucket]]
+
 
 class WeightTransport(Protocol):
     """How weights come from a policy to a rollout. Every implementation takes one bucket of extra memory at the most
@@ -61,16 +64,6 @@ class Alias:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Giver:
-    """Whoever has the weights that a rollout is to sample with, and its methods to attest them and to give them."""
-
-    group: WorkerGroup[Any]
-    attest: Callable[[Any, Layout], tuple[Attestation, int]]
-    bucket: Callable[[Any], Bucket]
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class Buckets:
     """Shards in buckets: from rank to rank of one process group, or through the object store."""
 
@@ -80,16 +73,17 @@ class Buckets:
 
     def publish(self, version: PolicyVersion) -> None:
         """See `WeightTransport`."""
-        replacing, published = self.rollout.replacing, None
+        published, ranks = None, range(self.rollout.ranks)
         while published is None:
             try:
-                published = self._carry(version, self._policy(), range(self.rollout.ranks))
+                published = self._carry(version, self._learned, ranks)
             except WorkerLostError as lost:
-                replacing.replace(lost)
-        replacing.restore = partial(self._restore, version, published)
+                self.rollout.replacing.replace(lost)
+        self.rollout.replacing.restore = partial(self._restore, version, published)
 
-    def _policy(self) -> _Giver:
-        return _Giver(self.policy, TrainWorker.attest, TrainWorker.bucket)
+    @property
+    def _learned(self) -> _Giver:
+        return (self.policy, TrainWorker.attest, TrainWorker.bucket)
 
     def _restore(self, version: PolicyVersion, published: Attestation, ranks: Collection[int]) -> None:
         """Ranks that were replaced sample with what was published, too.
@@ -98,8 +92,8 @@ class Buckets:
             WorkerLostError: nobody has that any more.
         """
         others = [rank for rank in range(self.rollout.ranks) if rank not in ranks]
-        sampler = _Giver(self.rollout.at(others[:1]), RolloutWorker.offer, RolloutWorker.bucket)
-        self._carry(version, sampler if others else self._policy(), ranks, published)
+        sampler = (self.rollout.at(others[:1]), RolloutWorker.offer, RolloutWorker.bucket)
+        self._carry(version, sampler if others else self._learned, ranks, published)
 
     def _carry(
         self, version: PolicyVersion, giver: _Giver, ranks: Collection[int], published: Attestation | None = None
@@ -110,8 +104,8 @@ class Buckets:
             published: what it has to be; None: whatever the giver has.
         """
         readers = self.rollout.at(ranks)
-        layout = readers.one(RolloutWorker.layout)
-        offers = giver.group.each(giver.attest, layout)
+        layout, (group, attest, bucket) = readers.one(RolloutWorker.layout), giver
+        offers = group.each(attest, layout)
         expected, count = Attestation(), max(count for _, count in offers)
         for attested, _ in offers:
             expected = expected + attested
@@ -125,7 +119,7 @@ class Buckets:
             readers.each(RolloutWorker.exchange, count)
         else:
             for _ in range(count):
-                readers.each(RolloutWorker.take, giver.group.each_stored(giver.bucket))
+                readers.each(RolloutWorker.take, group.each_stored(bucket))
         for rank, standing in zip(ranks, readers.each(RolloutWorker.attest), strict=True):
             self._compare(version, rank, expected, standing)
         readers.each(RolloutWorker.accept, version, expected)
