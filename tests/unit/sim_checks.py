@@ -35,8 +35,12 @@ class Unheard:
         self._held: dict[tuple[str, str], float] = {}  # the same, where a living driver has had the run all the time
 
     def check(self, world: World, rows: Rows, signals: Collection[str], living: Collection[str]) -> None:
-        """None waits long once it is calm; nor ever where a driver lives and holds its lease, which renews it."""
-        query = "SELECT run_id FROM stages WHERE name = 'approval' AND state = 'ready'"
+        """None waits long once it is calm; nor ever where a driver lives and holds its lease, which renews it.
+
+        In a run that failed with another stage nobody waits: the stage stays ready for a retry.
+        """
+        query = "SELECT run_id FROM stages JOIN runs ON runs.id = run_id WHERE stages.name = 'approval' "
+        query += "AND stages.state = 'ready' AND runs.state NOT IN ('failed', 'rejected', 'stopped', 'succeeded')"
         waiting = {(run_id, "a signal that was sent") for (run_id,) in rows.all(query) if run_id in signals}
         waiting |= {
             (run_id, f"a back-off of {stage} that is over") for run_id, stage in rows.all(_BACKED_OFF, world.now())
