@@ -38,7 +38,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 class Stage:
-    """GRPO whose rollout has two processes, over a policy in this one; without a cluster it has two ranks in this one."""
+    """GRPO whose rollout has two processes, over a policy in this one; without a cluster, two ranks in this one."""
 
     def __init__(self, cluster: Cluster | None, folder: Path, lag: int = 0) -> None:
         initial_model(TINY, TOKENIZER, 0).save_pretrained(folder / "model")
