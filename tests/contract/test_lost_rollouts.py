@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from posttrain.engine.models.initial import initial_model
 from test_engine_lag import APART
 from test_engine_training import PROMPTS, TINY, TOKENIZER, Desk, FixedScorer, even_tokens
 
@@ -23,6 +22,7 @@ from posttrain.engine.groups.failures import WorkerLostError
 from posttrain.engine.groups.pool import Deadlines, ResourcePool
 from posttrain.engine.groups.recording import Recorder
 from posttrain.engine.loop.on_policy import OnPolicy
+from posttrain.engine.models.loading import initial_model
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.settings import PolicyGradientOptimizerConfig

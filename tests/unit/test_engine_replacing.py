@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from mortal_pools import Mortal, at_the
-from posttrain.engine.models.initial import initial_model
 from test_engine_lag import APART, told
 from test_engine_streaming import Even
 from test_engine_training import PROMPTS, TINY, TOKENIZER, Desk
@@ -26,6 +25,7 @@ from posttrain.engine.groups.recording import Recorder
 from posttrain.engine.groups.replacing import MOST
 from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.loop.on_policy import OnPolicy
+from posttrain.engine.models.loading import initial_model
 from posttrain.engine.models.source import ModelSource
 from posttrain.engine.recipes.dapo import DAPO
 from posttrain.engine.recipes.grpo import GRPO

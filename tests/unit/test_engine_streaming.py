@@ -606,12 +606,11 @@ def test_what_took_a_dropped_groups_place_is_told_of_by_itself(monkeypatch: pyte
     clock = SimpleNamespace(time=lambda: float(next(moments)), perf_counter=lambda: float(next(moments)))
     monkeypatch.setattr("posttrain.engine.loop.incoming.time", clock)
     world: Any = Growing([[5], [4, 3]])
-    incoming = Incoming(0, [3, 4, 5], [PROMPTS[0]] * 3, world, 2, world, 1, early=True)
+    incoming = Incoming(0, [3, 4, 5], [PROMPTS[0]] * 3, world, 2, world, 1, early=True, grows=True)
     facts: list[Any] = []
     trace = Trace(facts.append, 0)
     while not incoming.over:
         incoming.take(trace)
-    assert incoming.grows
     incoming.add(9, PROMPTS[1])
     assert not incoming.over
     while not incoming.over:

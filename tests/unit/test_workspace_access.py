@@ -217,7 +217,7 @@ def test_a_dangling_reference_is_found(copy: World) -> None:
 KILLED = """
 import os, sys, time
 from pathlib import Path
-from posttrain.store.atomic import scratch
+from posttrain.store.scratch import scratch
 with scratch(Path(sys.argv[1]), ".new-") as folder:
     (folder / "half").write_text("x")
     print(folder, flush=True)
