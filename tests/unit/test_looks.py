@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from scipy import stats
 from posttrain.control import channels
 from posttrain.control.judging import read_report
 from posttrain.control.looks import evaluations
+from posttrain.control.reconciler import Reconciler
 from posttrain.data.rows import prompt_text
 from posttrain.decision.gates import Evidence, judge_all
 from posttrain.decision.looks import Look
@@ -147,6 +149,42 @@ def test_audit_11_a_row_more_or_another_order_begins_no_new_count(bench: Bench) 
     with bench.ledger.transaction("test") as transaction:
         transaction.set_role("user:ann", Role.ADMIN)
     assert look_at("reversed-again", ids[:150][::-1]) == 6, "mostly-new shares 49 of 150"
+
+
+def test_audit_11_evaluations_side_by_side_share_no_number(bench: Bench) -> None:
+    """Each has a file of its own with the same items, and the last to begin ends first."""
+    bench.scripts |= {"evaluate": [None]}
+    bench.jobs = replace(bench.jobs, slots=20)
+    bench.reconciler = Reconciler(bench.stores, bench.jobs, "here")
+    begun = []
+    for number in range(3):
+        bench.clock.sleep(60)
+        data = {**RUN["data"], "heldout": f"dataset:d{number}"}
+        begun.append(bench.submit(data=data, gates=[RUN["gates"][0]], seed=number + 1))
+        for _ in range(6):
+            bench.reconciler.tick(begun[-1])
+    found = []
+    for run_id in reversed(begun):
+        (attempt,) = bench.ledger.attempts(run_id, "evaluate")
+        evaluate_items([f"i{number}" for number in range(200)])(bench.jobs.folders.of(attempt))
+        bench.executor.finish(str(attempt.handle), 0)
+        drive(bench, run_id)
+        found += looks_of(bench, run_id)
+    assert found == [1, 2, 3]
+
+
+def test_audit_11_an_unreadable_result_hides_no_other_and_stops_no_gate(bench: Bench) -> None:
+    def unreadable(folder: AttemptFolder) -> int:
+        evaluate(200)(folder)
+        (folder.outputs / "metrics.parquet").write_bytes(b"no table")
+        return 0
+
+    ids = [f"i{number}" for number in range(200)]
+    bench.scripts["evaluate"] = [unreadable, evaluate_items(ids)]
+    run(bench, gates=[], release=None)
+    run(bench, stages=measured_with(34), gates=[], release=None)
+    other = {"data": {**RUN["data"], "heldout": "dataset:other"}, "gates": [RUN["gates"][0]]}
+    assert looks_of(bench, run(bench, **other).id) == [3], "both read the file that holds these items"
 
 
 def test_audit_11_the_items_of_a_suite_are_its_own(bench: Bench) -> None:

@@ -44,24 +44,32 @@ def promote(
     run: RunArgument,
     channel: Annotated[str | None, typer.Option(help="By default the channel its run file names.")] = None,
     lift_quarantine: Annotated[
-        str,
+        str | None,
         typer.Option(metavar="REASON", help="Why a model that was rolled back may come back.", show_default=False),
-    ] = "",
+    ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Point a channel at a run's model. Only if every gate passed and the channel has not moved since."""
+    lift = _reason(lift_quarantine)
     control = open_control()
     run_id = control.run(run).id
     release = control.manifest(run_id).release
     if channel is None and release is None:
         raise InputError(f"promote {run_id}: its run file names no channel; say which with --channel")
     name = channel or (release.channel if release else "")
-    entry = control.promote(run_id, name, lift_quarantine)
+    entry = control.promote(run_id, name, lift)
     control.close()
     if output is Output.JSON:
         emit_json(asdict(entry))
         return
     say(f"{name} points at {digest(entry.model_digest)} of run {entry.run_id} (release {entry.sequence})")
+
+
+def _reason(given: str | None) -> str:
+    """The reason of a lift; empty: none is asked for."""
+    if given is not None and not given.strip():
+        raise InputError("--lift-quarantine must give a reason, got an empty one")
+    return given or ""
 
 
 def rollback(
@@ -75,18 +83,23 @@ def rollback(
     ] = None,
     reason: Annotated[str, typer.Option(help="Why; the event log keeps it.")] = "",
     lift_quarantine: Annotated[
-        str,
+        str | None,
         typer.Option(metavar="REASON", help="Why the quarantined model of --to may come back.", show_default=False),
-    ] = "",
+    ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Point a channel back at the newest release that is not quarantined, or at --to. Waits for no gate."""
+    lift = _reason(lift_quarantine)
     control = open_control()
     before = control.channel(channel).live
-    entry = control.rollback(channel, to, since, reason, lift_quarantine)
+    entry = control.rollback(channel, to, since, reason, lift)
     if output is Output.JSON:
         control.close()
         emit_json(asdict(entry))
+        return
+    if before and before.sequence == entry.sequence:
+        say(f"{channel} already serves {digest(entry.model_digest)} (release {entry.sequence}); nothing changed")
+        control.close()
         return
     now = control.channel(channel)
     frozen = now.record.frozen

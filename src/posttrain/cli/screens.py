@@ -216,13 +216,13 @@ def channel_lines(
 
 
 def release_lines(barred: Sequence[Quarantine], looks: Sequence[Look]) -> Iterator[Text]:
-    """What may not be promoted to a channel again, and how often the items that judged it were evaluated."""
+    """What may not be promoted to a channel again, and how often the data that judged it was evaluated."""
     for one in barred:
         words = f"quarantined: {digest(one.model_digest)}, taken off by release {one.release} ({one.actor})"
         yield Text(words, style=style("warn"))
     if looks:
         times = f"{len(looks)} evaluation{'s' if len(looks) > 1 else ''}"
-        yield Text(f"looks: {times} of the items that judged this release", style="dim")
+        yield Text(f"looks: {times} of the data that judged this release", style="dim")
 
 
 def verdict_lines(verdicts: Iterable[Verdict]) -> Iterator[Text]:

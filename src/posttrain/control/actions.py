@@ -173,6 +173,7 @@ def promote(stores: Stores, run_id: str, channel: str, lift_quarantine: str = ""
             lift=lift_quarantine,
             policy=report.policy,
             approved=approved,
+            why=lift_quarantine,
         )
 
 
@@ -257,7 +258,7 @@ def rollback(
             generation=seen.generation,
             lift=lift_quarantine,
             approved=approved,
-            why=reason,
+            why=reason or lift_quarantine,
         )
 
 

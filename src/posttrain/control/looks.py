@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
@@ -16,12 +17,13 @@ import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from pyarrow.lib import ArrowException
 
 from posttrain.control.deciding import EVIDENCE
 from posttrain.control.stores import Stores
 from posttrain.decision.looks import Look
 from posttrain.domain.contracts import METRICS, MODEL
-from posttrain.domain.errors import NotFoundError
+from posttrain.domain.errors import IntegrityError, NotFoundError
 from posttrain.domain.evaluators import SUITES, measured_suites
 from posttrain.domain.gates import GateRule
 from posttrain.domain.kinds import kind_of
@@ -38,7 +40,7 @@ _SHARED = 2  # one item in so many of the smaller set, in common: the items are 
 def evaluations(stores: Stores, items: str, written: Iterable[str] = ()) -> list[Evaluation]:
     """Every evaluation of these items, oldest first.
 
-    An evaluation whose results were erased counts where it read the same data set.
+    An evaluation without readable results (it failed, or they were erased) counts where it read the same data set.
 
     Args:
         items: digest of a data set.
@@ -48,9 +50,9 @@ def evaluations(stores: Stores, items: str, written: Iterable[str] = ()) -> list
         measured = now.measured(SUITES, METRICS)
     known: dict[str, Ids] = {}
     for one in measured:
-        found = _measured_ids(stores.blobs.get, one.results, one.slot.removeprefix(SUITES))
-        if found.size:
-            known.setdefault(one.items, found)
+        if one.items not in known:
+            found = _measured_ids(stores.blobs.get, one.results, one.slot.removeprefix(SUITES))
+            known |= {one.items: found} if found.size else {}
     mine = known.get(items)
     if mine is None:
         mine = _numbers(written)
@@ -67,13 +69,16 @@ def _alike(mine: Ids, theirs: Ids) -> bool:
 
 @functools.lru_cache(256)
 def _measured_ids(get: Callable[[str], bytes], results: str, suite: str) -> Ids:
-    """The items of a suite in an evaluation's `metrics.parquet`; none where it was erased."""
+    """The items of a suite in an evaluation's `metrics.parquet`; none where it was erased or cannot be read.
+
+    A gate that judges an unreadable file ends as ERROR; whoever only counts it goes on.
+    """
     try:
-        file = pq.ParquetFile(io.BytesIO(get(results)))
-    except NotFoundError:
+        table = pq.ParquetFile(io.BytesIO(get(results))).read(["metric", "item_id"], use_threads=False)
+        own = table.filter(pc.starts_with(table["metric"], f"{suite}/"))["item_id"]
+        return _numbers(map(str, own.to_pylist()))
+    except (NotFoundError, IntegrityError, ArrowException, KeyError, OSError):
         return _numbers(())
-    table = file.read(["metric", "item_id"], use_threads=False)
-    return _numbers(table.filter(pc.starts_with(table["metric"], f"{suite}/"))["item_id"].to_pylist())
 
 
 def _numbers(ids: Iterable[str]) -> Ids:
@@ -138,11 +143,16 @@ def _place(
     rows: Mapping[str, StageRecord],
     own: Collection[tuple[str | None, str]],
 ) -> int:
-    """The number of an evaluation among those of its items, oldest first; the next number of one that is to come."""
-    row, number = rows.get(stage.name), 1
+    """The number of an evaluation among those of its items; the next number of one that is to come.
+
+    Before it are those that began before it and those that ended before it did: what was judged first is counted,
+    whichever began first. What the cache answers keeps its number.
+    """
+    row = rows.get(stage.name)
     mine = (row.cached_from or f"{row.run_id}/{row.name}") if row else ""
-    for look in looks:
-        if f"{look.run_id}/{look.stage}" == mine:
-            break
-        number += (look.run_id, look.stage) not in own
-    return number
+    others = {f"{look.run_id}/{look.stage}": look for look in looks if (look.run_id, look.stage) not in own}
+    this = others.pop(mine, None)
+    if this is None:
+        return 1 + len(others)
+    began, ended = (this.at, mine), this.ended or math.inf
+    return 1 + sum((one.at, name) < began or (one.ended or math.inf) < ended for name, one in others.items())

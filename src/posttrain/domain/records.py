@@ -226,6 +226,7 @@ class Look:
     stage: str
     kind: str
     at: float  # when its first attempt was launched
+    ended: float | None  # None: it goes on
 
 
 @dataclass(frozen=True, slots=True)

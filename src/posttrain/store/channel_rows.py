@@ -95,8 +95,12 @@ class ChannelReading:
         used = select(edges.c.consumer).where(edges.c.project == self._project, edges.c.digest == items)
         ends = {stage_of(end) for end in self._connection.execute(used.distinct()).scalars()}
         ids = sorted({end[0] for end in ends if end})
-        columns = (stages.c.run_id, stages.c.name.label("stage"), stages.c.kind, stages.c.started_at.label("at"))
-        query = select(*columns).join(runs, runs.c.id == stages.c.run_id).where(runs.c.project == self._project)
+        moments = (stages.c.started_at.label("at"), stages.c.finished_at.label("ended"))
+        query = (
+            select(stages.c.run_id, stages.c.name.label("stage"), stages.c.kind, *moments)
+            .join(runs, runs.c.id == stages.c.run_id)
+            .where(runs.c.project == self._project)
+        )
         query = query.where(stages.c.started_at.is_not(None), stages.c.cached_from.is_(None))
         found: list[Look] = []
         for start in range(0, len(ids), _BATCH):
@@ -105,18 +109,18 @@ class ChannelReading:
         return sorted(mine, key=lambda look: (look.at, look.run_id, look.stage))
 
     def measured(self, slots: str, output: str) -> list[Measured]:
-        """What stages measured on data, one of the files that they left for each set of items and its slot.
+        """What stages measured on data: every file that they left for a set of items and its slot.
 
         Args:
             slots: how the slots of the data begin.
             output: of those stages, with the measurements.
         """
         made = edges.alias("made")
-        query = select(edges.c.digest.label("items"), edges.c.slot, func.min(made.c.digest).label("results"))
+        query = select(edges.c.digest.label("items"), edges.c.slot, made.c.digest.label("results")).distinct()
         query = query.join(made, (made.c.project == edges.c.project) & (made.c.producer == edges.c.consumer))
         query = query.where(edges.c.project == self._project, edges.c.slot.startswith(slots, autoescape=True))
         query = query.where(made.c.consumer == "", made.c.output == output, edges.c.consumer != "")
-        return self._all(Measured, query.group_by(edges.c.digest, edges.c.slot).order_by(edges.c.digest, edges.c.slot))
+        return self._all(Measured, query.order_by("items", edges.c.slot, "results"))
 
     def channels(self) -> list[str]:
         """The names of channels with a history."""

@@ -17,6 +17,7 @@ from posttrain.app.embedded.assets import Assets, Models
 from posttrain.app.embedded.channels import Channels, Records
 from posttrain.app.embedded.runs import Runs, Submissions
 from posttrain.domain.errors import InputError, NotFoundError, meant, meant_name
+from posttrain.domain.ids import TYPES
 from posttrain.domain.images import image_rule
 from posttrain.domain.places import PROJECT_VARIABLE, SERVER_VARIABLE
 from posttrain.domain.principals import Role, is_project
@@ -215,9 +216,11 @@ def open_control() -> Control:
 
     Raises:
         WorkspaceError: there is none, or it cannot be opened.
-        InputError: the environment names a server that nobody logged in to.
+        NotFoundError: the workspace has no project of the name that the environment gives.
+        InputError: that is no name of a project; the environment names a server that nobody logged in to.
     """
     project = os.environ.get(PROJECT_VARIABLE, "")
+    TYPES["ProjectId"].check(project or None, f"--project or {PROJECT_VARIABLE}")
     if os.environ.get(SERVER_VARIABLE):  # first: whoever asks a server loads nothing of a workspace
         from posttrain.client.logins import logged_in
 
@@ -233,5 +236,11 @@ def open_control() -> Control:
         return remote_control(served.url, served.key, project or DEFAULT_PROJECT)
     workspace = Workspace(root)
     if project not in ("", DEFAULT_PROJECT):
+        with workspace.ledger.snapshot() as now:
+            known = now.projects()
+        if project not in known:
+            workspace.close()
+            listed = ", ".join(known)
+            raise NotFoundError(f"there is no project {project!r}, known are {listed}; posttrain project add {project}")
         workspace = workspace.seen_by(workspace.actor, project, OS)
     return control_of(workspace)
