@@ -73,6 +73,19 @@ def test_a_step_that_was_cut_short_is_billed_what_it_may_have_cost(bench: Bench)
     assert [bench.jobs.folders.of(a).read_order().token_allowance for a in bench.ledger.attempts(run.id)] == [1000, 770]
 
 
+def test_what_a_job_said_is_billed_though_its_summary_is_lost(bench: Bench) -> None:
+    """Which need not survive a power cut."""
+
+    def killed(folder: AttemptFolder) -> int:
+        code = vanish(tokens=300)(folder)
+        (folder.path / "summary.json").unlink()
+        return code
+
+    bench.scripts["sft"] = [killed, train(tokens=500)]
+    run = bench.drive(bench.submit(budget={"tokens": 1000}, **TRAIN_ONLY))
+    assert [a.tokens for a in bench.ledger.attempts(run.id)] == [300, 500]
+
+
 def warnings(bench: Bench) -> list[dict[str, Any]]:
     return [dict(one.payload) for one in bench.ledger.pending_events() if one.kind == "run.budget_warned"]
 

@@ -28,6 +28,7 @@ from posttrain.engine.batch import Document, Predictions, TokenBatch
 from posttrain.engine.config import GRPOConfig, OnPolicyConfig, TraceConfig, named
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.loop.collecting import Collector
 from posttrain.engine.loop.controller import Limits
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.loading import initial_model
@@ -38,7 +39,7 @@ from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.port import Completion
 from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
-from posttrain.pacing.admission import AdmissionPolicy, Pace
+from posttrain.pacing.admission import AdmissionPolicy, Buffer, InOrder, Pace
 
 TOGETHER = {"policy": {"cpus": 1}}
 APART = {"policy": {"cpus": 1}, "rollout": {"cpus": 1}}
@@ -487,3 +488,20 @@ def test_a_checkpoint_says_what_waited(model: ModelSource, tmp_path: Path, name:
 def test_what_a_lag_cannot_be(lag: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         GRPOConfig(data="d", reward="r", steps=5, placement=APART, lag=lag)
+
+
+def test_what_is_missing_is_neither_running_nor_there_nor_given_up() -> None:
+    buffer: Buffer[Any] = Buffer(InOrder(1), prompts=3, steps=3)
+    nothing: Any = None
+    ahead = Collector(nothing, nothing, (), None, 0, nothing, buffer)
+    assert ahead.missing(0) == 6, "of this batch and the one that may be sampled ahead"
+    buffer.start((0, 1, 2), 0, 0)
+    assert ahead.missing(0) == 3
+    buffer.complete(0, "a group")
+    buffer.drop(1)
+    assert ahead.missing(0) == 3, "its place stays empty"
+    buffer.start((3, 4), 1, 0)
+    assert ahead.missing(0) == 1
+    assert ahead.missing(1) == 1
+    ahead.version = 1
+    assert ahead.missing(1) == 4, "the weights let one more batch begin"

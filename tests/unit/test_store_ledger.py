@@ -303,6 +303,16 @@ def test_what_was_set_aside_is_looked_at_at_once_when_somebody_asks(ledger: Ledg
         assert (stage.dead_at, stage.failures, stage.due_in <= 0.0) == (None, 0, True)
 
 
+def test_what_is_set_aside_is_claimed_by_nobody_however_early(ledger: Ledger) -> None:
+    submit(ledger)
+    queue = WorkQueue(ledger, "a")
+    (held,) = queue.claim()
+    queue.failed(RUN, "run1", "its manifest is corrupt", "", None, held=held)
+    assert (queue.claim(early=True), queue.claim(["run1"], early=True), open_runs(ledger.database)) == ([], [], {})
+    queue.revive(RUN, "run1")
+    assert [one.object for one in queue.claim()] == ["run1"]
+
+
 def test_renewing_a_lease_makes_nobodys_copy_stale_but_a_successors_write_does(
     ledger: Ledger, clock: HeldClock
 ) -> None:
