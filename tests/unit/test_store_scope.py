@@ -8,7 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import and_, bindparam, event, exists, func, insert, or_, select, text, true, union_all, update
+from sqlalchemy import (
+    and_,
+    bindparam,
+    column,
+    event,
+    exists,
+    func,
+    insert,
+    literal,
+    literal_column,
+    or_,
+    select,
+    table,
+    text,
+    true,
+    union_all,
+    update,
+)  # fmt: skip
+from sqlalchemy.dialects import sqlite
 
 from posttrain.domain.lifecycle import RunState
 from posttrain.domain.records import RunRecord, StageRecord
@@ -22,7 +40,7 @@ OF_NOBODY = frozenset(  # tables whose rows belong to no project; what is in the
     ("projects", "principals", "tokens", "sessions", "hosts", "tree_head", "tiles", "chain_head", "events_before")
 )
 A = Scope("a")
-LATER = attempts.alias()
+LATER, OTHERS = attempts.alias(), runs.alias()
 SCOPED: dict[str, Any] = {
     "own column": A.select(runs),
     "by its run": A.select(stages),
@@ -55,6 +73,31 @@ UNSCOPED: dict[str, Any] = {
     "union": union_all(select(runs.c.id), A.select(runs, runs.c.id)),
     "cte": select(select(runs).cte()),
     "text": text("SELECT * FROM runs"),
+    "text with a parameter that it does not compare": text("SELECT * FROM runs WHERE :project = :project").bindparams(
+        project="a"
+    ),
+    "text as a query": text("SELECT id FROM runs").columns(runs.c.id),
+    "words for a table": select(table("runs", column("id"))),
+    "words for a column": select(literal_column("(SELECT max(id) FROM runs)")),
+    "a join inside a subquery": A.select(
+        runs, select(func.max(stages.c.name)).select_from(stages.join(runs)).scalar_subquery()
+    ),
+    "an answer without a row": select(runs).where(
+        exists(select(func.count()).where(runs.c.project == "a").correlate(runs))
+    ),
+    "full join": select(runs).join(work, and_(runs.c.project == work.c.project, runs.c.project == "a"), full=True),
+    "a query of no table": select(runs).where(runs.c.project.in_(select(literal("b")))),
+    "a key of no table": select(runs).where(runs.c.id == select(literal("r")).scalar_subquery()),
+    "a value of no table": (lambda one: select(runs).where(runs.c.project == one.c.x))(
+        select(literal("b").label("x")).subquery()
+    ),
+    "a literal": select(runs).where(runs.c.project == bindparam("p", "b", literal_execute=True)),
+    "rows from a query": insert(runs).from_select(["id"], A.select(runs, runs.c.id)),
+    "a project from a query": insert(runs).values(project=select(func.max(projects.c.id)).scalar_subquery()),
+    "rows that are there": sqlite.insert(runs)
+    .values(project="a")
+    .on_conflict_do_update(index_elements=["id"], set_={"name": "x"}),
+    "a value of other rows": A.update(runs).values(name=OTHERS.c.name),
 }
 
 
@@ -108,6 +151,9 @@ def test_audit_1_a_connection_of_a_project_refuses_statements_that_name_another(
         "subquery": A.select(runs).where(runs.c.id.in_(other.select(stages, stages.c.run_id))),
         "several": select(runs).where(runs.c.project.in_(["a", "b"])),
         "added": insert(work).values(project="b"),
+        "several added": insert(work).values([{"project": "a", "object": "x"}, {"project": "b", "object": "y"}]),
+        "added by another word": insert(work).values(project=bindparam("whose", "b")),
+        "moved": A.update(work).values(project="b"),
         "text": text("SELECT * FROM runs WHERE project = :project").bindparams(project="b"),
     }
     with ledger.database.write() as connection:

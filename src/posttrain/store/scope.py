@@ -23,11 +23,13 @@ from sqlalchemy.sql.elements import (
     BindParameter,
     BooleanClauseList,
     ClauseElement,
+    ColumnClause,
     Grouping,
     TextClause,
     UnaryExpression,
 )
-from sqlalchemy.sql.selectable import AliasedReturnsRows, FromClause, Join, SelectBase
+from sqlalchemy.sql.functions import FunctionElement
+from sqlalchemy.sql.selectable import AliasedReturnsRows, FromClause, Join, SelectBase, TableClause, TextualSelect
 
 from posttrain.store.schema import attempts, events, grants, leaves, metadata, payloads, runs, stages, unsealed, watches
 
@@ -42,6 +44,9 @@ OWN = frozenset(name for name, table in metadata.tables.items() if PROJECT in ta
 Executes = TypeVar("Executes", bound=Executable)
 _VERDICT = "posttrain_unscoped"  # attribute of a compiled statement
 _WORDS = re.compile(r"[a-z_]+")
+_WRITTEN = re.compile(r"project(_m\d+)?")  # parameters of rows
+_OF_THE_SAME = re.compile(r"on conflict \(project,|where (\w+)\.run_id = excluded\.run_id")  # rows met on writing
+_OF_PROJECT = re.compile(r"(?<![:\w])project\s*=\s*:project\b|\(project\b[^)]*\)\s*VALUES\s*\(:project\b")
 
 
 def of_project(table: Table, project: str | BindParameter[str]) -> ColumnElement[bool]:
@@ -110,51 +115,93 @@ def _refuse(_: Any, __: Any, sent: str, ___: Any, context: Any, ____: bool) -> N
 
 
 def _projects(compiled: Any) -> frozenset[str]:
-    """The parameters of a statement with the projects that it names."""
-    if isinstance(compiled.statement, Insert | TextClause):
-        return frozenset({PROJECT} & compiled.binds.keys())
-    found = (
-        right
+    """The parameters of a statement with the projects that it names: in conditions, and in rows that it writes."""
+    found = {
+        compiled.bind_names.get(right)
         for part in visitors.iterate(compiled.statement)
         for left, right in _compared(part)
         if left.name == PROJECT and isinstance(right, BindParameter)
-    )
-    return frozenset(compiled.bind_names[one] for one in found if one in compiled.bind_names)
+    }
+    if isinstance(compiled.statement, Insert | Update | TextClause):
+        found |= {name for name in compiled.binds if _WRITTEN.fullmatch(name)}
+        found |= {one.key for one in _written(compiled.statement) if isinstance(one, BindParameter)}
+    return frozenset(found - {None})
+
+
+def _written(statement: Any) -> Iterator[Any]:
+    """What a statement writes as the project of a row, where it is not a plain value."""
+    values = getattr(statement, "_values", None) or {}
+    yield from (value for column, value in values.items() if getattr(column, "name", column) == PROJECT)
+
+
+def _refused_write(statement: Insert | Update) -> str:
+    """The table of a statement that may write rows of any project: from a query, over rows that are there, computed."""
+    table = str(getattr(statement.table, "name", statement.table))
+    from_query = isinstance(statement, Insert) and statement.select is not None
+    conflict = getattr(statement, "_post_values_clause", None)
+    target = getattr(conflict, "inferred_target_elements", None) or ()
+    same = any(getattr(one, "name", one) == PROJECT for one in target)  # it meets rows of the written project only
+    over = hasattr(conflict, "update_values_to_set") and not same
+    computed = any(not isinstance(one, BindParameter) for one in _written(statement))
+    return table if (table in OWN or table in CHILDREN) and (from_query or over or computed) else ""
 
 
 @functools.lru_cache(1000)
 def _named(sent: str) -> str:
     """The first project table that plain SQL names, unless all it does is to add rows."""
     words = _WORDS.findall(sent.lower())
-    if words[:1] in (["pragma"], ["insert"]) and "select" not in words:
+    over = "update" in words and not _OF_THE_SAME.search(sent.lower())
+    if words[:1] in (["pragma"], ["insert"]) and not over and not {"select", "replace"} & set(words):
         return ""
     return next((word for word in words if word in OWN or word in CHILDREN), "")
 
 
 def unscoped(statement: ClauseElement) -> str:
     """The name of a table of which a statement reaches rows of any project; empty: there is none."""
+    written = _in_words(statement)
+    if written:
+        return written
     if isinstance(statement, Select):
         return _unscoped_select(statement, frozenset())
+    if isinstance(statement, Insert | Update) and (refused := _refused_write(statement)):
+        return refused
     if isinstance(statement, Update | Delete):
         conditions = list(_conjuncts(statement._where_criteria))
-        froms = {statement.table, *_tables(conditions)}
+        values = getattr(statement, "_values", None) or {}
+        froms = {statement.table, *_tables(conditions), *_tables(values.values())}
         about = [(one, froms) for one in conditions]
         _opened(froms, about)
         held = _held(froms, about)
         return _first(froms - held) or _nested(statement, held)
-    if isinstance(statement, TextClause) and PROJECT in statement._bindparams:
-        return ""
-    return _named(str(statement)) if isinstance(statement, TextClause) else _nested(statement, frozenset())
+    return "" if isinstance(statement, TextClause) else _nested(statement, frozenset())
+
+
+def _in_words(statement: ClauseElement) -> str:
+    """The first project table that text inside a statement names; a text that compares its project names its own."""
+    for part in visitors.iterate(statement):
+        found = ""
+        part = part.element if isinstance(part, TextualSelect) else part
+        if isinstance(part, TextClause):
+            found = "" if _OF_PROJECT.search(part.text) else _named(part.text)
+        elif isinstance(part, TableClause) and not isinstance(part, Table):
+            found = _named(f"from {part.name}")
+        elif isinstance(part, ColumnClause) and part.is_literal:
+            found = _named(f"select {part.name}")
+        if found:
+            return found
+    return ""
 
 
 def _unscoped_select(statement: Select[Any], outer: frozenset[FromClause] | set[FromClause]) -> str:
     """Of one SELECT inside others, which hold rows of one project each."""
     froms: set[FromClause] = set()
     conditions = [(one, froms) for one in _conjuncts(statement._where_criteria)]
-    for part in statement.get_final_froms():
+    parts = statement.get_final_froms()
+    for part in parts:
         _joined(part, froms, conditions)
     _opened(froms, conditions)
-    mine = froms if froms <= outer else froms - outer  # SQLAlchemy correlates unless nothing would remain
+    shared = outer & set(parts)  # SQLAlchemy correlates whole parts of FROM, unless none would remain
+    mine = froms if len(shared) == len(parts) else froms - shared
     held = _held(mine, conditions, froms - mine)
     return _first(mine - held) or _nested(statement, held | outer)
 
@@ -168,7 +215,7 @@ def _joined(part: FromClause, froms: set[FromClause], conditions: list[tuple[Any
     _joined(part.left, froms, conditions)
     _joined(part.right, right, conditions)
     froms |= right
-    about = right if part.isouter else froms
+    about = set() if part.full else right if part.isouter else froms
     conditions += [(one, about) for one in _conjuncts([part.onclause])]
 
 
@@ -176,10 +223,18 @@ def _opened(froms: set[FromClause], conditions: list[tuple[Any, set[FromClause]]
     """Add what EXISTS asks for, which restricts the rows outside as a join does."""
     for one, _ in list(conditions):
         inner = _bare(one.element) if isinstance(one, UnaryExpression) and one.operator is operators.exists else None
-        if isinstance(inner, Select):
+        if isinstance(inner, Select) and not _aggregates(inner):
             for part in inner.get_final_froms():
                 _joined(part, froms, conditions)
             conditions += [(within, froms) for within in _conjuncts(inner._where_criteria)]
+
+
+def _aggregates(statement: Select[Any]) -> bool:
+    """Whether a query may answer with a row although no row meets its conditions."""
+    computed = any(
+        isinstance(part, FunctionElement) for one in statement._raw_columns for part in visitors.iterate(one)
+    )
+    return computed or bool(statement._group_by_clauses or statement._having_criteria)
 
 
 def _held(
@@ -197,13 +252,24 @@ def _held(
                 table = getattr(left, "table", None)
                 if table in held or table not in about:
                     continue
-                chosen = isinstance(right, SelectBase)  # a subquery, which is looked at itself
-                value = left.name == PROJECT and isinstance(right, BindParameter)
-                named = left.name == _key(table) and (value or chosen or getattr(right, "table", None) in held)
+                chosen = isinstance(right, SelectBase) and _reads(right)  # a subquery, which is looked at itself
+                value = left.name == PROJECT and isinstance(right, BindParameter) and not right.literal_execute
+                other = getattr(right, "table", None)
+                named = left.name == _key(table) and (value or chosen or (other in held and _reads(other)))
                 if named or (chosen and left.primary_key and len(left.table.primary_key) == 1):
                     held.add(table)
                     grown = True
     return held
+
+
+def _reads(part: Any) -> bool:
+    """Whether rows of projects are what a FROM or a query consists of."""
+    while isinstance(part, AliasedReturnsRows):
+        part = part.element
+    if isinstance(part, Table):
+        return bool(_key(part))
+    inner = part.get_final_froms() if isinstance(part, Select) else part.get_children()
+    return any(_reads(one) for one in inner if isinstance(one, FromClause | SelectBase))
 
 
 def _key(part: Any) -> str | None:

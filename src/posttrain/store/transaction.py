@@ -32,7 +32,8 @@ from posttrain.store.waking import revive, settle_at
 
 _WATCH = text(
     "INSERT INTO watches (attempt, run_id, progress, quiet, at) VALUES (:attempt, :run_id, :progress, :quiet, :at) "
-    "ON CONFLICT (attempt) DO UPDATE SET progress = excluded.progress, quiet = excluded.quiet, at = excluded.at"
+    "ON CONFLICT (attempt) DO UPDATE SET progress = excluded.progress, quiet = excluded.quiet, at = excluded.at "
+    "WHERE watches.run_id = excluded.run_id"
 )
 _JOINED = frozenset({"lease_owner", "lease_expires"})  # of a run, from its row of the work queue
 _FIXED = _JOINED | {"id", "run_id", "stage", "number", "state", "generation", "created_at", "project", "repeat"}
