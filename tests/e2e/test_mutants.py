@@ -65,7 +65,9 @@ def test_a_mutant_that_no_test_notices_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_tests_that_fail_anyway_notice_nothing(tmp_path: Path) -> None:
-    code, said = mutants("--jobs", "1", "--lists", listed(tmp_path, tests=["unit/test_data_refs.py::test_absent"]))
+    code, said = mutants(
+        "--jobs", "1", "--lists", listed(tmp_path, tests=["unit/test_data_refs.py::test_refused_in_one_line[absent]"])
+    )
     assert code == 2
     assert "the tests must pass without a mutant" in said
 

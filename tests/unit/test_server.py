@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlencode
 
@@ -41,7 +42,7 @@ from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.principals import Role
 from posttrain.domain.records import Asset, RunRecord, StageRecord
 from posttrain.domain.runspec import Budget
-from posttrain.server import limits
+from posttrain.server import calling, limits
 from posttrain.server.underway import Once, request_id
 from posttrain.server.uploads import Uploads
 from posttrain.server.watching import Looking, Watchers
@@ -984,3 +985,10 @@ def test_more_followers_than_threads_are_refused_and_those_who_leave_make_room(
             continue
         break
     assert found == [("end", b"{}")]
+
+
+def test_a_run_that_ended_is_given_to_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = SimpleNamespace(run=lambda name: SimpleNamespace(id=name, state="succeeded"), driver=lambda name: None)
+    monkeypatch.setattr(calling, "refuse", lambda *_: None)
+    with pytest.raises(InputError, match=r"run r-1: has ended \(succeeded\), so there is nothing to drive"):
+        calling.driven(ended, {"run_id": "r-1"}, None)  # type: ignore[arg-type]

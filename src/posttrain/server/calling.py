@@ -94,7 +94,11 @@ def scores(control: Control, named: Mapping[str, Any], _: Bundles | None) -> Any
 def driven(control: Control, named: Mapping[str, Any], _: Bundles | None) -> Any:
     """The server drives every run, so nobody needs to be asked."""
     refuse(control, "detach")
-    return control.driver(named["run_id"])
+    run = control.run(named["run_id"])
+    found = control.driver(run.id)
+    if found is None:
+        raise InputError(f"run {run.id}: has ended ({run.state}), so there is nothing to drive; posttrain get {run.id}")
+    return found
 
 
 def curves(control: Control, named: Mapping[str, Any], _: Bundles | None) -> Any:
