@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -268,3 +269,13 @@ def test_ctrl_c_while_it_loads_is_one_line(monkeypatch: pytest.MonkeyPatch, caps
     with pytest.raises(SystemExit) as left:
         posttrain.__main__.main()
     assert (left.value.code, capsys.readouterr().err) == (130, "interrupted\n")
+
+
+def test_audit_2_a_project_is_checked_before_a_workspace_is_opened(world: World) -> None:
+    """A slip would open a project that no list shows."""
+    data = world.write("few.jsonl", '{"prompt": "q", "completion": "a"}\n')
+    for name, words in (("../x", "must be 1-63 of a-z 0-9 -"), ("typo", "there is no project 'typo', known are")):
+        result = world("--project", name, "asset", "add", "dataset:few", data)
+        assert (result.exit_code, words in one_line(result)) == (2, True), result.stderr
+    with sqlite3.connect(world.root / ".posttrain" / "ledger.db") as ledger:
+        assert ledger.execute("SELECT DISTINCT project FROM events").fetchall() == [("default",)]
