@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from posttrain.control.reconciler import Reconciler
 from posttrain.data.rows import prompt_text
 from posttrain.decision.gates import Evidence, judge_all
 from posttrain.decision.looks import Look
-from posttrain.domain.canonical import digest_json
+from posttrain.domain.canonical import digest_bytes, digest_json
 from posttrain.domain.gates import GateReport, GateRule, Outcome
 from posttrain.domain.measures import RATE
 from posttrain.domain.policies import ChannelPolicy, LookBudget, parse_policy
@@ -174,9 +175,12 @@ def test_audit_11_evaluations_side_by_side_share_no_number(bench: Bench) -> None
 
 
 def test_audit_11_an_unreadable_result_hides_no_other_and_stops_no_gate(bench: Bench) -> None:
+    texts = (f"no table {number}".encode() for number in itertools.count())
+    first = next(text for text in texts if digest_bytes(text).startswith("sha256:00"))  # before those of tables
+
     def unreadable(folder: AttemptFolder) -> int:
         evaluate(200)(folder)
-        (folder.outputs / "metrics.parquet").write_bytes(b"no table")
+        (folder.outputs / "metrics.parquet").write_bytes(first)
         return 0
 
     ids = [f"i{number}" for number in range(200)]

@@ -82,6 +82,9 @@ UNSCOPED: dict[str, Any] = {
     "a join inside a subquery": A.select(
         runs, select(func.max(stages.c.name)).select_from(stages.join(runs)).scalar_subquery()
     ),
+    "a join beside a table of nobody": A.select(
+        runs, select(func.max(stages.c.name)).select_from(stages.join(runs), projects).scalar_subquery()
+    ),
     "an answer without a row": select(runs).where(
         exists(select(func.count()).where(runs.c.project == "a").correlate(runs))
     ),
