@@ -71,13 +71,17 @@ def _alike(mine: Ids, theirs: Ids) -> bool:
 def _measured_ids(get: Callable[[str], bytes], results: str, suite: str) -> Ids:
     """The items of a suite in an evaluation's `metrics.parquet`; none where it was erased or cannot be read.
 
-    A gate that judges an unreadable file ends as ERROR; whoever only counts it goes on.
+    A gate that judges an unreadable file ends as ERROR; a gate that only counts it goes on.
     """
     try:
-        table = pq.ParquetFile(io.BytesIO(get(results))).read(["metric", "item_id"], use_threads=False)
+        written = io.BytesIO(get(results))
+    except (NotFoundError, IntegrityError):
+        return _numbers(())
+    try:
+        table = pq.ParquetFile(written).read(["metric", "item_id"], use_threads=False)
         own = table.filter(pc.starts_with(table["metric"], f"{suite}/"))["item_id"]
         return _numbers(map(str, own.to_pylist()))
-    except (NotFoundError, IntegrityError, ArrowException, KeyError, OSError):
+    except (ArrowException, KeyError, OSError):  # of the bytes: a store that does not answer is retried
         return _numbers(())
 
 
