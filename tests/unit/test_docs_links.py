@@ -49,9 +49,17 @@ def broken(page: Path, text: str | None = None) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page: Path) -> None:
     assert broken(page) == []
+
+
+def test_the_changelog_links_only_what_the_site_has() -> None:
+    """The site includes it from another folder and rewrites links to `docs/` only."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    relative = [link for link in _LINK.findall(_CODE.sub("", text)) if not re.match(r"https?:", link)]
+    assert [link for link in relative if not link.startswith("docs/")] == []
+    assert ":relative-docs: docs/" in (DOCS / "changelog.md").read_text(encoding="utf-8")
 
 
 def test_a_broken_link_is_noticed() -> None:
