@@ -258,6 +258,22 @@ def test_lost_work_of_a_run_that_took_over_is_still_within_its_budget(bench: Ben
     assert job.spent == 1500
 
 
+def test_an_attempt_that_a_release_before_planned_has_what_is_left_of_all_the_work(bench: Bench) -> None:
+    """It reserved nothing: its order holds the budget less what the checkpoint of another run had cost."""
+    job = Trainee(bench, [], steps=9, cost=90, worst=100)
+    bench.scripts["sft"] = [job]
+    bench.drive(bench.submit(budget={"tokens": 500}, **TRAIN_ONLY))
+    run_id = bench.submit(budget={"tokens": 700}, **TRAIN_ONLY)
+    while not bench.ledger.attempts(run_id):
+        bench.reconciler.tick(run_id)
+    with bench.ledger.database.write(across="a test") as connection:
+        connection.exec_driver_sql("UPDATE attempts SET reserved_tokens = NULL, reserved_seconds = NULL")
+    bench.drive(run_id)
+    order = bench.jobs.folders.of(bench.ledger.attempts(run_id)[0]).read_order()
+    assert (order.tokens_inherited, order.token_allowance) == (450, 700)
+    assert (job.began, job.spent) == ([0, 5], 630)
+
+
 def test_inherited_tokens_are_counted_once(bench: Bench) -> None:
     """Killed twice, resumed twice: each attempt is billed its own steps, and the run the sum."""
     job = Trainee(bench, [3, 3], steps=9, cost=50, worst=50)

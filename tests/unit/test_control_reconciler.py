@@ -180,6 +180,21 @@ def test_a_spent_budget_launches_nothing_more(bench: Bench) -> None:
     assert "1000 of 1000 tokens" in run.message
 
 
+def test_a_spent_wall_clock_launches_nothing_more(bench: Bench) -> None:
+    def late(folder: AttemptFolder) -> int:
+        bench.clock.sleep(60)
+        code = train()(folder)
+        assert code is not None
+        return code
+
+    bench.scripts["sft"] = [late]
+    run = bench.drive(bench.submit(budget={"wall_clock": 60}))
+    assert (run.state, run.reason) == ("failed", "BudgetExceeded")
+    assert bench.stage(run.id, "sft").state == "succeeded"
+    assert bench.launched == ["sft"]
+    assert "60 of 60 s" in run.message
+
+
 def test_the_wall_clock_budget_stops_a_running_job(bench: Bench) -> None:
     bench.scripts["sft"] = [None]  # runs for ever
     run = bench.drive(bench.submit(budget={"wall_clock": 60}))
