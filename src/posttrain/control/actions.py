@@ -222,13 +222,7 @@ def rollback(
     """
     if lift_quarantine and to is None:
         raise InputError(f"rollback {channel}: --lift-quarantine must come with --to; name the release to bring back")
-    history, live = stores.ledger.history(channel), stores.ledger.channel(channel)
-    if live is None:
-        if stores.ledger.channel_record(channel).generation:
-            raise NotFoundError(f"channel {channel}: nothing was released to it yet, so there is nothing to go back to")
-        raise unknown_channel(channel, [record.name for record in stores.ledger.channel_records()])
-    if since is not None and live.sequence != since:
-        raise ConflictError(f"channel {channel}: release {since} must be live, got {live.sequence}; look: posttrain ls")
+    history, live = stores.ledger.history(channel), _live_release(stores, channel, since)
     named = _release_named(history, to)
     if named == live.model_digest:
         check_weights(stores.blobs, named, f"channel {channel} stays at release {live.sequence}")
@@ -260,6 +254,23 @@ def rollback(
             approved=approved,
             why=reason or lift_quarantine,
         )
+
+
+def _live_release(stores: Stores, channel: str, since: int | None) -> ReleaseEntry:
+    """The release that a channel serves.
+
+    Raises:
+        NotFoundError: the channel is unknown, or serves none.
+        ConflictError: it is another than `since`.
+    """
+    live = stores.ledger.channel(channel)
+    if live is None:
+        if stores.ledger.channel_record(channel).generation:
+            raise NotFoundError(f"channel {channel}: nothing was released to it yet, so there is nothing to go back to")
+        raise unknown_channel(channel, [record.name for record in stores.ledger.channel_records()])
+    if since is not None and live.sequence != since:
+        raise ConflictError(f"channel {channel}: release {since} must be live, got {live.sequence}; look: posttrain ls")
+    return live
 
 
 def _release_named(history: Sequence[ReleaseEntry], to: str | None) -> str | None:
