@@ -26,6 +26,22 @@ settings.load_profile("posttrain")
 
 # The table of commands is read from the signatures of fifty functions: once in a process, as `posttrain` does it too.
 typer.testing._get_command = functools.cache(get_command)
+_invoke = typer.testing.CliRunner.invoke
+
+
+def _invoked(self: typer.testing.CliRunner, *words: Any, **options: Any) -> Any:
+    """`--server` and `--project` set variables for the rest of their process, which ends with its command."""
+    before = {name: os.environ.get(name) for name in ("POSTTRAIN_SERVER", "POSTTRAIN_PROJECT")}
+    try:
+        return _invoke(self, *words, **options)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+typer.testing.CliRunner.invoke = _invoked
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -371,7 +371,7 @@ def test_who_changes_a_channel_that_moved_must_look_again(ledger: Ledger) -> Non
     with pytest.raises(ChannelClosedError, match="is frozen"), ledger.transaction("ann") as transaction:
         transaction.append_release("prod", MODEL, None, "rollback", expected=2)
     assert ledger.channel("prod") == ledger.history("prod")[-1]
-    assert [event.payload["why"] for event in ledger.channel_events("prod", "channel.frozen")] == ["an incident"]
+    assert [event.payload["why"] for event in ledger.events_about("prod", "channel.frozen")] == ["an incident"]
 
 
 def test_a_channel_that_came_back_is_another_release(ledger: Ledger) -> None:

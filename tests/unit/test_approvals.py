@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import yaml
-from cli_world import RUN, World, make_world
+from cli_world import BAD_REWARD, GOOD_REWARD, RUN, World, make_world
 from control_bench import RUN as BENCH_RUN
 from control_bench import Bench, evaluate, train
 from rich.console import Console
@@ -32,6 +34,7 @@ from posttrain.domain.principals import DRIVER, Role
 from posttrain.domain.reasons import Reason
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.drivers.requests import runs_folder
+from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.store.atomic import make_folder
 from posttrain.store.audit import verify_rows
 from posttrain.store.erasure import erase_principal, erase_subject
@@ -124,7 +127,7 @@ def test_a_release_waits_for_as_many_approvals_as_the_policy_asks(world: World, 
     assert "numbers hold" in told(world, run)
     assert [one["actor"] for one in world.json("get", run)["approvals"][0]["approvals"]] == ["user:ann", "user:bob"]
     assert "everything matches" in world.ok("verify", "prod")
-    assert "approved by: user:ann, user:bob" in world.ok("lineage", "prod")
+    assert "approved by: user:ann: numbers hold; user:bob" in world.ok("lineage", "prod")
     assert "is live on channel prod already" in refused(world, "reject", run, code=2)
     proved()
 
@@ -893,7 +896,7 @@ def test_audit_4_history_names_who_requested_a_release_and_never_the_account_of_
     assert driver.drive(run_id, interval=1.0, timeout=3600).state == "succeeded"
     (move,) = moves(bench.ledger, "prod")
     assert (move.entry.actor, move.approved_by) == ("test", ("user:ann",))
-    (event,) = bench.ledger.channel_events("prod", "channel.promote")
+    (event,) = bench.ledger.events_about("prod", "channel.promote")
     assert event.actor == DRIVER, "the log keeps who wrote it"
 
 
@@ -908,3 +911,95 @@ def test_audit_4_a_second_bare_rollback_revives_nothing_that_is_quarantined(worl
     assert "release 4" in world.ok(*lifting, "--to", second)
     assert world.json("get", "prod")["live"] == world.json("get", second)["stages"][1]["outputs"]["model"]["digest"]
     proved()
+
+
+def test_audit_27_what_an_approval_counted_stays_after_a_rollback(world: World, user: As) -> None:
+    world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
+    runs = []
+    for number in range(2):
+        user("eve")
+        if number:
+            world.ok("asset", "add", "reward:sort", world.write("reward.py", GOOD_REWARD.replace("1.0", "0.97")))
+        runs.append(waits(world))
+        user("ann")
+        world.ok("approve", runs[-1], "--reason", f"look {number}")
+        user("eve")
+        ends(world, runs[-1])
+    world.ok("rollback", "prod")
+    assert world.json("get", "prod")["history"][-1]["run_id"] == runs[0], "it is live again"
+    for run, reason in zip(runs, ("look 0", "look 1"), strict=True):
+        (asked,) = world.json("get", run)["approvals"]
+        assert (asked["outdated"], asked["missing"]) == ("", 0)
+        assert reason in told(world, run)
+        assert "counts nothing" not in told(world, run)
+    proved()
+
+
+def test_audit_28_lineage_and_card_name_approval_gate_values_and_packages(
+    world: World, user: As, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeExecutor, "attests", True)
+    world.ok("asset", "add", "reward:sort", world.write("reward.py", "import numpy\n\n" + GOOD_REWARD))
+    world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
+    run = waits(world)
+    user("ann")
+    world.ok("approve", run, "--reason", "the samples are right")
+    user("eve")
+    ends(world, run)
+    world.ok("export", "channel:prod", "out")
+    texts = [" ".join(world.ok("lineage", word).split()) for word in ("prod", run)]
+    texts.append(" ".join((world.root / "out" / "README.md").read_text().split()))
+    for text in texts:
+        assert "approved by: user:ann: the samples are right" in text
+        assert f"imports: numpy {numpy.__version__}" in text
+        assert "dataset dataset:train@1" in text
+        (gate,) = re.findall(r"gate accuracy outcome: pass metric: heldout/accuracy estimate: ([\d.]+)", text)
+        assert float(gate) == 0.98
+    assert "approved by user:ann: the samples are right" in texts[-1].replace("\\", "")
+    found = json.loads((world.root / "out" / "lineage.json").read_text())
+    assert "the samples are right" in json.dumps(found["lineage"])
+    assert {one["gate"]: one["estimate"] for one in found["gates"]}["accuracy"] == 0.98
+    nodes = json.dumps(world.json("lineage", run))
+    assert '"estimate": "0.98"' in nodes
+    assert f'"imports": "numpy {numpy.__version__}"' in nodes
+
+
+def test_audit_28_a_rollback_of_a_protected_channel_needs_a_reason(world: World, user: As) -> None:
+    world.ok("run", "run.yaml")
+    better(world, 0.97)
+    world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
+    world.ok("channel", "protect", "prod")
+    assert "a protected channel needs --reason, got none" in refused(world, "rollback", "prod", code=2)
+    assert len(world.json("get", "prod")["history"]) == 2
+    world.ok("rollback", "prod", "--reason", "answers got longer")
+    assert world.json("get", "prod")["history"][-1]["why"] == "answers got longer"
+
+
+def test_audit_31_an_approval_card_shows_regressions_gate_values_and_scores(world: World, user: As) -> None:
+    world.write("reward.py", BAD_REWARD)
+    world.ok("asset", "add", "reward:sort", "reward.py")
+    text = (world.root / "run.yaml").read_text().replace("at_least: 0.9", "at_least: 0.1")
+    world.write(
+        "run.yaml",
+        text.replace("gates:", "  was: {kind: evaluate, model: sft, suites: {heldout: {data: heldout}}}\ngates:"),
+    )
+    weak = [{"name": "accuracy", "metric": "heldout/accuracy", "at_least": 0.1}]
+    world.ok("channel", "set-policy", "prod", policy_file(world, gates=weak, **ONE))
+    run = waits(world)
+    user("ann")
+    for shown in (world.ok("get", "prod"), world.ok("approve", run)):
+        assert "warning: stage grpo is significantly worse than stage sft" in " ".join(shown.split())
+        assert shown.index("significantly worse") < shown.index("PASS") < shown.index("heldout/accuracy  (stage grpo)")
+        assert "heldout/accuracy  (stage grpo)" in shown
+
+
+def test_audit_31_a_policy_that_changes_during_a_run_is_said_at_once(world: World) -> None:
+    world.hold.add("grpo")
+    assert world("run", "run.yaml", "--timeout", "30").exit_code == 12
+    run = world.newest()
+    assert world.json("get", run)["warnings"] == []
+    world.ok("channel", "set-policy", "prod", policy_file(world))
+    (warning,) = world.json("get", run)["warnings"]
+    assert warning.startswith("the policy of channel prod was changed since this run was planned")
+    assert "posttrain run RUN.yaml plans it under the policy" in warning
+    assert warning[:60] in told(world, run)

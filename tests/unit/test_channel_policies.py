@@ -404,10 +404,12 @@ def test_a_policy_that_changes_while_a_run_is_judged_stops_its_release(
     monkeypatch.setattr("posttrain.app.workspace._BESIDE", 0)  # commands of two threads share one standard output
     said = refused(world, "run", "run.yaml", code=9)
     assert "this was judged without a policy" in said
-    assert "plan and judge again: posttrain run RUN.yaml; next: posttrain channel policy prod\n" in said
+    assert "plan and judge again: posttrain run RUN.yaml\n" in said
     assert world.json("get", world.newest())["reason"] == "PolicyNotMet"
-    assert "at_least: 0.9" in world.ok(*next_of(world, world.newest()))
     assert world.json("get", "prod")["live"] is None
+    assert list(next_of(world, world.newest())) == ["run", "RUN.yaml"], "which helps"
+    world.ok("run", "run.yaml")
+    assert world.json("get", "prod")["history"][-1]["run_id"] == world.newest()
 
 
 def test_a_forged_run_that_went_past_the_plan_does_not_ship(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -606,7 +608,7 @@ def test_a_reason_may_be_any_text(world: World) -> None:
     world.ok("channel", "set-policy", "prod", policy_file(world))
     world.ok("channel", "freeze", "prod", "--reason", "día \u202e \udcff\n naïve")
     workspace = open_workspace()
-    (told,) = workspace.ledger.channel_events("prod", "channel.frozen")
+    (told,) = workspace.ledger.events_about("prod", "channel.frozen")
     assert told.payload["why"] == "día \u202e ?\n naïve"
     workspace.seal()
     verify_rows(workspace.ledger)

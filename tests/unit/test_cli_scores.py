@@ -8,7 +8,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from cli_world import ITEMS, RUN, World, make_world, metrics_table
+from cli_world import BAD_REWARD, ITEMS, RUN, World, make_world, metrics_table
+
+from posttrain.domain.facts import Progress
+from posttrain.store.attempts import AttemptFolder
+from posttrain.store.event_writer import EventWriter
 
 EVALUATE = "  evaluate: {kind: evaluate, model: grpo, suites: {heldout: {data: heldout}}}\n"
 BASE = "  base-eval: {kind: evaluate, model: base, suites: {heldout: {data: heldout}}}\n"
@@ -140,3 +144,53 @@ def test_results_that_are_gone_are_told_and_end_nothing(world: World) -> None:
     shown = world.ok("get", "sort")
     assert "score left out: evaluate: " in shown
     assert world.json("get", "sort")["scores"]["rows"] == []
+
+
+def test_audit_26_a_model_worse_than_before_is_the_first_thing_said(world: World) -> None:
+    """It ships: its gate asks for little."""
+    world.ok("asset", "add", "reward:sort", world.write("reward.py", BAD_REWARD))
+    world.write("run.yaml", ABSOLUTE.replace(EVALUATE, SFT + EVALUATE).replace("at_least: 0.9", "at_least: 0.1"))
+    (hint,) = [line for line in world.ok("plan", "run.yaml").splitlines() if "none compares with another" in line]
+    assert "{name: no-regression, metric: heldout/accuracy, not_worse_than: base, margin: 0.02}" in hint
+    last = world.ok("run", "run.yaml")
+    assert world.json("get", "prod")["live"] is not None
+    words = "warning: stage grpo is significantly worse than stage sft: heldout/accuracy 0.5 → 0.3, -0.20 [-0.26"
+    gate = "metric: heldout/accuracy, not_worse_than: sft, margin: 0.1"
+    for shown in (world.ok("get", "sort"), world.ok("why", "sort")):
+        assert " ".join(shown.split()).startswith(words), shown
+        assert gate in " ".join(shown.split())
+    assert words in " ".join(last.split())
+    (line,) = world.json("get", "sort")["scores"]["regressions"]
+    assert "a gate: {" + gate + "}" in line
+    world.ok("get", "sort", "--report")
+    page = (world.root / ".posttrain" / "runs" / world.newest() / "report.html").read_text()
+    assert page.index("significantly worse than stage sft") < page.index("Scores</h2>")
+    world.write(
+        "run.yaml",
+        (world.root / "run.yaml")
+        .read_text()
+        .replace("at_least: 0.1}", f"at_least: 0.1}}\n  - {{name: no-regression, {gate}}}"),
+    )
+    result = world("run", "run.yaml")
+    assert (result.exit_code, world.json("get", world.newest())["reason"]) == (3, "GateFailed"), (
+        "it would have stopped it"
+    )
+
+
+def test_audit_26_an_improvement_and_a_change_by_chance_warn_of_nothing(world: World) -> None:
+    world.ok("asset", "add", "reward:sort", world.write("reward.py", BAD_REWARD.replace("0.3", "0.49")))
+    world.write("run.yaml", ABSOLUTE.replace(EVALUATE, BASE + SFT + EVALUATE).replace("at_least: 0.9", "at_least: 0.1"))
+    world.ok("run", "run.yaml")
+    assert world.json("get", "sort")["scores"]["regressions"] == []
+
+
+def test_audit_31_tokens_are_counted_while_a_stage_runs(world: World) -> None:
+    world.hold.add("grpo")
+    assert world("run", "run.yaml", "--timeout", "30").exit_code == 12
+    before = world.json("get", "sort")["tokens"]
+    (folder,) = (world.root / ".posttrain" / "runs" / world.newest() / "grpo").iterdir()
+    with EventWriter(AttemptFolder(folder)) as sink:
+        sink(Progress(1, 3, "grpo", 4321, 0.0))
+    after = world.json("get", "sort")
+    assert after["tokens"] == before + 4321
+    assert {one["name"]: one["tokens"] for one in after["stages"]}["grpo"] == 4321

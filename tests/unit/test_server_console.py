@@ -49,7 +49,12 @@ def pages(world: ConsoleWorld) -> list[str]:
             f"{HOME}/runs/{world.run}",
         ),
         *(f"{HOME}/runs/{world.hostile}", f"{HOME}/runs/{world.run}/report", f"{HOME}/runs/{world.run}/report?part=1"),
-        *(f"{HOME}/runs/{world.run}/log", f"{HOME}/compare", f"{HOME}/compare?runs={quote(ATTACK)}"),
+        *(
+            f"{HOME}/runs/{world.run}/card",
+            f"{HOME}/runs/{world.run}/log",
+            f"{HOME}/compare",
+            f"{HOME}/compare?runs={quote(ATTACK)}",
+        ),
         f"{HOME}/compare?runs={world.run}/base-eval&runs={world.run}",
         *(f"{HOME}/channels", f"{HOME}/channels/prod", f"{HOME}/channels/{evil}", f"{HOME}/channels/guarded"),
         *(f"{HOME}/channels/prod/rollback", f"{HOME}/channels/prod/rollback?to=1", "/login"),
@@ -132,6 +137,7 @@ def test_no_page_answers_500_on_odd_ids(world: ConsoleWorld, ann: Browser) -> No
         for path in (
             f"/runs/{word}",
             f"/runs/{word}/report",
+            f"/runs/{word}/card",
             f"/runs/{word}/log",
             f"/channels/{word}",
             f"/runs?q={word}",
@@ -309,7 +315,7 @@ def test_a_rollback_wants_a_reason_and_the_release_that_was_seen(world: ConsoleW
     assert (done.status, done.headers["location"]) == (303, f"{HOME}/channels/prod")
     entry = ledger.history("prod")[-1]
     assert (entry.action, entry.actor, entry.model_digest) == ("rollback", "user:zoe", before[0].model_digest)
-    told = ledger.channel_events("prod", "channel.rollback")[-1]
+    told = ledger.events_about("prod", "channel.rollback")[-1]
     assert (told.payload["why"], told.auth) == (f"worse {ATTACK}", session.SESSION)
     assert "worse &lt;/pre&gt;" in text_of(zoe.get(f"{HOME}/channels/prod"))
 

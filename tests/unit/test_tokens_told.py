@@ -180,13 +180,12 @@ def test_a_token_of_another_project_says_so_to_whoever_has_a_role_there(
     assert "there is no project 'X' that you may see: this token is of default" in told[0]
 
 
-def test_logins_are_kept_by_project(world: World, two: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logins_are_kept_by_project(world: World, two: ServerBench) -> None:
     assert logged(world, two.tokens["default"], "login", two.url).exit_code == 0
     said = logged(world, two.tokens["research"], "login", two.url, "--project", "research").stdout
     assert "also logged in there to default; commands without --project ask research" in said
     assert "of research (" in world.ok("whoami")
     assert "of default (" in world.ok("--project", "default", "whoami")
-    monkeypatch.delenv("POSTTRAIN_PROJECT")  # which the option set, in a process that ended
     said = world.ok("logout", two.url, "--project", "default")
     assert f"the token of default for {two.url} is forgotten" in said
     assert "you are still logged in there to research" in said

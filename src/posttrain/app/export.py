@@ -167,6 +167,7 @@ def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *
     chain = list(_chain(manifest, made.stage))
     report = explain_run(workspace.stores, run.id).report
     tree = _public(model_lineage(workspace.stores, made))
+    approved = "".join(f", approved by {words}" for key, words in tree.details if key == "approved by")
     card = ModelCard(
         title=f"{run.name}, {made.word}",
         digest=made.digest,
@@ -174,7 +175,9 @@ def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *
         cast=cast,
         made=f"{run.id}/{made.word}",
         chosen=selected(rows[made.stage].metrics) if made.output == BEST else "",
-        release=f"{made.channel}, release {made.release} ({_release_state(workspace, made)})" if made.channel else "",
+        release=f"{made.channel}, release {made.release} ({_release_state(workspace, made)}){approved}"
+        if made.channel
+        else "",
         manifest=run.manifest_digest,
         base=_base(chain),
         state=run.state,

@@ -19,7 +19,7 @@ from posttrain.app.sinks import lacking
 from posttrain.app.workspace import Workspace
 from posttrain.control import actions, channels
 from posttrain.control.approvals import terms
-from posttrain.control.conforming import released_evaluators
+from posttrain.control.conforming import released_evaluators, unguarded
 from posttrain.control.lineage import made_model
 from posttrain.control.planning import Planned, Resolve, plan_run
 from posttrain.control.recalls import recall_of, refuse_recalled
@@ -333,7 +333,7 @@ def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None, sett
     )
     warnings = [*ahead.warnings, *planned.warnings]
     warnings += [*repeated(planned, ahead.datasets), *seen_in_training(planned, ahead.datasets)]
-    warnings += wide_steps(planned, ahead.datasets)
+    warnings += [*wide_steps(planned, ahead.datasets), *unguarded(planned.manifest)]
     warnings += [f"{name}: {warning}" for name, seen in found.items() for warning in seen.warnings]
     warnings += slower(planned, spec, workspace, path)
     run = existing[0] if existing else None

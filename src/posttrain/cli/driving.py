@@ -287,12 +287,20 @@ def greet(found: Submitted, again: str = "") -> None:
 
 
 def _summary(control: Control, status: RunStatus) -> None:
-    from posttrain.cli.screens import score_lines, stage_table, tracker_lines, verdict_lines, warning_lines
+    from posttrain.cli.screens import (
+        regression_lines,
+        score_lines,
+        stage_table,
+        tracker_lines,
+        verdict_lines,
+        warning_lines,
+    )
 
     screen, run_id = console(), status.run.id
     screen.print(stage_table(status))
     found = control.why(run_id)
-    for line in (*verdict_lines(found.report.verdicts if found.report else ()), *score_lines(found.scores)):
+    verdicts = verdict_lines(found.report.verdicts if found.report else ())
+    for line in (*regression_lines(found.scores), *verdicts, *score_lines(found.scores)):
         screen.print(line)
     screen.print(*warning_lines(status), sep="\n", end="\n" if status.warnings else "")
     say(f"run {run_id}: {status.run.state} after {duration(status.seconds)}")

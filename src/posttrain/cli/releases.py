@@ -206,10 +206,15 @@ def approve(
     """Approve a release, or another request, as an approver that the channel's policy names. Not one's own."""
     control = open_control()
     found = control.approve(_named(control, what), channel, reason)
+    run_id = found.request.run_id if output is Output.TEXT else None
+    card = control.why(run_id) if run_id else None
     control.close()
     if output is Output.JSON:
         emit_json(found.to_json())
         return
+    from posttrain.cli.screens import card_lines
+
+    console().print(*card_lines(card), sep="\n", end="\n" if card else "")
     missing = f"; {found.words}" if found.missing else ": it has all approvals that it needs"
     said = "rejection withdrawn" if found.said == WITHDRAWN else found.said
     say(f"{_what(found)} {said}{missing}", *([_next(found)] if not found.missing else []))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +33,7 @@ from posttrain.domain.reasons import meaning
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
+    from posttrain.domain.approvals import Standing
     from posttrain.domain.records import AssetStatus, ChannelRecord, ReleaseEntry
 
 _MOVES = 50  # of a channel that a person is shown, the newest
@@ -128,6 +129,7 @@ def get(
         return
     from posttrain.cli.screens import (
         approval_lines,
+        regression_lines,
         run_footer,
         run_tree,
         score_lines,
@@ -145,7 +147,7 @@ def get(
         *tracker_lines(trackers),
         *run_footer(status),
     )
-    screen.print(run_tree(status), *told, sep="\n")
+    screen.print(*regression_lines(scores), run_tree(status), *told, sep="\n")
     if written:
         say(f"report: {written.report}", *([f"curves: {written.curves}"] if written.curves else []))
 
@@ -174,6 +176,7 @@ def _get_channel(control: Control, name: str, output: Output) -> None:
     states, record, live = channel.states, channel.record, channel.live
     barred, looks = channel.quarantine, channel.looks
     recall = control.recalled(live.model_digest).get(live.model_digest) if live else None
+    cards = {} if output is Output.JSON else {one: control.why(one) for one in _asked_runs(asked)}
     control.close()
     if output is Output.JSON:
         rows = [move.to_json() for move in reversed(history)]
@@ -195,13 +198,17 @@ def _get_channel(control: Control, name: str, output: Output) -> None:
     earlier = ReleaseState.SUPERSEDED in states.values()  # what a rollback goes back to
     back = f"posttrain rollback {name}, " if earlier else ""
     lines: list[Any] = [*channel_lines(record, channel.frozen, recall), *release_lines(barred, looks)]
-    lines += [*request_lines(asked), *tracker_lines(trackers)]
+    lines += [*request_lines(asked, cards), *tracker_lines(trackers)]
     if not history:
         console().print(f"channel {name}: nothing was released to it yet", *lines, sep="\n")
         return
     if len(history) < channel.moves:
         lines.insert(0, f"{channel.moves - len(history)} older releases are left out; -o json has them all")
     console().print(history_table(history), *lines, as_typed(f"next:   {back}posttrain lineage {name}"), sep="\n")
+
+
+def _asked_runs(asked: Iterable[Standing]) -> list[str]:
+    return list(dict.fromkeys(one.request.run_id for one in asked if one.request.run_id))
 
 
 def logs(
@@ -258,6 +265,7 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     from posttrain.cli.screens import (
         approval_lines,
         attempt_line,
+        regression_lines,
         run_tree,
         score_lines,
         signal_lines,
@@ -267,7 +275,7 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     )
 
     screen = console()
-    screen.print(run_tree(status))
+    screen.print(*regression_lines(scores), run_tree(status), sep="\n")
     verdicts = found.report.verdicts if found.report else ()
     words = f"{sum(v.outcome == 'pass' for v in verdicts)} of {len(verdicts)} gates pass" if verdicts else ""
     gated = words and status.run.reason.startswith("Gate")  # the verdicts below say it in full

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -19,7 +19,17 @@ from posttrain.domain.records import AssetStatus, AttemptRecord, ChannelRecord, 
 from posttrain.domain.waits import span
 
 if TYPE_CHECKING:
-    from posttrain.api.values import Difference, Move, PlanView, RunStatus, Scores, StagePlan, StageStatus, TrackerState
+    from posttrain.api.values import (
+        Difference,
+        Move,
+        PlanView,
+        RunStatus,
+        Scores,
+        StagePlan,
+        StageStatus,
+        TrackerState,
+        Why,
+    )
     from posttrain.domain.approvals import Standing
 
 _NOTE = 400  # characters of a note (a guideline) that are shown
@@ -78,18 +88,31 @@ def approval_lines(standings: Iterable[Standing]) -> Iterator[Text]:
             yield Text(f"approval: {what} {approval.words}, {ago(approval.at)}; counts nothing: {one.outdated or why}")
 
 
-def request_lines(standings: Iterable[Standing]) -> Iterator[Text]:
-    """What waits for approvals on a channel, and who may give them."""
+def request_lines(standings: Iterable[Standing], cards: Mapping[str, Why]) -> Iterator[Grid | Text]:
+    """What waits for approvals on a channel, and who may give them.
+
+    Args:
+        cards: run id → its scores and verdicts, which an approver reads first.
+    """
     for one in standings:
         request = one.request
         told = f"asked:  {request.words}, by {request.actor} {ago(request.at)}: {one.words}"
         yield Text(told, style=style("warn"))
+        yield from card_lines(cards.get(request.run_id or ""))
         if "set" in request.asked:
             yield Text(
                 as_typed(f"        posttrain channel policy {request.channel} --asked {request.digest[:19]}"),
                 style="dim",
             )
         yield Text(f"        {request.command}", style="dim")
+
+
+def card_lines(found: Why | None) -> Iterator[Grid | Text]:
+    """What an approver reads of a run: regressions first, then verdicts and scores."""
+    if found is not None:
+        yield from regression_lines(found.scores)
+        yield from verdict_lines(found.report.verdicts if found.report else ())
+        yield from score_lines(found.scores)
 
 
 def warning_lines(status: RunStatus) -> Iterator[Text]:
@@ -235,6 +258,12 @@ def verdict_lines(verdicts: Iterable[Verdict]) -> Iterator[Text]:
         line.append(f" {verdict.outcome.upper():13s}", style=f"bold {style(verdict.outcome)}")
         line.append(verdict.reason)
         yield line.append(f" ({verdict.test})", style="dim") if not passed else line
+
+
+def regression_lines(scores: Scores) -> Iterator[Text]:
+    """What got significantly worse than before: the first thing to read of a run."""
+    for regression in scores.regressions:
+        yield Text(f"warning: {regression}", style=style("error"))
 
 
 def score_lines(scores: Scores) -> Iterator[Grid | Text]:

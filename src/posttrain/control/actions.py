@@ -211,7 +211,7 @@ def rollback(
         lift_quarantine: why the quarantined model that `to` names may come back.
 
     Raises:
-        InputError: `lift_quarantine` without `to`.
+        InputError: `lift_quarantine` without `to`; no reason, of a protected channel.
         NotFoundError: unknown channel, or nothing to return to.
         ConflictError: another release is live than `since`, or the channel moved meanwhile.
         QuarantinedError: what `to` names is quarantined, and `lift_quarantine` gives no reason.
@@ -228,6 +228,8 @@ def rollback(
         check_weights(stores.blobs, named, f"channel {channel} stays at release {live.sequence}")
         return live
     seen = stores.ledger.channel_record(channel)  # before its policy is read: a change of it is a conflict
+    if seen.protected and not (reason or lift_quarantine):
+        raise InputError(f"rollback {channel}: a protected channel needs --reason, got none; write why it goes back")
     pinned = policy_of(stores, channel)
     barred = {one.model_digest: one for one in stores.ledger.quarantine(channel)}
     digest = rollback_target(history, live, barred, named)

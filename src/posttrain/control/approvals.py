@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from posttrain.control.stores import Stores
-from posttrain.decision.releases import live_before
+from posttrain.decision.releases import live_before, moves
 from posttrain.domain.approvals import Action, ApprovalRequest, Standing, Terms, request_of, weigh
 from posttrain.domain.errors import ApprovalError, ConflictError, StaleWriteError
 from posttrain.domain.policies import PinnedPolicy
@@ -122,11 +122,10 @@ def outdated(now: Snapshot, request: ApprovalRequest) -> str:
 
 
 def _done(now: Snapshot, request: ApprovalRequest) -> bool:
-    """Whether a channel serves what was asked for."""
-    live, model = now.channel(request.channel), request.asked.get("model")
-    if live is None or model != live.model_digest:
-        return False
-    return live_before(now.history(request.channel), live.sequence) == int(request.asked["live"])
+    """Whether the channel made the move that was asked for, however often it moved since."""
+    model, history = request.asked.get("model"), now.history(request.channel)
+    moved = (one for one in moves(history) if one.model_digest == model)
+    return any(live_before(history, one.sequence) == int(request.asked["live"]) for one in moved)
 
 
 # --- what is to be done -----------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.evaluators import measured_suites, suite_evaluator
 from posttrain.domain.gates import CHANNEL
 from posttrain.domain.kinds import kind_of
-from posttrain.domain.manifest import InputRef, Manifest, StageManifest
+from posttrain.domain.manifest import InputRef, Manifest, StageManifest, model_output
+from posttrain.domain.measures import better
 from posttrain.domain.policies import PinnedPolicy, suite_of
 
 _SHOWN = 19  # characters of a digest in an error
@@ -85,6 +86,22 @@ def released_evaluators(manifest: Manifest) -> list[StageManifest]:
     """The stages that measure the released model, for its gates; none where nothing is released."""
     gate = _gate(manifest)
     return list(_evaluators(manifest, gate)) if gate else []
+
+
+def unguarded(manifest: Manifest) -> Iterator[str]:
+    """A warning where no gate compares the released model with another one, with the gate that would."""
+    maker = manifest.stage(model_output(manifest.release.model)[0]) if manifest.release else None
+    if maker is None or MODEL not in maker.inputs or any(rule.needs_baseline for rule in manifest.gates):
+        return
+    evaluators = released_evaluators(manifest)
+    suites = [f"{suite}/accuracy" for stage in evaluators for suite, _ in measured_suites(stage)]
+    gated = [rule.metric for rule in manifest.gates if better(rule.metric)]
+    for metric in [*gated, *suites][:1]:
+        lower = "direction: lower, " if better(metric) == "lower" else ""
+        yield (
+            f"gates: none compares with another model, so one that training made worse may ship; add "
+            f"{{name: no-regression, metric: {metric}, {lower}not_worse_than: base, margin: 0.02}}"
+        )
 
 
 def _gate(manifest: Manifest) -> StageManifest | None:

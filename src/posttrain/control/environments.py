@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.control.stores import Stores
 from posttrain.domain.errors import PosttrainError
 from posttrain.domain.manifest import InputRef, Manifest
+from posttrain.domain.sinks import RUN_ENVIRONMENT
 from posttrain.execution.environment import normalised, pin, pinned, read_environment
 from posttrain.store.atomic import make_folder, read_json, write_json
 from posttrain.store.trees import tree_listing
@@ -30,13 +31,20 @@ def differs(stores: Stores, jobs: Jobs, manifest: Manifest, run_id: str) -> str:
     cache, record = jobs.folders.root / "cache", _record(jobs.folders, run_id)
     known = read_json(record)
     before = pinned(str(known["digest"]), cache) if known else None
-    packages = before.packages if before else tuple(sorted(closure(imported_by(stores, manifest))))
+    imported = imported_by(stores, manifest)
+    packages = (
+        before.packages if before else tuple(sorted(closure({name for own in imported.values() for name in own})))
+    )
     # takes seconds: the workspace may be gone
     present = read_environment(packages=packages, known=before.files if before else ())
     make_folder(cache, within=jobs.folders.root)
     if known is None:
         pin(present, cache)
         make_folder(record.parent, within=jobs.folders.root)
+        with stores.ledger.transaction(stores.actor) as transaction:
+            transaction.append_event(
+                RUN_ENVIRONMENT, run_id, {"digest": present.digest, "packages": _versions(imported)}
+            )
         write_json(record, {"digest": present.digest})
         return ""
     if present.digest == known["digest"]:
@@ -46,15 +54,24 @@ def differs(stores: Stores, jobs: Jobs, manifest: Manifest, run_id: str) -> str:
     return f"the environment must be the one that the run began with, got {what}"
 
 
-def imported_by(stores: Stores, manifest: Manifest) -> set[str]:
-    """The installed packages that the sources of a run's rewards and dataflows import, by name."""
+def imported_by(stores: Stores, manifest: Manifest) -> dict[str, set[str]]:
+    """Each reward and dataflow of a run → names of the installed packages that its sources import."""
     owners = importlib.metadata.packages_distributions()
-    found: set[str] = set()
+    found: dict[str, set[str]] = {}
     for _, slot, ref in manifest.assets():
         if slot.partition(".")[0].rstrip("s") in _CODE:
             for source in _sources(stores, ref):
-                found.update(owner for module in _modules(source) for owner in owners.get(module, ()))
+                own = (owner for module in _modules(source) for owner in owners.get(module, ()))
+                found.setdefault(ref.name, set()).update(own)
     return found
+
+
+def _versions(imported: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
+    return {
+        name: [f"{package} {importlib.metadata.version(package)}" for package in sorted(packages)]
+        for name, packages in imported.items()
+        if packages
+    }
 
 
 def closure(names: set[str]) -> set[str]:

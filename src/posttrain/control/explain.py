@@ -66,7 +66,9 @@ def explain_run(stores: Stores, run_id: str) -> Explanation:
 
 def outcome_error(run: RunRecord, stages: tuple[StageRecord, ...]) -> PosttrainError | None:
     """The error (and exit code) that a final run ends with; None when it succeeded."""
-    message = f"run {run.id}: {run.message}" + (f"; next: {run.next_action}" if run.next_action else "")
+    message = f"run {run.id}: {run.message}" + (
+        f"; next: {run.next_action}" if run.next_action and run.next_action not in run.message else ""
+    )
     if run.state == RunState.STOPPED:
         return StoppedError(message)
     if run.state == RunState.REJECTED:

@@ -201,7 +201,7 @@ def _turned_away(error: ConflictError, run_id: str, channel: str) -> tuple[Reaso
     if isinstance(error, RecalledError):
         return Reason.RECALLED, f"posttrain lineage {run_id}"
     if isinstance(error, PolicyError):
-        return Reason.POLICY_NOT_MET, f"posttrain channel policy {channel}"
+        return Reason.POLICY_NOT_MET, "posttrain run RUN.yaml"
     if isinstance(error, ApprovalError):
         return Reason.APPROVAL_REJECTED, f"posttrain why {run_id}"
     if isinstance(error, ChannelClosedError):

@@ -24,15 +24,17 @@ from posttrain.data.importing import begins_at
 from posttrain.data.refs import AssetRef, Source
 from posttrain.decision.releases import live_before, release_states
 from posttrain.domain.approvals import APPROVED, Terms
-from posttrain.domain.contracts import BEST, METRICS, MODEL
+from posttrain.domain.contracts import BEST, METRICS, MODEL, REPORT
 from posttrain.domain.edges import IMPORT, ORIGIN, REUSED, release_of, stage_end, stage_of
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, nearest
+from posttrain.domain.gates import Verdict
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.manifest import NAMED, InputRef, Manifest, model_output
 from posttrain.domain.placement import NAMED_MODELS
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.principals import canonical
 from posttrain.domain.records import Asset, Edge, ReleaseEntry, RunRecord, StageRecord
+from posttrain.domain.sinks import RUN_ENVIRONMENT
 from posttrain.store.external import URI, VERSION
 from posttrain.store.snapshot import Snapshot
 from posttrain.store.trees import read_json
@@ -51,6 +53,7 @@ class Origins:
         self._assets: dict[str, list[Asset]] = {}
         self._forms: dict[str, str] = {}
         self._status: dict[tuple[str, str, int], str] | None = None
+        self._packages: dict[str, dict[str, list[str]]] = {}
 
     def stages(self, run_id: str) -> list[StageRecord]:
         """By position, with what they used and made."""
@@ -90,6 +93,14 @@ class Origins:
         if self._status is None:
             self._status = {(one.kind, one.name, one.version): one.words for one, _ in self.now.asset_status()}
         return self._status.get((asset.kind, asset.name, asset.version), "")
+
+    def packages(self, stage: StageRecord, name: str) -> str:
+        """`httpx 0.28.1, sympy 1.13`: what a reward or dataflow imported where a stage was computed; empty: unknown."""
+        run_id = (stage.cached_from or stage.run_id).partition("/")[0]
+        if run_id not in self._packages:
+            pinned = self.now.events_about(run_id, RUN_ENVIRONMENT)
+            self._packages[run_id] = pinned[-1].payload["packages"] if pinned else {}
+        return ", ".join(self._packages[run_id].get(name, ()))
 
     def form(self, digest: str) -> str:
         """`file` or `tree`."""
@@ -284,7 +295,9 @@ def run_lineage(stores: Stores, run_id: str) -> Node:
         release = stores.manifest(run).release
         name, output = model_output(release.model) if release else ("", MODEL)
         made = [(stage, output if stage.name == name else MODEL) for stage in stages[-1:]]
-        children = (*(_stage_node(origins, *one) for one in made), _manifest_node(origins, run.id))
+        weights = [origins.made(run.id, stage.name)[out] for stage, out in made]
+        decided = (node for digest in weights for node in _decided(origins, run.id, digest))
+        children = (*(_stage_node(origins, *one) for one in made), *decided, _manifest_node(origins, run.id))
         return Node("run", run.id, None, children=children, details=(("state", run.state),))
 
 
@@ -299,7 +312,8 @@ def model_lineage(stores: Stores, made: MadeModel) -> Node:
         node = _model_node(origins, made.digest, made.run_id)
         if made.run_id is None:
             return node
-        return replace(node, children=(*node.children, _manifest_node(origins, made.run_id)))
+        decided = _decided(origins, made.run_id, made.digest)
+        return replace(node, children=(*node.children, *decided, _manifest_node(origins, made.run_id)))
 
 
 def asset_lineage(stores: Stores, asset: Asset) -> Node:
@@ -320,15 +334,30 @@ def _release_node(origins: Origins, entry: ReleaseEntry) -> Node:
     if entry.run_id:
         children += _evaluations(origins, entry.run_id, entry.model_digest)
         children.append(_manifest_node(origins, entry.run_id))
+    return Node("release", entry.channel, None, details=_release_details(origins, entry), children=tuple(children))
+
+
+def _decided(origins: Origins, run_id: str, digest: str) -> Iterator[Node]:
+    """The gate reports about a model of a run, and its releases with their approvals."""
+    for stage in origins.stages(run_id):
+        made, candidate = origins.made(run_id, stage.name), stage.inputs.get("candidate", {}).get("digest")
+        if kind_of(stage.kind).judges and REPORT in made and candidate == digest:
+            yield _report_node(origins.stores.blobs, made[REPORT])
+    release = origins.stores.manifest(origins.now.run(run_id)).release
+    for entry in origins.now.history(release.channel) if release else ():
+        if entry.run_id == run_id and entry.model_digest == digest:
+            yield Node("release", entry.channel, None, details=_release_details(origins, entry))
+
+
+def _release_details(origins: Origins, entry: ReleaseEntry) -> tuple[tuple[str, str], ...]:
     state = release_states(origins.now.history(entry.channel)).get(entry.model_digest, entry.action)
     details = [("release", str(entry.sequence)), ("action", entry.action), ("by", entry.actor), ("state", str(state))]
-    approved = ", ".join(_approvers(origins, entry))
-    details += [("approved by", approved)] if approved else []
-    return Node("release", entry.channel, None, details=tuple(details), children=tuple(children))
+    approved = "; ".join(_approvals(origins, entry))
+    return (*details, *([("approved by", approved)] if approved else []))
 
 
-def _approvers(origins: Origins, entry: ReleaseEntry) -> Iterator[str]:
-    """Who approved a release, where it needed that: the owners of its run do not count."""
+def _approvals(origins: Origins, entry: ReleaseEntry) -> Iterator[str]:
+    """Who approved a release and why, where it needed that: the owners of its run do not count."""
     now, before = origins.now, live_before(origins.now.history(entry.channel), entry.sequence)
     for asked in now.approval_requests(entry.channel, entry.run_id) if entry.run_id else ():
         if asked.asked.get("live") != before or asked.asked.get("model") != entry.model_digest:
@@ -338,7 +367,7 @@ def _approvers(origins: Origins, entry: ReleaseEntry) -> Iterator[str]:
         terms = Terms((), 0, bool(pinned and pinned.policy.self_approval))
         own = owners(now, asked, terms)  # that strangers approve is refused when they say it
         yield from (
-            said.actor
+            f"{said.actor}{f': {said.reason}' if said.reason else ''}"
             for said in now.approvals(asked.digest)
             if said.verdict == APPROVED and canonical(said.actor) not in own
         )
@@ -354,7 +383,15 @@ def _report_node(blobs: BlobStore, digest: str) -> Node:
     compared = dict.fromkeys((v.against_words, v.baseline) for v in verdicts if v.baseline)
     details = tuple(("against", f"{words} {str(baseline)[:19]}…") for words, baseline in compared)
     policy = (Node("policy", f"of channel {report.channel}", report.policy, "file"),) if report.policy else ()
-    return Node("report", "gate report", digest, "file", details, policy)
+    return Node("report", "gate report", digest, "file", details, (*map(_verdict_node, verdicts), *policy))
+
+
+def _verdict_node(verdict: Verdict) -> Node:
+    """One gate with the numbers that decided it."""
+    numbers = {"estimate": verdict.estimate, "limit": verdict.limit, "threshold": verdict.threshold}
+    told = tuple((name, f"{value:.4g}") for name, value in numbers.items() if value is not None)
+    details = (("outcome", verdict.outcome.value), ("metric", verdict.metric), *told, ("items", str(verdict.items)))
+    return Node("gate", verdict.gate, None, details=details)
 
 
 def _manifest_node(origins: Origins, run_id: str) -> Node:
@@ -407,7 +444,9 @@ def _input_node(origins: Origins, stage: StageRecord, edge: Edge) -> Node:
     if made:
         return _stage_node(origins, *made)
     meta = stage.inputs.get(edge.slot, {}).get("meta", {})
-    return _asset_node(origins, edge.digest, edge.producer, edge.slot, entry=meta.get("entry"))
+    node = _asset_node(origins, edge.digest, edge.producer, edge.slot, entry=meta.get("entry"))
+    imported = origins.packages(stage, edge.producer)
+    return replace(node, details=(*node.details, ("imports", imported))) if imported else node
 
 
 def _asset_node(

@@ -7,7 +7,7 @@ of this run measured it on the same suite; and whatever a gate compares with. No
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from posttrain.domain.contracts import METRICS
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
+from posttrain.domain.measures import better
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import StageRecord
 from posttrain.domain.rewards import JUDGES
@@ -68,6 +69,7 @@ class Scores:
     rows: tuple[Score, ...] = ()
     troubles: tuple[str, ...] = ()
     confidence: float = CONFIDENCE  # two-sided, of all intervals
+    regressions: tuple[str, ...] = ()  # a line for each metric that is significantly worse than before
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -87,8 +89,8 @@ class Scores:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
-        rows = [row.to_json() for row in self.rows]
-        return {"confidence": self.confidence, "rows": rows, "troubles": list(self.troubles)}
+        rows, told = [row.to_json() for row in self.rows], {"regressions": list(self.regressions)}
+        return {"confidence": self.confidence, "rows": rows, **told, "troubles": list(self.troubles)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,27 @@ def run_scores(blobs: BlobStore, manifest: Manifest, rows: Mapping[str, StageRec
         used |= {before.stage for score in scores[one.stage.name] for before in score.before}
     shown = [s for stage, own in scores.items() for s in own if s.before or stage not in used]
     final = f"stage {released(manifest)}"
-    return Scores(tuple(sorted(shown, key=lambda score: score.of != final)), tuple(troubles))
+    ranked = tuple(sorted(shown, key=lambda score: score.of != final))
+    judged = [score for score in ranked if score.trained and (manifest.release is None or score.of == final)]
+    return Scores(ranked, tuple(troubles), regressions=tuple(_regressions(judged)))
+
+
+def _regressions(scores: Iterable[Score]) -> Iterator[str]:
+    """A line for each score whose interval of the difference to a model before it lies on the worse side of 0.
+
+    The gate that a line names fails on such results: a confidence limit is never better than the estimate.
+    """
+    for score in scores:
+        direction = better(score.metric)
+        for before in score.before:
+            pair = before.paired
+            if pair is None or direction is None or (pair.low <= 0 if direction == "lower" else pair.high >= 0):
+                continue
+            rival = {"channel": "channel", "base": "base"}.get(before.of.split()[0], before.of.partition(" ")[2])
+            lower = ", direction: lower" if direction == "lower" else ""
+            gate = f"metric: {score.metric}{lower}, not_worse_than: {rival}, margin: {abs(pair.difference) / 2:.2g}"
+            values = f"{before.estimate.value:.3g} → {score.estimate.value:.3g}, {pair} on {pair.items} items"
+            yield f"{score.of} is significantly worse than {before.of}: {score.metric} {values}; a gate: {{{gate}}}"
 
 
 def measurements(

@@ -135,7 +135,7 @@ class Ledger:
     channel_record = _read(Snapshot.channel_record)
     channel_records = _read(Snapshot.channel_records)
     deployments = _read(Snapshot.deployments)
-    channel_events = _read(Snapshot.channel_events)
+    events_about = _read(Snapshot.events_about)
     history = _read(Snapshot.history)
     asset_status = _read(Snapshot.asset_status)
     signals = _read(Snapshot.signals)

@@ -297,9 +297,9 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         found = self._each(Edge, select(edges).where(edges.c.project == self._project, *where), column, names)
         return sorted(found, key=lambda edge: (edge.consumer, edge.slot, edge.producer, edge.output, edge.digest))
 
-    def channel_events(self, name: str, kind: str) -> list[Event]:
-        """What was told of a channel under one kind, oldest first; unsealed events too."""
-        query = self._events().where(events.c.subject == name, events.c.kind == kind)
+    def events_about(self, subject: str, kind: str) -> list[Event]:
+        """The events of one kind with exactly this subject (a channel, a run), oldest first; unsealed events too."""
+        query = self._events().where(events.c.subject == subject, events.c.kind == kind)
         return self._told(query.order_by(events.c.id))
 
     def signals(self, *run_ids: str) -> list[Signal]:

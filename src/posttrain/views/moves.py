@@ -45,7 +45,7 @@ def moves(ledger: Ledger, channel: str, limit: int | None = None, before: str | 
         raise InputError(f"channel {channel}: before must be the number of a release, got {before[:80]!r}")
     with ledger.snapshot() as now:
         history = moving(now.history(channel))
-        events = [event for kind in _KINDS for event in now.channel_events(channel, kind)]
+        events = [event for kind in _KINDS for event in now.events_about(channel, kind)]
         told = {event.payload.get("sequence"): event.payload for event in events}
         states = [_ended_by(follower) for follower in history[1:]] + [ReleaseState.LIVE] * bool(history)
         rows = [(one, state) for one, state in zip(history, states, strict=True) if _older(one, before)]

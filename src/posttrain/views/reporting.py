@@ -113,6 +113,7 @@ def _report(workspace: OpenWorkspace, watcher: RunWatcher, status: RunStatus, ma
     gates = explain_run(workspace.stores, run.id).report
     other, changes = _changes(workspace, status, manifest, gates)
     troubles: list[str] = []
+    scores = run_scores(workspace, status)
     answers = tuple(suite_answers(workspace, manifest, rows, troubles))
     return RunReport(
         run_id=run.id,
@@ -127,10 +128,10 @@ def _report(workspace: OpenWorkspace, watcher: RunWatcher, status: RunStatus, ma
         gates=gates.verdicts if gates else (),
         lineage=tuple(tree_lines(run_lineage(workspace.stores, run.id))),
         budgets=tuple(_budget_rows(workspace, status, manifest)),
-        warnings=(*_warnings(changes, other), *_begun(status), *status.warnings, *troubles),
+        warnings=(*scores.regressions, *_warnings(changes, other), *_begun(status), *status.warnings, *troubles),
         compared_with=other,
         changes=tuple(ChangeRow(c.path, c.before, c.after, c.notes) for c in changes),
-        scores=run_scores(workspace, status),
+        scores=scores,
         curves=tuple(_stage_curves(workspace, watcher, status, manifest)),
         samples=tuple(stage_samples(workspace, run.id, rows)),
         answers=answers,

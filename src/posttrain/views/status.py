@@ -70,6 +70,14 @@ class StageStatus:
         return STARTING if self.record.state == StageState.RUNNING and by_job and silent else str(self.record.state)
 
     @property
+    def tokens(self) -> int:
+        """Spent by its own attempts: what is billed, and what a live attempt has reported so far."""
+        live = self.attempts[-1] if self.attempts else None
+        if live is None or is_final("attempt", live.state) or self.progress.stale:
+            return self.record.tokens
+        return self.record.tokens + max(0, self.progress.tokens - (live.resumed_tokens or 0))
+
+    @property
     def output(self) -> str | None:
         """Digest of what it made: its (last) model, else its first output."""
         made = self.record.outputs
@@ -103,7 +111,7 @@ class StageStatus:
             "begun": self.begun,
             "attempts": [_attempt_json(attempt) for attempt in self.attempts],
             "seconds": round(self.seconds, 3),
-            "tokens": row.tokens,
+            "tokens": self.tokens,
             "step": progress.step,
             "steps": progress.total,
             "metrics": dict(row.metrics) or dict(progress.latest),
@@ -171,8 +179,8 @@ class RunStatus:
 
     @property
     def tokens(self) -> int:
-        """Spent by this run's own attempts; a cached stage costs nothing."""
-        return sum(stage.record.tokens for stage in self.stages)
+        """Spent by this run's own attempts, live ones included; a cached stage costs nothing."""
+        return sum(stage.tokens for stage in self.stages)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -273,6 +281,8 @@ class RunWatcher:
         action = f"posttrain verify {run.id}" if self._trouble else _run_action(run, driver, stages)
         metrics = {row.name: row.metrics for row in rows}
         warnings = [*_job_warnings(stages), *(choice_warnings(self._manifest, metrics) if self._manifest else ())]
+        if self._manifest and not (self._brief or is_final("run", run.state)):
+            warnings += _policy_moved(self._workspace, self._manifest)
         image = (self._manifest and self._manifest.image) or ""
         return RunStatus(
             run, stages, max(0.0, seconds), driver, action, self._trouble, tuple(warnings), signals, asked, image
@@ -374,6 +384,16 @@ def _run_action(run: RunRecord, driver: RunDriver | None, stages: Sequence[Stage
         asked = [row.next_action for row in rows if "posttrain " in row.next_action]
         return asked[0] if asked else f"posttrain get {run.id} --watch"
     return f"posttrain attach {run.id} drives it on (no process does now)"
+
+
+def _policy_moved(workspace: OpenWorkspace, manifest: Manifest) -> Iterator[str]:
+    """A warning where the channel has another policy than the one that the run was planned under."""
+    channel = manifest.release.channel if manifest.release else None
+    if channel and workspace.ledger.channel_record(channel).policy != manifest.policy:
+        yield (
+            f"the policy of channel {channel} was changed since this run was planned, so its release will be refused; "
+            "posttrain run RUN.yaml plans it under the policy and reuses finished stages"
+        )
 
 
 def _job_warnings(stages: Sequence[StageStatus]) -> Iterator[str]:

@@ -70,7 +70,7 @@ class Channels:
 
     def channel_events(self, name: str, kind: str) -> list[Event]:
         """See `Channels.channel_events`."""
-        return self.workspace.ledger.channel_events(name, kind)
+        return self.workspace.ledger.events_about(name, kind)
 
     def channel_trackers(self, name: str) -> list[TrackerState]:
         """See `Channels.channel_trackers`."""

@@ -37,6 +37,14 @@ def _compare(control: Control, words: Sequence[str]) -> str:
     return render_compare_page(control.comparison(words), "_compare.html")
 
 
+def _card(control: Control, run_id: str) -> str:
+    """What an approver reads of a run: regressions, verdicts, scores."""
+    found = control.why(run_id)
+    gates = found.report.verdicts if found.report else ()
+    words = {"regressions": found.scores.regressions, "gates": gates, "scores": found.scores.rows}
+    return template("console/_card.html").render(**words)
+
+
 def _log(control: Control, run_id: str) -> str:
     """The last lines of each attempt that printed any."""
     found: dict[tuple[str, int], deque[str]] = {}
@@ -48,4 +56,4 @@ def _log(control: Control, run_id: str) -> str:
     return template("console/_log.html").render(parts=parts, most=_LINES)
 
 
-_PARTS: Mapping[str, Callable[..., str]] = {"report": _report, "compare": _compare, "log": _log}
+_PARTS: Mapping[str, Callable[..., str]] = {"report": _report, "compare": _compare, "card": _card, "log": _log}

@@ -67,6 +67,11 @@ def report(visit: Visit) -> Response:
     return visit.page("report", run_id=run_id, drawn=drawn)
 
 
+def card(visit: Visit) -> Response:
+    """What an approver reads of a run, for the page of a channel, which asks for it itself."""
+    return visit.page("part", drawn=visit.drawn("card", run_id=visit.control.run(visit.named("run")).id))
+
+
 def log(visit: Visit) -> Response:
     """The end of what its jobs printed."""
     run_id = visit.control.run(visit.named("run")).id

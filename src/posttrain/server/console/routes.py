@@ -58,6 +58,7 @@ _READ: dict[str, _Page] = {
 }
 _HEAVY: dict[str, _Page] = {  # that a worker helps with
     "/runs/{run}/report": pages.report,
+    "/runs/{run}/card": pages.card,
     "/runs/{run}/log": pages.log,
     "/compare": pages.compare,
     "/channels/{channel}": pages.channel,

@@ -67,19 +67,21 @@
   };
   let loaded = 0, waiting = 0;
   const load = async () => {
-    const place = document.querySelector("[data-load]");
-    if (!place) return;
+    const places = document.querySelectorAll("[data-load]");
+    if (!places.length) return;
     const left = loaded + LOAD_EVERY - Date.now();
     if (loaded && left > 0) {
       if (!waiting) waiting = setTimeout(() => { waiting = 0; load(); }, left);
       return;
     }
     loaded = Date.now();
-    try {
-      const page = await parsed(place.dataset.load);
-      if (page.body.children.length) take(place, page.body);
-      place.dataset.loaded = "1";
-    } catch (error) { /* the link to the report stays */ }
+    for (const place of places) {
+      try {
+        const page = await parsed(place.dataset.load);
+        if (page.body.children.length) take(place, page.body);
+        place.dataset.loaded = "1";
+      } catch (error) { /* the link to the report stays */ }
+    }
   };
   const live = document.body.dataset.live;
   let stream = null, timer = 0;
