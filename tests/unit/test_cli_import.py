@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -129,6 +130,26 @@ class TestTheHistory:
             "metric": "loss", "points": 4, "steps": [1, 4], "first": 1.0, "last": 0.25, "least": 0.25, "most": 1.0,
         }  # fmt: skip
         assert "loss" in world.ok("asset", "get", "history:out")
+
+    def test_audit_31_compare_takes_an_imported_history(self, world: World, out: Path) -> None:
+        world.prepare()
+        world.ok("import", "trl-output", "out")
+        world.ok("run", "run.yaml")
+        shown = world.ok("compare", "history:out", "sort", "--html", "page.html")
+        assert "A  sort-" in shown, "a run is what the others are held against"
+        assert re.search(r"loss +B +4 +1-4 +1 +0.25 +0.25 +1\n", shown), shown
+        found = world.json("compare", "sort", "history:out")
+        (history,) = found["histories"]
+        assert (history["label"], history["ref"]) == ("B", "history:out@1")
+        assert {one["metric"]: one["last"] for one in history["curves"]}["loss"] == 0.25
+        page = (world.root / "page.html").read_text()
+        assert page.count("B history:out@1") >= 2, "its loss lies over those of both stages"
+        for words, said in (
+            (["history:out", "history:out@1"], "one run must stand beside"),
+            (["sort", "history:typo"], "typo"),
+        ):
+            result = world("compare", *words)
+            assert (result.exit_code, said in result.stderr, result.stderr.count("\n")) == (2, True, 1), result.stderr
 
     def test_nan_is_kept_and_told(self, world: World) -> None:
         rows = [{"step": 1, "loss": float("nan")}, {"step": 2, "loss": 0.5}, {"step": 3, "loss": float("inf")}]

@@ -27,7 +27,7 @@ _WHERE = {  # room → names of it that modules import for type checking only
     "posttrain.api.values": (
         "Asked ChannelView Collected Dead Erasure Exported Locked Marked Point Ranked RunDiff Submitted Sweep Why"
     ),
-    "posttrain.control.comparing": "Cell Comparison Difference MetricRow",
+    "posttrain.control.comparing": "Cell Comparison Difference ImportedHistory MetricRow",
     "posttrain.control.downstream": "Downstream",
     "posttrain.control.lineage": "Node",
     "posttrain.control.planning": "Planned Resolve",

@@ -17,6 +17,7 @@ from posttrain.cli.console import (
     OutputOption,
     aside,
     console,
+    count,
     digest,
     emit_json,
     excerpt,
@@ -241,7 +242,7 @@ def compare(
         list[str],
         typer.Argument(
             metavar="A B [C …]",
-            help="Runs, or RUN/STAGE of evaluate stages; all are held against A.",
+            help="Runs, or RUN/STAGE of evaluate stages; all are held against A. history:NAME: an imported run.",
             autocompletion=lazily("runs"),
         ),
     ],
@@ -266,7 +267,8 @@ def _show_comparison(found: Comparison) -> None:
     screen = console()
     for one in found.subjects:
         say(f"{one.label}  {one.name}  {one.model}  {digest(one.digest)}")
-    screen.print(metric_table(found))
+    say(*(f"{one.label}  {one.ref}  imported, by step" for one in found.histories))
+    screen.print(metric_table(found), *([history_table(found)] if found.histories else []), sep="\n")
     screen.print(*_notes_below(found), sep="\n")
     if found.parameters:
         screen.print(parameter_table(found))
@@ -288,6 +290,19 @@ def metric_table(found: Comparison) -> Grid:
             value = str(cell.estimate) if cell.estimate else "not measured"
             table.row(name, one.label, items, value, *_against(row, cell))
             name = ""
+    return table
+
+
+def history_table(found: Comparison) -> Grid:
+    """The metrics of imported runs: their steps, and the first, last, least and greatest values."""
+    from posttrain.cli.tables import Column, Grid
+
+    numbers = ("points", "steps", "first", "last", "least", "most")
+    table = Grid([Column("imported metric"), Column(""), *(Column(title, right=True) for title in numbers)], heads=2)
+    for one in found.histories:
+        for curve in one.curves:
+            values = (f"{value:.4g}" for value in (curve.first, curve.last, curve.least, curve.most))
+            table.row(curve.metric, one.label, count(curve.points), "-".join(map(str, curve.steps)), *values)
     return table
 
 

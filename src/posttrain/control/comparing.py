@@ -6,12 +6,13 @@ What differs between two runs: their manifests, field by field, with the story o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from posttrain.control.scores import Measured, estimate_json, measurements, model_words, paired_json, released
 from posttrain.control.stores import Stores
+from posttrain.data.importing import Curve
 from posttrain.decision.gates import Evidence
 from posttrain.decision.intervals import CONFIDENCE, Estimate, Paired, estimate, paired
 from posttrain.domain.errors import InputError, nearest
@@ -186,6 +187,16 @@ class ParameterRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ImportedHistory:
+    """Metrics by step of an imported run. Its items are unknown, so nothing of it is paired."""
+
+    label: str
+    ref: str
+    digest: str
+    curves: tuple[Curve, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """All that `posttrain compare` shows."""
 
@@ -194,6 +205,7 @@ class Comparison:
     parameters: tuple[ParameterRow, ...]
     notes: tuple[str, ...]
     confidence: float = CONFIDENCE
+    histories: tuple[ImportedHistory, ...] = ()
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -229,6 +241,7 @@ class Comparison:
                 for row in self.parameters
             ],
             "notes": list(self.notes),
+            "histories": [asdict(one) for one in self.histories],
         }
 
 
@@ -262,8 +275,11 @@ def _chosen(manifest: Manifest, found: Sequence[Measured]) -> InputRef:
     return next((one.model for one in own if one.model.word == released(manifest)), own[-1].model)
 
 
-def side_by_side(ledger: Ledger, subjects: Sequence[Subject]) -> Comparison:
+def side_by_side(ledger: Ledger, subjects: Sequence[Subject], histories: Sequence[ImportedHistory] = ()) -> Comparison:
     """Compare everything with the first subject.
+
+    Args:
+        histories: shown beside the subjects, and held against nothing.
 
     Raises:
         InputError: no metric was measured on two of them.
@@ -272,12 +288,18 @@ def side_by_side(ledger: Ledger, subjects: Sequence[Subject]) -> Comparison:
     for metric, owner in _metrics(subjects).items():
         cells = _cells(subjects, metric, owner)
         rows.append(MetricRow(metric, better(metric), cells))
-    if not any(sum(cell.estimate is not None for cell in row.cells) > 1 for row in rows):
+    if not histories and not any(sum(cell.estimate is not None for cell in row.cells) > 1 for row in rows):
         told = "; ".join(f"{one.label} {', '.join(m for e in one.evaluations for m in e.evidence)}" for one in subjects)
         raise InputError(f"compare: what is compared must share a metric, got none: {told}; evaluate on one suite")
     for one in subjects[1:]:
         notes += _settings(subjects[0], one)
-    return Comparison(tuple(subjects), tuple(rows), tuple(_parameters(ledger, subjects)), tuple(dict.fromkeys(notes)))
+    return Comparison(
+        tuple(subjects),
+        tuple(rows),
+        tuple(_parameters(ledger, subjects)),
+        tuple(dict.fromkeys(notes)),
+        histories=tuple(histories),
+    )
 
 
 def _metrics(subjects: Sequence[Subject]) -> dict[str, Measured]:

@@ -230,8 +230,8 @@ class Curve:
     most: float
 
 
-def curves(data: bytes) -> Iterator[Curve]:
-    """The metrics of a history in the order in which they were first recorded; of the finite values least and most."""
+def recorded(data: bytes) -> Iterator[tuple[str, Any, Any]]:
+    """(metric, steps, values) of a history, arrays of [points], in the order in which metrics were first recorded."""
     import numpy as np
     import pyarrow.parquet as pq
 
@@ -244,7 +244,14 @@ def curves(data: bytes) -> Iterator[Curve]:
     bounds = np.searchsorted(place[order], np.arange(len(names) + 1))
     for number, name in enumerate(names):
         rows = order[bounds[number] : bounds[number + 1]]
-        own, at = values[rows], steps[rows]
+        yield name, steps[rows], values[rows]
+
+
+def curves(data: bytes) -> Iterator[Curve]:
+    """The metrics of a history in the order in which they were first recorded; of the finite values least and most."""
+    import numpy as np
+
+    for name, at, own in recorded(data):
         finite = own[np.isfinite(own)]
         low, high = (float(finite.min()), float(finite.max())) if len(finite) else (float("nan"), float("nan"))
         yield Curve(name, len(own), (int(at[0]), int(at[-1])), float(own[0]), float(own[-1]), low, high)

@@ -6,12 +6,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from string import ascii_uppercase
 
-from posttrain.control.comparing import MOST, Comparison, Subject, side_by_side, subject
+from posttrain.control.comparing import MOST, Comparison, ImportedHistory, Subject, side_by_side, subject
 from posttrain.control.responses import Answered, Responses, spread
 from posttrain.control.scores import Measured
+from posttrain.data.importing import curves, recorded
+from posttrain.data.refs import parse_ref
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
+from posttrain.telemetry.curves import Curve
 from posttrain.views.answers import shortened
-from posttrain.views.drawing import stage_curves
+from posttrain.views.drawing import KEPT, stage_curves
 from posttrain.views.status import RunWatcher
 from posttrain.web.panels import CurveSeries
 from posttrain.web.quantities import rank
@@ -19,13 +22,15 @@ from posttrain.web.report import Changed, ComparePage, ItemPair, SubjectFacts, c
 from posttrain.workspace.opened import OpenWorkspace
 
 _SHOWN = 16  # items of each kind, won and lost
+_HISTORY = "history:"
+_TRAINING = "train/"  # what transformers' trackers put before a metric of training
 
 
 def compare_runs(workspace: OpenWorkspace, words: Sequence[str]) -> Comparison:
     """Compare runs, or single evaluate stages, with the first of them.
 
     Args:
-        words: `RUN` or `RUN/STAGE`; a run's id may be shortened.
+        words: `RUN` or `RUN/STAGE`, where a run's id may be shortened; `history:NAME` for an imported run.
 
     Raises:
         InputError: fewer than two, one twice, or what was not evaluated.
@@ -33,12 +38,24 @@ def compare_runs(workspace: OpenWorkspace, words: Sequence[str]) -> Comparison:
     """
     if not 2 <= len(words) <= MOST:
         raise InputError(f"compare: name 2 to {MOST} runs or RUN/STAGE, got {len(words)}; posttrain ls lists the runs")
-    subjects = [_subject(workspace, label, word) for label, word in zip(ascii_uppercase, words, strict=False)]
-    names = [one.name for one in subjects]
+    outside = [word for word in words if word.startswith(_HISTORY)]
+    named = [*(word for word in words if word not in outside), *outside]
+    labelled = list(zip(ascii_uppercase, named, strict=False))
+    subjects = [_subject(workspace, label, word) for label, word in labelled if word not in outside]
+    if not subjects:
+        raise InputError(f"compare: one run must stand beside imported histories, got only {', '.join(outside)}")
+    histories = [_imported(workspace, label, word) for label, word in labelled if word in outside]
+    names = [*(one.name for one in subjects), *(one.ref for one in histories)]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise InputError(f"compare: {twice} must be named once, got it more often; name another run or RUN/STAGE")
-    return side_by_side(workspace.ledger, subjects)
+    return side_by_side(workspace.ledger, subjects, histories)
+
+
+def _imported(workspace: OpenWorkspace, label: str, word: str) -> ImportedHistory:
+    ref = parse_ref(word, "history")
+    asset = workspace.ledger.asset(ref.kind, ref.name, ref.version)
+    return ImportedHistory(label, asset.ref, asset.digest, tuple(curves(workspace.blobs.get(asset.digest))))
 
 
 def _subject(workspace: OpenWorkspace, label: str, word: str) -> Subject:
@@ -65,8 +82,9 @@ def comparison(workspace: OpenWorkspace, found: Comparison) -> ComparePage:
     )
     troubles: list[str] = []
     changed = [each for other in found.subjects[1:] for each in _changed(workspace, found.subjects[0], other, troubles)]
-    curves = tuple(_overlaid(workspace, found, watchers).items()) if len(watchers) > 1 else ()  # one run has one set
-    return ComparePage(found, facts, tuple(changed), curves, tuple(dict.fromkeys(troubles)))
+    several = len(watchers) + len(found.histories) > 1  # one run has one set
+    drawn = tuple(_overlaid(workspace, found, watchers).items()) if several else ()
+    return ComparePage(found, facts, tuple(changed), drawn, tuple(dict.fromkeys(troubles)))
 
 
 def _overlaid(
@@ -82,6 +100,13 @@ def _overlaid(
                 own = stage_curves(workspace, watcher, subjects[0].manifest, stage.name, label)
                 for metric, series in own.items():
                     stages.setdefault(stage.name, {}).setdefault(metric, []).append(series)
+    for one in found.histories:
+        for name, steps, values in recorded(workspace.blobs.get(one.digest)):
+            for metrics in stages.values():
+                if (metric := name.removeprefix(_TRAINING)) in metrics:  # a run's own metric of that name
+                    line = Curve.of(steps.tolist(), values.tolist()).thinned(KEPT)
+                    label = f"{one.label} {one.ref}"
+                    metrics[metric].append(CurveSeries(metric, label, line.steps.tolist(), line.values.tolist()))
     return {stage: dict(sorted(metrics.items(), key=lambda it: rank(it[0]))) for stage, metrics in stages.items()}
 
 
