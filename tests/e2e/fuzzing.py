@@ -7,6 +7,8 @@ work. The shortest phases (submit, gate, release) have marked places too, at whi
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import random
@@ -101,9 +103,25 @@ def dealt(seed: int) -> list[Strike]:
 
 def _cards(deck: Sequence[Strike], first: int, count: int) -> Iterator[Strike]:
     """Cards of a shuffled deck that is gone through again and again."""
-    shuffled = random.Random(len(deck)).sample(deck, len(deck))
+    shuffled = _shuffled(tuple(deck), OF_BASELINE if deck[0].phase == BASELINE else PER_RUN)
     for number in range(first, first + count):
         yield shuffled[number % len(deck)]
+
+
+@functools.cache
+def _shuffled(deck: tuple[Strike, ...], most: int) -> list[Strike]:
+    """A deck in which a run is dealt one strike at the fork server of a phase: a second one finds none there.
+
+    Args:
+        most: cards of it that a run gets.
+    """
+    for seed in itertools.count(len(deck)):
+        cards = random.Random(seed).sample(deck, len(deck))
+        hands = (cards[first:] + cards[:first] for first in range(len(cards)))
+        struck = ([one.phase for one in hand[:most] if one.victim == "fork server"] for hand in hands)
+        if all(len(set(phases)) == len(phases) for phases in struck):
+            return cards
+    raise AssertionError("the loop returns")
 
 
 @dataclass(slots=True)

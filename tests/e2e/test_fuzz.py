@@ -105,6 +105,9 @@ def test_thirty_runs_in_a_row_are_dealt_every_strike() -> None:
         counts = Counter(strike for seed in range(first, first + ALL) for strike in dealt(seed))
         assert counts.keys() == set(STRIKES)
         assert min(counts.values()) >= 2
+    for seed in range(100):
+        phases = [strike.phase for strike in dealt(seed) if strike.victim == "fork server"]
+        assert len(set(phases)) == len(phases), "the second one would find no fork server"
     assert all(strike.phase != BASELINE for seed in range(100) if not has_baseline(seed) for strike in dealt(seed))
 
 
