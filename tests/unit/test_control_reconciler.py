@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from control_bench import RUN, TRAIN_ONLY, Bench, evaluate, fail, train, vanish
 
 from posttrain.control import actions, launching
-from posttrain.control.decide import STOP_GRACE_SECONDS
+from posttrain.control.decide import STOP_GRACE_SECONDS, View, decide_stage
 from posttrain.control.explain import explain_run
 from posttrain.control.jobs import AttemptFolders
 from posttrain.control.reconciler import LEASE_SECONDS, Reconciler
@@ -341,6 +342,10 @@ def test_nothing_starts_in_a_run_that_another_driver_ended_a_moment_ago(
     run, stage = bench.ledger.run(run_id), bench.stage(run_id, "more")
     assert (run.state, stage.state) == ("rejected", "ready"), "it was waiting for its next attempt"
     assert bench.reconciler.queue.look("run", run_id) is None
+    manifest, rows = bench.stores.manifest(run), tuple(bench.ledger.stages(run_id))
+    view = View(run, manifest, rows, tuple(bench.ledger.attempts(run_id)))
+    assert decide_stage(view, "more", None, bench.clock.now() + 3600) is None
+    assert decide_stage(replace(view, run=replace(run, state="running")), "more", None, bench.clock.now() + 3600)
 
 
 def test_no_part_of_a_budget_is_reserved_twice_whoever_starts_stages(
