@@ -104,7 +104,7 @@ def shown(page: Any, world: ConsoleWorld, name: str) -> None:
     """Open a page, and wait until it has what it asks for itself."""
     page.goto(f"{world.bench.url}/projects/default{places(world)[name]}")
     if page.query_selector("[data-load]"):
-        page.wait_for_selector("[data-loaded]" if name == "run" else "#report", timeout=120_000)
+        page.wait_for_selector("#report" if name in ("run-hostile", "report") else "[data-loaded]", timeout=120_000)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
