@@ -225,6 +225,8 @@ def test_a_release_is_approved_by_click(page: Any, world: ConsoleWorld) -> None:
     world.ask_approval()
     place = f"{world.bench.url}/projects/default/channels/guarded"
     page.goto(place)
+    page.wait_for_selector("[data-loaded] >> text=PASS", timeout=120_000)
+    assert "heldout/accuracy" in page.inner_text("[data-loaded]"), "scores"
     for width, scheme in ((390, "light"), (1280, "dark")):
         page.set_viewport_size({"width": width, "height": 844})
         page.emulate_media(color_scheme=scheme)
