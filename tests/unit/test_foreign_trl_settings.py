@@ -36,6 +36,7 @@ OTHERS: dict[str, Any] = {
     "scale_rewards": "batch",
     "bf16": True,
 }
+UNREAD = "the file does not say what this stands for"
 ASKED_FOR = {"model", "train_dataset", "reward_funcs"}  # of a trainer; what is computed there, a person fills in
 
 
@@ -100,6 +101,7 @@ def test_audit_25_every_argument_of_a_trainer_is_reported(world: World, trainer:
             assert any("model" in item or "reward" in item or "rows" in item for item in draft.fill_in)
         else:
             assert places(draft, name) == ["changed"], name
+            assert not any(UNREAD in line for line in draft.changed), "the reason is of this setting"
 
 
 def test_audit_25_what_changes_the_result_is_reported_by_name(world: World) -> None:
@@ -108,6 +110,7 @@ def test_audit_25_what_changes_the_result_is_reported_by_name(world: World) -> N
     for name in names.split():
         draft, _ = read(world, f"SFTTrainer(model='org/base', {name}=mine, args=SFTConfig(max_steps=3))\n")
         assert places(draft, name) == ["changed"], name
+        assert not any(UNREAD in line for line in draft.changed), "the reason is of this setting"
     for text in (
         "SFTTrainer(callbacks=[EarlyStoppingCallback(3)], args=SFTConfig(max_steps=3))\n",
         "t = SFTTrainer(args=SFTConfig(max_steps=3))\nt.add_callback(EarlyStoppingCallback(3))\n",
