@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import struct
 import subprocess
@@ -231,3 +233,22 @@ run.finish()
     assert any("has no end" in note for note in cut["notes"])
     log.write_bytes(whole[:200] + b"\xff" * 50 + whole[250:])
     assert "is damaged" in refused(world, "import", "wandb-export", str(folder))
+
+
+def test_audit_25_the_recorded_settings_of_trl_are_those_of_the_installed_one() -> None:
+    """`tests/unit/test_foreign_trl_settings.py` goes through the recorded ones."""
+    import trl
+
+    path = Path(__file__).parents[1] / "unit" / "fixtures" / "trl_settings.json"
+    recorded: dict[str, Any] = json.loads(path.read_text())
+    for name, settings in recorded.items():
+        if name in ("trl", "transformers"):
+            continue
+        kind = getattr(trl, name)
+        has_fields = dataclasses.is_dataclass(kind)
+        there = (
+            {field.name for field in dataclasses.fields(kind)}
+            if has_fields
+            else set(inspect.signature(kind.__init__).parameters) - {"self", "args"}
+        )
+        assert set(settings) == there, f"{name} of TRL {trl.__version__}, recorded of {recorded['trl']}"

@@ -183,10 +183,10 @@ class TestModel:
         folder = model_folder(tmp_path / "m", {"a": [8]})
         with pytest.raises(NotFoundError, match="does not exist"):
             inspect_model(tmp_path / "absent")
-        (folder / "training_args.bin").touch()
-        with pytest.raises(InputError, match=r"must not hold pickled files, got training_args\.bin"):
+        (folder / "pytorch_model.bin").touch()
+        with pytest.raises(InputError, match=r"must not hold pickled files, got pytorch_model\.bin"):
             inspect_model(folder)
-        (folder / "training_args.bin").unlink()
+        (folder / "pytorch_model.bin").unlink()
         weights = folder / "model.safetensors"
         whole = weights.read_bytes()
         weights.write_bytes(whole[:-1])

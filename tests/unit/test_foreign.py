@@ -105,7 +105,7 @@ def test_checkpoints_and_warm_up_count_the_same_steps(world: World) -> None:
     text = "trl grpo --reward_funcs f --max_steps 100 --save_steps 50 --warmup_steps 3 --steps_per_generation 8"
     draft, stage = trl(world, "saves.sh", text)
     assert (stage["steps"], stage["runtime"]["checkpoint_every"], stage["optimizer"]["warmup_steps"]) == (13, 6, 1)
-    assert "warmup_steps: 3 → warmup_steps: 1" in draft.carried
+    assert "warmup_steps: 3 → optimizer.warmup_steps: 1" in draft.carried
 
 
 def test_what_a_script_computes_is_told(world: World) -> None:
@@ -372,11 +372,7 @@ def test_weights_that_are_all_zero_are_told(world: World) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "line"),
     [
-        (
-            "dpo.sh",
-            "trl dpo --beta 0.1",
-            "trains by DPO, which is kind: dpo here, and not read from there yet; write the stage by hand",
-        ),
+        ("ppo.sh", "trl ppo --beta 0.1", "trains by PPO, which is kind: ppo here, and not read from there yet"),
         ("kto.py", "from trl import KTOTrainer\nKTOTrainer(model='m', beta=1)", "trains by KTO"),
         ("a.yaml", "learning_rate: fast", "learning_rate must be a number, got 'fast'"),
         ("a.yaml", "- 1\n- 2\n", "must be a map of settings, got list"),

@@ -59,6 +59,9 @@ def adopt(trainer: Trainer, source: Path, target: Path) -> Adopted:
     if rows is not None:
         draft = _READERS[trainer](read_settings(source), rows)
         draft.run["data"] = {"train": place}
+    model = Path(draft.run["model"]).expanduser()
+    if model.is_dir() and not model.is_absolute():
+        draft.run["model"] = _seen_from(target.absolute().parent, model)
     parse_run_spec(draft.run, str(target))  # whatever it says, it is a run file
     try:
         with target.open("x", encoding="utf-8") as file:
@@ -83,5 +86,10 @@ def _rows(draft: Draft, folder: Path) -> tuple[str, int | None]:
         rows = int(inspect_dataset(path)["rows"])
     except (InputError, NotFoundError):  # `plan` says what is wrong with them
         return named, None
+    return _seen_from(folder, path), rows
+
+
+def _seen_from(folder: Path, path: Path) -> str:
+    """A path as a run file in `folder` writes it."""
     relative = os.path.relpath(path.absolute(), folder)
-    return relative if relative.startswith(".") else f"./{relative}", rows
+    return relative if relative.startswith(".") else f"./{relative}"

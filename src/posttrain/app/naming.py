@@ -7,8 +7,9 @@ from pathlib import Path
 
 from posttrain.app.workspace import Workspace
 from posttrain.control.lineage import MadeModel, made_model
+from posttrain.data.confining import is_confined
 from posttrain.data.refs import AssetRef, Source, local_path, parse_ref
-from posttrain.domain.errors import NotFoundError, nearest
+from posttrain.domain.errors import NotFoundError, PosttrainError, nearest
 from posttrain.domain.manifest import InputRef
 from posttrain.store.trees import materialise
 
@@ -43,7 +44,7 @@ class NamedModel:
 def named_model(workspace: Workspace, text: str) -> NamedModel:
     """The model that `prod`, `prod@3`, `sort-b0ed9b49`, `sort/sft` or a ref such as `model:base` means here.
 
-    A channel goes before a run of the same name; relative paths start here and with `./`.
+    A channel goes before a run of the same name, and a run before a folder of it; relative paths start here.
 
     Raises:
         NotFoundError: nobody knows it. InputError: ill-formed, or a folder that is no model.
@@ -67,4 +68,19 @@ def model_word(workspace: Workspace, text: str) -> str:
     if text.partition(":")[0] in _HEADS or text.startswith((".", "~", "/")):
         return text
     head = "channel" if text.partition("@")[0] in workspace.ledger.channels() else "run"
+    if head == "run" and not is_confined() and Path(text).is_dir() and not _is_run(workspace, text.partition("/")[0]):
+        return f"./{text}"
     return f"{head}:{text}"
+
+
+def measured_word(workspace: Workspace, word: str) -> str:
+    """What `compare` calls a model folder: the digest of its files, which evaluations of it have; else the word."""
+    path = model_word(workspace, word)
+    return named_model(workspace, path).digest if path.startswith((".", "~", "/")) else word
+
+
+def _is_run(workspace: Workspace, word: str) -> bool:
+    try:
+        return bool(workspace.ledger.find_run(word))
+    except PosttrainError:  # no run, or several that begin so
+        return False

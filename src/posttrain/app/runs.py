@@ -161,7 +161,9 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
     refuse_infeasible(planned.manifest, loads, workspace, source, spec.model)
     found = (*check_confinement(planned, workspace), *check_fit(planned, spec, workspace, source))
     check_imports(planned, workspace, source)
-    found = (*same, *found, *_frozen(spec, workspace), *barred, *_unheard(workspace))
+    beside = workspace.catalog.not_taken
+    apart = dict.fromkeys(beside[ref.digest] for _, _, ref in planned.manifest.assets() if ref.digest in beside)
+    found = (*same, *found, *apart, *_frozen(spec, workspace), *barred, *_unheard(workspace))
     return replace(planned, warnings=(*planned.warnings, *found), trackers=_trackers(spec, workspace, source))
 
 

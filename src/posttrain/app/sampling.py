@@ -89,6 +89,7 @@ def ask_model(
         "runtime": ask.runtime.model_dump(),
         "threads": ask.runtime.threads,
     }
+    yield from filter(None, [workspace.catalog.not_taken.get(model.digest)])
     said = answers(_PROGRAM, request, timeout=ask.timeout)
     yield from (str(reason) for reason in next(said, {}).get("fallbacks", {}).values())
     yield from (Answer(**answer) for answer in said)

@@ -102,7 +102,7 @@ def _now_and_then() -> Callable[[str], None]:
 
     def tell(line: str) -> None:
         nonlocal last
-        if time.monotonic() - last >= _QUIET:
+        if time.monotonic() - last >= _QUIET or not line[:1].isdigit():  # a count is said now and then
             last = time.monotonic()
             aside(line)
 

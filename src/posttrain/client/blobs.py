@@ -29,7 +29,7 @@ from posttrain.domain.overrides import Setting, overridden
 from posttrain.domain.places import is_lock
 from posttrain.domain.runspec import read_yaml
 from posttrain.store.atomic import write_stream
-from posttrain.store.trees import file_digest, put_tree
+from posttrain.store.trees import beside_model, file_digest, left_behind, not_taken, put_tree
 
 _CHUNK = 8 << 20  # bytes of one request
 _LARGE = 8 << 20  # bytes from which a server is asked for a direct way
@@ -52,6 +52,8 @@ class Sender:
             InputError: there is none, or it cannot be read.
         """
         if path.is_dir():
+            if skip is beside_model and (line := not_taken(path)):
+                self._say(line)
             digest = put_tree(self, path, follow_links=follow_links, skip=skip)  # type: ignore[arg-type]
             return FileRef(path.resolve().name, digest, "tree")
         if not path.is_file():
@@ -251,7 +253,9 @@ class Bundle:
             for name, one in data_files(path, text).items():
                 self.files[f"{place}/{name}"] = self._sender.send(one)
         else:
-            self.files[f"{place}/{path.name}"] = self._sender.send(path, _left_behind)
+            self.files[f"{place}/{path.name}"] = self._sender.send(
+                path, beside_model if kind == "model" else left_behind
+            )
         return f"./{place}/{path.name}"
 
     def _reward(self, use: Any, base: Path) -> Any:
@@ -267,7 +271,7 @@ class Bundle:
         if not path.exists():
             return text
         place = f"files/{len(self.files)}/{path.name}"
-        self.files[place] = self._sender.send(path, _left_behind)
+        self.files[place] = self._sender.send(path, left_behind)
         return f"./{place}"
 
     def _recipe(self, stage: Any, base: Path) -> None:
@@ -283,8 +287,3 @@ def _text(path: Path) -> str:
         return path.read_text("utf-8")
     except (OSError, UnicodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}; check the path") from error
-
-
-def _left_behind(name: str) -> bool:
-    """What programs leave in a folder is no part of it, as in `data.catalog`."""
-    return name.endswith(".pyc") or any(part.startswith(".") or part == "__pycache__" for part in name.split("/"))

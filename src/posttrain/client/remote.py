@@ -24,6 +24,7 @@ from posttrain.domain.errors import ApiVersionError, DeadlineError, NotFoundErro
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.overrides import Override
 from posttrain.domain.places import lock_path
+from posttrain.store.trees import beside_model, left_behind, tree_digest
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from posttrain.domain.overrides import Setting
     from posttrain.domain.records import Asset, RunRecord
 
+_OF_FOLDERS = {"add_model": beside_model}  # verb → which files in a folder are not sent
 _PAGE = 200  # things of one page
 _EVERY, _DRAW = 0.5, 0.1  # seconds between two looks at a run, and between two calls of whoever draws it
 
@@ -87,7 +89,11 @@ class RemoteControl:
                 continue  # so that a server of the release before, which may not know it, answers
             if isinstance(value, Path):
                 run_file = operation.verb in RUN_FILES
-                value = Bundle(self._sender).of(value, setting) if run_file else self._sender.send(value)
+                value = (
+                    Bundle(self._sender).of(value, setting)
+                    if run_file
+                    else self._sender.send(value, _OF_FOLDERS.get(operation.verb, left_behind))
+                )
             elif isinstance(value, tuple) and any(isinstance(one, Path) for one in value):
                 value = [self._sender.send(one) for one in value]
             found[name] = value
@@ -215,7 +221,9 @@ class RemoteControl:
 
     def compare(self, words: Sequence[str], page: Path | None = None) -> Comparison:
         """See `Runs.compare`: a page is made by the server, and fetched."""
-        sent = {"words": list(words), "page": page is not None}
+        paths = {word: Path(word).expanduser() for word in words if word.startswith((".", "~", "/"))}
+        folders = {word: tree_digest(path, skip=beside_model) for word, path in paths.items()}
+        sent = {"words": [folders.get(word, word) for word in words], "page": page is not None}
         said = json.loads(self._body(OPERATIONS["compare"], sent))
         if page is not None:
             self._fetcher.fetch({page.name: said["files"]["comparison.html"]}, page.parent)

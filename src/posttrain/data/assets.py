@@ -41,6 +41,7 @@ from posttrain.domain.rewards import (
     refuse_nameless,
     source_name,
 )
+from posttrain.store.trees import beside_model
 
 Meta = dict[str, Any]
 REWARD_DIALECTS = (AUTO, *DIALECTS)
@@ -316,6 +317,8 @@ def _survey(folder: Path, limits: ModelLimits) -> None:
                 f"model {folder.name} must have at most {limits.depth} folders in each other, got more{how} depth=N"
             )
         for path in sorted(here.iterdir()):
+            if beside_model(path.relative_to(folder).as_posix() + "/" * path.is_dir()):
+                continue
             if path.is_dir() and not path.is_symlink():
                 waiting.append((path, depth + 1))
             elif path.is_file():

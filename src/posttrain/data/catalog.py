@@ -35,9 +35,12 @@ from posttrain.domain.rewards import AS_FOUND, AUTO, Called, source_name
 from posttrain.store.external import EXTERNAL, URI, VERSION, ChangedError, External, fetch_external
 from posttrain.store.ledger import Ledger
 from posttrain.store.trees import (
+    beside_model,
     file_digest,
     files_digest,
+    left_behind,
     materialise,
+    not_taken,
     put_files,
     put_tree,
     stored_sizes,
@@ -113,6 +116,7 @@ class Catalog:
     def __init__(self, ledger: Ledger, blobs: BlobStore, actor: str, limits: ModelLimits | None = None) -> None:
         self._ledger, self._blobs, self._actor, self._limits = ledger, blobs, actor, limits
         self._local: dict[str, tuple[Path, Callable[[], str]]] = {}  # digest → path, publishes it: not published yet
+        self.not_taken: dict[str, str] = {}  # digest of a model's folder → which files in it are no part of it
 
     def add_dataset(
         self, path: Path, name: str, *more: Path, progress: Callable[[str], None] = lambda _: None
@@ -187,6 +191,8 @@ class Catalog:
             InputError: see `inspect_model`.
         """
         meta = {**inspect_model(folder, self._limits), **(origin or {})}
+        if line := not_taken(folder):
+            progress(line)
         return self._register("model", name, folder, meta, parents=parents, progress=progress)
 
     def _register(
@@ -204,7 +210,7 @@ class Catalog:
         refuse_name(kind, name)
         form = form or _FORMS[kind]
         with self._blobs.holding():
-            digest = self._put(path, form, files, progress=progress)
+            digest = self._put(path, form, files, skip=_beside(kind), progress=progress)
             return self.add_together(self.version(kind, name, digest, form, meta, parents))[0]
 
     def version(
@@ -233,13 +239,14 @@ class Catalog:
         files: Mapping[str, Path] | None = None,
         *,
         hub: bool = False,
+        skip: Callable[[str], bool] = left_behind,
         progress: Callable[[str], None] = lambda _: None,
     ) -> str:
         """Store a file, a data set's files, or a folder."""
         if files is not None:
             return put_files(self._blobs, files) if form == "tree" else self._blobs.put_file(*files.values())
         if form == "tree":
-            return put_tree(self._blobs, path, follow_links=hub, skip=_left_behind, progress=progress)
+            return put_tree(self._blobs, path, follow_links=hub, skip=skip, progress=progress)
         return self._blobs.put_file(path)
 
     def find(self, text: str, kind: str | None = None) -> Asset:
@@ -295,7 +302,7 @@ class Catalog:
         if not path.exists():
             raise NotFoundError(f"file {text}: no such file or folder ({path}); check the path")
         form: Form = "tree" if path.is_dir() else "file"
-        digest = tree_digest(path, skip=_left_behind) if form == "tree" else file_digest(path)
+        digest = tree_digest(path, skip=left_behind) if form == "tree" else file_digest(path)
         self._local[digest] = (path, partial(self._put, path, form))
         return InputRef(source="asset", name=f"path:{path.name}", digest=digest, form=form)
 
@@ -354,8 +361,11 @@ class Catalog:
             found = inspect_reward(path, called.entry, dialect=called.dialect or AUTO)
         form = "tree" if path.is_dir() else "file"
         hub = ref.source is Source.HUB  # its cache is made of links
-        digest = tree_digest(path, follow_links=hub, skip=_left_behind) if form == "tree" else file_digest(path)
-        self._local[digest] = (path, partial(self._put, path, form, hub=hub))
+        skip = _beside(ref.kind)
+        digest = tree_digest(path, follow_links=hub, skip=skip) if form == "tree" else file_digest(path)
+        self._local[digest] = (path, partial(self._put, path, form, hub=hub, skip=skip))
+        if ref.kind == "model" and (line := not_taken(path)):
+            self.not_taken[digest] = line
         meta = {key: found[key] for key in _CALLED_BY if ref.kind == "reward" and key in found}
         name = str(ref) if ref.source is Source.HUB else f"path:{path.name}"
         return InputRef(source="asset", name=name, digest=digest, form=cast(Form, form), meta=meta)
@@ -418,9 +428,6 @@ def _form(files: Mapping[str, Path]) -> Form:
     return "file" if len(files) == 1 else "tree"
 
 
-def _left_behind(name: str) -> bool:
-    """Whether a file is what programs leave in a folder: compiled Python, a version control's, a downloader's or a
-    desktop's hidden files. An asset is the same version with and without them.
-    """
-    parts = name.split("/")
-    return name.endswith(".pyc") or any(part.startswith(".") or part == "__pycache__" for part in parts)
+def _beside(kind: str) -> Callable[[str], bool]:
+    """Whether a file, by its path in an asset's folder, is no part of it."""
+    return beside_model if kind == "model" else left_behind

@@ -10,9 +10,12 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -27,10 +30,16 @@ _ASSIGNED = re.compile(
 )
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?-([^}]*))?\}|\$([A-Za-z_]\w*)")
 _MOST_BYTES = 4 * 2**20
-_ASKED_FOR = ("args", "model", "reward_funcs", "train_dataset")  # a person is told to fill them in
+_ASKED_FOR = ("args", "model", "reward_funcs", "train_dataset", "dataset_name")  # a person is told to fill them in
+_FUNCTIONS = ("reward_funcs", "reward_func")  # a name there is a function's, no value
+_PARTS = ("LoraConfig", "BitsAndBytesConfig", "GenerationConfig")  # the argument that they are is reported whole
+_LOADED = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split", "data_files": "data_files"}
+_IN_PLACE = ("update", "setdefault", "pop", "append")
+_DEEP = 8  # names that stand for names
 _WIDTH = 118
+_ABSENT: tuple[Any, ...] = (False, [], {}, "")  # what asks for nothing
 # what asks for the whole distribution, as training samples here
-_WHOLE = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
+WHOLE = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
 
 
 @dataclass(slots=True)
@@ -42,7 +51,16 @@ class Settings:
     notes: list[str] = field(default_factory=list)  # what it does beside settings, and is not carried over
     unknown: dict[str, str] = field(default_factory=dict)  # what a variable decides that the file does not set
     words: tuple[str, ...] = ()  # names of programs, classes and subcommands in it: `trl`, `grpo`, `GRPOTrainer`
+    starts: bool = True  # importing the file would train
     taken: set[str] = field(default_factory=set)
+
+    def here(self, name: str) -> str | None:
+        """The path of a file or folder of this machine that the source names; None: there is none."""
+        for folder in (Path(), Path(self.source).parent):
+            if name and (folder / Path(name).expanduser()).exists():
+                found = str(folder / Path(name).expanduser()) if folder != Path() else name
+                return found if found.startswith((".", "/", "~")) else f"./{found}"
+        return None
 
     def take(self, *names: str, default: Any = None) -> Any:
         """The value of the first of these names that is there; all of them count as read."""
@@ -153,7 +171,7 @@ def _of_shell(text: str, source: str) -> Settings:
             plain.append(word)
     unknown = {name: str(value) for name, value in values.items() if "$" in str(value)}
     known = {k: v for k, v in values.items() if k not in unknown}
-    return Settings(source, known, unknown=unknown, words=tuple(plain))
+    return Settings(source, dict(_flat(known)), unknown=unknown, words=tuple(plain))
 
 
 def _expanded(text: str) -> str:
@@ -194,60 +212,140 @@ def _of_python(text: str, source: str) -> Settings:
         module = ast.parse(text, filename=source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"{source}: is not Python: {error}") from error
-    names = {
-        target.id: node.value
-        for node in ast.walk(module)
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    values: dict[str, Any] = {}
-    unknown: dict[str, str] = {}
+    script = _Script(module)
     words: list[str] = []
-    notes: list[str] = []
-    for node in ast.walk(module):
-        if not isinstance(node, ast.Call):
-            continue
-        called = ast.unparse(node.func).rpartition(".")[2]
-        if called.endswith(("Config", "Arguments", "Trainer")):
+    for call in sorted((node for node in ast.walk(module) if isinstance(node, ast.Call)), key=lambda c: c.lineno):
+        called = ast.unparse(call.func).rpartition(".")[2]
+        if called.endswith(("Config", "Arguments", "Trainer")) and called not in _PARTS:
             words.append(called)
-            for keyword in node.keywords:
-                value = _literal(keyword.value, names)
-                if keyword.arg and keyword.arg != "args" and value is not None:
-                    values[keyword.arg] = value
-                elif keyword.arg and keyword.arg not in _ASKED_FOR and not _is_none(keyword.value):
-                    unknown[keyword.arg] = ast.unparse(keyword.value)
-        elif called == "load_dataset" and node.args:
-            values.setdefault("dataset_name", _literal(node.args[0], names))
-        elif called in ("map", "filter") and isinstance(node.func, ast.Attribute):
-            notes.append(
-                f"{ast.unparse(node.func)[:60]} (line {node.lineno}): the rows are changed by code; "
+            script.read(_keywords(call))
+        elif called == "from_pretrained" and "Model" in ast.unparse(call.func):
+            script.read(_keywords(call), "model_init_kwargs.")
+        elif called == "add_callback":
+            script.unknown["callbacks"] = ", ".join(ast.unparse(one) for one in call.args)
+        elif called in ("map", "filter") and isinstance(call.func, ast.Attribute):
+            script.notes.append(
+                f"{ast.unparse(call.func)[:60]} (line {call.lineno}): the rows are changed by code; "
                 "write the result to JSON lines and register that"
             )
-    return Settings(source, values, notes, {k: v for k, v in unknown.items() if k not in values}, tuple(words))
+    script.read_rows()
+    unknown = {k: v for k, v in script.unknown.items() if k not in script.values}
+    return Settings(source, script.values, script.notes, unknown, tuple(words), _starts(module))
 
 
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
+class _Script:
+    """What the calls of a script set: literals, and names that the script binds once to a literal."""
+
+    def __init__(self, module: ast.Module) -> None:
+        self.values: dict[str, Any] = {}
+        self.unknown: dict[str, str] = {}
+        self.notes: list[str] = []
+        self._nodes = list(ast.walk(module))
+        assigned = [(node.targets, node.value) for node in self._nodes if isinstance(node, ast.Assign)]
+        bound = [(one.id, value) for targets, value in assigned for one in targets if isinstance(one, ast.Name)]
+        times = Counter(name for name, _ in bound) + _changed(self._nodes)
+        self._names = {name: value for name, value in bound if times[name] == 1}
+
+    def read(self, settings: Iterable[tuple[str | None, ast.expr]], prefix: str = "") -> None:
+        """Keywords, and those behind `**` where a dict of the script says which; others are noted by name."""
+        for name, value in settings:
+            if name:
+                self._set(prefix + name, value)
+            elif (inner := self._pairs(value)) is not None:
+                self.read(inner, prefix)
+            else:
+                self.notes.append(
+                    f"**{ast.unparse(value)[:60]} (line {value.lineno}): cannot be read without running the script; "
+                    "none of what it sets is carried over: write it out as keywords"
+                )
+
+    def read_rows(self) -> None:
+        """What `load_dataset` is asked for: that of `train_dataset`, or the first."""
+        given = [node.value for node in self._nodes if isinstance(node, ast.keyword) and node.arg == "train_dataset"]
+        parts: list[ast.expr] = given[:1]
+        for part in parts:  # grows by what its names stand for; a name that stands for itself is bound twice
+            used = [node.id for node in ast.walk(part) if isinstance(node, ast.Name) and node.id in self._names]
+            parts += [self._names[name] for name in used if self._names[name] not in parts]
+        behind = [node for part in parts for node in ast.walk(part)]
+        call = next((load for nodes in (behind, self._nodes) for load in _loads(nodes)), None)
+        if call is None:
+            return
+        splits = [node.slice for node in behind if isinstance(node, ast.Subscript)]
+        said: dict[str | None, ast.expr] = {"split": splits[0]} if splits else {}
+        positions = zip(("path", "name", "data_dir", "data_files", "split"), call.args, strict=False)
+        for name, value in (said | dict(positions) | dict(_keywords(call))).items():
+            self._set(_LOADED.get(str(name), f"load_dataset.{name}"), value)
+
+    def _pairs(self, node: ast.expr) -> list[tuple[str | None, ast.expr]] | None:
+        """What `**node` sets; None: the script does not say."""
+        node = self._names.get(node.id, node) if isinstance(node, ast.Name) else node
+        if isinstance(node, ast.Dict):
+            keys = [None if key is None else str(_literal(key, self._names)) for key in node.keys]
+            return list(zip(keys, node.values, strict=True))
+        of_words = isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args
+        return _keywords(node) if of_words and isinstance(node, ast.Call) else None
+
+    def _set(self, name: str, node: ast.expr) -> None:
+        value = None if name == "callbacks" else _literal(node, self._names, functions=name in _FUNCTIONS)
+        if isinstance(value, dict):
+            self.values |= _flat(value, f"{name}.")
+        elif value is not None and name != "args":
+            self.values[name] = value
+        elif name not in _ASKED_FOR and not (isinstance(node, ast.Constant) and node.value is None):
+            self.unknown[name] = ast.unparse(node)
 
 
-def _literal(node: ast.expr, names: Mapping[str, ast.expr], depth: int = 4) -> Any:
-    """A literal, or the name of what stands there; None for what is computed."""
+def _keywords(call: ast.Call) -> list[tuple[str | None, ast.expr]]:
+    return [(word.arg, word.value) for word in call.keywords]
+
+
+def _loads(nodes: list[ast.AST]) -> list[ast.Call]:
+    """Calls of `load_dataset`, as they stand in the script."""
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("load_dataset")]
+    return sorted(calls, key=lambda call: call.lineno)
+
+
+def _changed(nodes: list[ast.AST]) -> Counter[str]:
+    """Names whose values the script changes in place: `kwargs["beta"] = …`, `kwargs.update(…)`, `rate *= 2`."""
+    parts = [node.value for node in nodes if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)]
+    parts += [node.value for node in nodes if isinstance(node, ast.Attribute) and node.attr in _IN_PLACE]
+    parts += [node.target for node in nodes if isinstance(node, ast.AugAssign | ast.For)]
+    return Counter(part.id for part in parts if isinstance(part, ast.Name))
+
+
+def _starts(module: ast.Module) -> bool:
+    """Whether importing the script trains: what it does outside functions, classes and `if __name__ == "__main__":`."""
+    defined = {node.name for node in module.body if isinstance(node, ast.FunctionDef)}
+    inside = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    done = [one for one in module.body if not isinstance(one, inside) and "__name__ ==" not in ast.unparse(one)]
+    called = {ast.unparse(node.func) for one in done for node in ast.walk(one) if isinstance(node, ast.Call)}
+    return bool(called & defined) or any(name.endswith((".train", "Trainer")) for name in called)
+
+
+def _literal(node: ast.expr, names: Mapping[str, ast.expr], depth: int = _DEEP, *, functions: bool = False) -> Any:
+    """A literal, or the name of a function where one is wanted; None for what is computed."""
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         pass
     if isinstance(node, ast.List | ast.Tuple):
-        return [_literal(part, names, depth) for part in node.elts]
+        parts = [_literal(part, names, depth, functions=functions) for part in node.elts]
+        return parts if functions or None not in parts else None
     if isinstance(node, ast.Dict):
         keys = [None if key is None else _literal(key, names, depth) for key in node.keys]
         said = {k: _literal(v, names, depth) for k, v in zip(keys, node.values, strict=True)}
         return None if None in (*said, *said.values()) else said
     if isinstance(node, ast.Name):
         known = names.get(node.id)
-        found = _literal(known, names, depth - 1) if known is not None and depth else None
-        return node.id if found is None and known is None else found
-    return node.attr if isinstance(node, ast.Attribute) else None
+        found = _literal(known, names, depth - 1, functions=functions) if known is not None and depth else None
+        return node.id if found is None and known is None and functions else found
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained") and node.args:
+        return _literal(node.args[0], names, depth)  # a model or a tokenizer stands for its name
+    if not isinstance(node, ast.Attribute):
+        return None
+    if functions or ast.unparse(node.value) == "torch":
+        return node.attr
+    return node.attr.lower() if node.attr.isupper() else None  # SchedulerType.COSINE
 
 
 @dataclass(slots=True)
@@ -282,33 +380,53 @@ class Draft:
         stage["stop"] = list(found)
         self.carry(name, list(found), "stop", list(found))
 
-    def close(self, settings: Settings, told: dict[str, str], harmless: frozenset[str]) -> Draft:
-        """Say of everything that nobody took why it is not there.
+    def close(
+        self,
+        settings: Settings,
+        told: Mapping[str, str],
+        harmless: frozenset[str],
+        ours: Mapping[str, str] = MappingProxyType({}),
+        same: Mapping[str, tuple[Any, ...]] = MappingProxyType(WHOLE),
+    ) -> Draft:
+        """Say of everything that is written there what became of it; of what is not written, nothing.
 
         Args:
             told: setting → why it has no place here; it changes the result or what a person sees.
             harmless: settings that say where and how to compute, or what to print: they decide no result.
+            ours: setting that was taken → the fields of the run file that it became, parted by blanks.
+            same: setting of `told` → the values that ask for what is done here.
         """
         self.changed += settings.notes
         for name, text in settings.unknown.items():
             if name in harmless:
                 self.inert.append(name)
                 continue
-            reason = told.get(name) or "the file does not say what this stands for; it is as by default"
+            reason = _told(told, name) or "the file does not say what this stands for; it is as by default"
             self.changed.append(f"{name}: {_short(text)}: {reason}")
         for name, value in settings.left().items():
-            last = name.rpartition(".")[2]
-            parts = name.split(".")
-            why = next((told[end] for at in range(len(parts)) if (end := ".".join(parts[at:])) in told), None)
-            if value in (False, [], {}, "") or (last in _WHOLE and value in _WHOLE[last]):
-                continue
-            if why:
+            last, why = name.rpartition(".")[2], _told(told, name)
+            if why and (name in same or last in same) and value in same.get(name, same.get(last, ())):
+                self.carried.append(f"{name}: {_short(value)} → as here")
+            elif why and (value not in _ABSENT or name in same):
                 self.changed.append(f"{name}: {_short(value)}: {why}")
-            elif name in harmless or last in harmless:
-                self.inert.append(last)
+            elif why or name in harmless or last in harmless:
+                self.inert.append(name if why else last)
             else:
                 self.dropped.append(f"{name}: {_short(value)}")
+        self._taken(settings, ours)
         return self
+
+    def _taken(self, settings: Settings, ours: Mapping[str, str]) -> None:
+        """Of each setting that was read and written down, the field that it became, or that others overrule it."""
+        ((_, stage),) = self.run.get("stages", {"": {}}).items()
+        reported = {line.partition(":")[0] for line in (*self.changed, *self.carried)}
+        for name, value in settings.values.items():
+            fields = ours.get(name) or ours.get(name.partition(".")[0])
+            if value is None or fields is None or name not in settings.taken - reported:
+                continue
+            found = [(field, _at(tree, field)) for field in fields.split() for tree in (stage, self.run)]
+            line = next((f"{field}: {_short(result)}" for field, result in found if result is not None), None)
+            (self.carried if line else self.inert).append(f"{name}: {_short(value)} → {line}" if line else name)
 
     def text(self) -> str:
         """The run file, with what a person should know as comments before it."""
@@ -323,6 +441,18 @@ class Draft:
                 lines += [f"# {title}:", *(f"#   - {' '.join(item.split())}"[:300] for item in items)]
         body = yaml.dump(self.run, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=_WIDTH)
         return "\n".join([*lines, "", body])
+
+
+def _told(told: Mapping[str, str], name: str) -> str | None:
+    """Why a setting has no place, by its whole name or by the end of it."""
+    parts = name.split(".")
+    ends = (*(".".join(parts[at:]) for at in range(len(parts))), parts[0])
+    return next((told[end] for end in ends if end in told), None)
+
+
+def _at(tree: Any, path: str) -> Any:
+    """What stands at a dotted path; None: nothing."""
+    return reduce(lambda found, part: found.get(part) if isinstance(found, Mapping) else None, path.split("."), tree)
 
 
 def plainly(number: float) -> float:

@@ -15,58 +15,178 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import OWN
 from posttrain.domain.passes import passes_of
 from posttrain.domain.vocabulary import KINDS, NOT_HERE
-from posttrain.foreign.settings import Draft, Settings, plainly, share_of_steps
+from posttrain.foreign.settings import WHOLE, Draft, Settings, plainly, share_of_steps
 
-_TRAINERS = {"sft": "sft", "grpo": "grpo", "reward": "reward_model", "rloo": "grpo"}
-_OTHERS = ("dpo", "kto", "orpo", "cpo", "ppo", "gkd", "distillation", "online_dpo", "xpo", "nash")
-_RATES = {"sft": 2e-5, "grpo": 1e-6, "reward": 1e-4, "rloo": 1e-6}
+_TRAINERS = {"sft": "sft", "grpo": "grpo", "reward": "reward_model", "rloo": "grpo", "dpo": "dpo"}
+_OTHERS = ("kto", "orpo", "cpo", "ppo", "gkd", "distillation", "online_dpo", "onlinedpo", "xpo", "nash")
+_RATES = {"sft": 2e-5, "grpo": 1e-6, "reward": 1e-4, "rloo": 1e-6, "dpo": 1e-6}
 _AGGREGATIONS = {
     **dict.fromkeys(("dapo", "bnpo"), "token-mean"),
     "grpo": "seq-mean-token-mean",
     "dr_grpo": "seq-mean-token-sum-norm",
 }
+_BUILDERS = ("json", "csv", "parquet", "arrow")  # of `load_dataset`, which read `data_files`
+_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
 _REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # of trl.rewards
 _NO_ADAPTERS = "there are no adapters yet: all weights are trained, which takes more memory and other learning rates"
-_CHANGES = {
-    **dict.fromkeys(("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "peft_config"), _NO_ADAPTERS),
-    **dict.fromkeys(("load_in_8bit", "load_in_4bit"), "weights are trained as they are"),
-    **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), "training samples from the whole distribution"),
-    "stop_token_ids": NOT_HERE["stop_token_ids"],
-    "num_iterations": "a rollout batch is passed over once; importance ratios of old batches do not arise",
-    "mask_truncated_completions": "truncated responses are scored and learnt from",
-    "entropy_coef": "there is no entropy bonus",
-    "delta": "there is no second clip",
-    "importance_sampling_level": "ratios are per token",
-    **dict.fromkeys(
-        ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_cap"),
-        "the weights that train sample; lag: {steps: 0, correction: tis, cap: …} weighs as this does",
+_PROBE = "write probe: {data: NAME} into the stage, with keep_best: true or early_stopping"
+_PAIRS = "the loss of a pair is the sigmoid one, with beta and label_smoothing"
+_NEVER_CUT = "a longer row is refused by `plan`, never cut"
+_WHY = {  # what changes the result, or what a person sees: the reason → settings
+    _NO_ADAPTERS: (
+        "use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters lora_modules_to_save "
+        "lora_task_type use_rslora use_dora peft_config"
     ),
-    **dict.fromkeys(("max_staleness", "weight_sync_steps"), "lag: {steps: N} samples ahead, in a pool of its own"),
-    "config": "what stands in that file is not read: posttrain init --from trl THAT.yaml reads it",
-    "sync_ref_model": "the reference is the starting policy and stays",
-    "assistant_only_loss": "the loss is always on what the assistant wrote, and on nothing else",
-    "chat_template_path": "put chat_template.jinja into the model's folder",
-    "dataset_text_field": "the column must be called text, or prompt and completion, or messages",
-    "eval_strategy": "add an evaluate stage with a suite, or probe: to grpo",
-    "neftune_noise_alpha": "there is no noise on embeddings",
-    "label_smoothing_factor": "there is no label smoothing",
-    "optim": "the optimiser is AdamW",
-    "deepspeed": "placement: says which roles take which devices",
-    "fsdp": "placement: says which roles take which devices",
+    "weights are trained as they are, without quantisation": (
+        "load_in_8bit load_in_4bit quantization_config bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage"
+    ),
+    "training samples from the whole distribution": "top_p top_k min_p repetition_penalty generation_kwargs",
+    _PROBE: "load_best_model_at_end metric_for_best_model greater_is_better",
+    f"a callback may change the training, and none is run; for EarlyStoppingCallback {_PROBE}": "callbacks",
+    "placement: says which roles take which devices": "deepspeed fsdp fsdp_config parallelism_config",
+    "there is no entropy bonus": (
+        "entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"
+    ),
+    "the loss is the one of aggregation and clip_low, clip_high": (
+        "sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg "
+        "top_entropy_quantile off_policy_mask_threshold"
+    ),
+    _PAIRS: "loss_weights ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting discopop_tau",
+    "the weights that train sample; lag: {steps: 0, correction: tis, cap: …} weighs as this does": (
+        "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_cap "
+        "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min"
+    ),
+    "a pass goes over all rows once, in an order that seed decides; batches go on over its end": (
+        "shuffle_dataset train_sampling_strategy data_seed dataloader_drop_last ignore_data_skip"
+    ),
+    "put it into the model's folder, as save_pretrained writes it": (
+        "processing_class tokenizer eos_token chat_template_path"
+    ),
+    "the optimiser is AdamW, with the fields of optimizer:": (
+        "optim optim_args optim_target_modules optimizers optimizer_cls_and_kwargs"
+    ),
+    "it is 1e-8": "adam_epsilon",
+    "the schedule has warmup_steps and final_ratio, and no other field": "lr_scheduler_kwargs",
+    "kind: dataflow has turns, and a class of yours that observes between them": (
+        "tools rollout_func environment_factory max_tool_calling_iterations"
+    ),
+    _NEVER_CUT: "truncation_mode",
+    "batch_size counts rows, where TRL counts sequences of max_length that several rows fill": (
+        "packing packing_strategy"
+    ),
+    "rows are read as they are; write what it makes of them": "formatting_func dataset_kwargs",
+    "a row is rendered by the model's chat template; a mask of your own has no place": "data_collator",
+    "the loss is that of the stage's kind": "compute_loss_func label_names",
+    "a suite of an evaluate stage measures": "compute_metrics preprocess_logits_for_metrics",
+    "code that comes with a model is never run": "trust_remote_code",
+    "add an evaluate stage with a suite, or probe: to the stage": "eval_dataset eval_strategy",
+    "register the rows of this part alone": "dataset_config dataset_train_split",
+    "is of another part": "data_files",
+    "is not read; write the rows that it gives to JSON lines": "load_dataset",
+    "the model is read from its folder, and only dtype and revision have a place": "model_init_kwargs",
+    "repeating the command resumes; a run does not begin at another one's checkpoint": "resume_from_checkpoint",
+    NOT_HERE["stop_token_ids"]: "stop_token_ids",
+    "the chat template is given the messages and nothing else": "chat_template_kwargs",
+    "what is sampled follows no grammar": "vllm_structured_outputs_regex",
+    "a rollout batch is passed over once; importance ratios of old batches do not arise": "num_iterations",
+    "truncated responses are scored and learnt from": "mask_truncated_completions",
+    "there is no second clip": "delta",
+    "ratios are per token": "importance_sampling_level",
+    "rewards are summed by their weights before they are normalised": "multi_objective_aggregation",
+    "rewards are taken as they are": "normalize_advantages reward_clip_range",
+    "a reward model is read with the tokenizer of its own folder": "reward_processing_classes",
+    "rewards are not centred": "center_rewards_coefficient",
+    "the head computes in the stage's dtype": "cast_lm_head_to_fp32",
+    "there is no loss on the experts' load": "router_aux_loss_coef",
+    "dropout acts in sft and reward_model, as the model's configuration has it, and nowhere else": "disable_dropout",
+    "lag: {steps: N} samples ahead, in a pool of its own": "max_staleness weight_sync_steps",
+    "what stands in that file is not read: posttrain init --from trl THAT.yaml reads it": "config",
+    "the reference is the starting policy and stays": "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
+    "the reference is the starting policy": "ref_model",
+    "the loss is always on what the assistant wrote, and on nothing else": "assistant_only_loss",
+    "the loss is on the completion, and never on the prompt": "completion_only_loss",
+    "the column must be called text, or prompt and completion, or messages": "dataset_text_field",
+    "there is no noise on embeddings": "neftune_noise_alpha",
+    "there is no label smoothing": "label_smoothing_factor",
+    "a step's loss is divided by the tokens of all devices": "average_tokens_across_devices",
+    "the batch is as written; micro_batch_tokens bounds the memory": "auto_find_batch_size",
+    "float16 is not there; dtype: float32 or bfloat16": "fp16",
 }
+_CHANGES = {name: why for why, names in _WHY.items() for name in names.split()}
+_SAME = {  # values that ask for what is done here; beside these, what asks for nothing
+    **WHOLE,
+    **dict.fromkeys(("completion_only_loss", "average_tokens_across_devices", "shuffle_dataset"), (True,)),
+    "vllm_importance_sampling_correction": (False,),
+    **dict.fromkeys(("num_iterations", "top_entropy_quantile"), (1,)),
+    **dict.fromkeys(("entropy_coef", "label_smoothing_factor", "neftune_noise_alpha", "router_aux_loss_coef"), (0,)),
+    "adam_epsilon": (1e-8,),
+    "optim": ("adamw_torch", "adamw_torch_fused", "adamw_hf"),
+    "eval_strategy": ("no",),
+    "train_sampling_strategy": ("random",),
+    "importance_sampling_level": ("token",),
+    "multi_objective_aggregation": ("sum_then_normalize",),
+    "f_divergence_type": ("reverse_kl",),
+    "dataset_text_field": ("text",),
+    "dataset_train_split": ("train",),
+}
+_BECOMES = {  # fields of the run file → the settings that become them
+    "prompts_per_step batch_size": (
+        "per_device_train_batch_size gradient_accumulation_steps num_processes nproc_per_node"
+    ),
+    "model": "model_name_or_path model model_name model_revision model_init_kwargs.revision",
+    "data.train": "dataset_name dataset train_file train_dataset data_files",
+    "group_size": "num_generations",
+    "prompts_per_step": "generation_batch_size",
+    "mini_batches prompts_per_step": "steps_per_generation",
+    "max_new_tokens": "max_completion_length",
+    "steps": "max_steps",
+    "epochs": "num_train_epochs",
+    "kl.coefficient beta": "beta",
+    "kl.estimator": "use_bias_correction_kl",
+    "clip_low": "epsilon",
+    "clip_high": "epsilon_high",
+    "advantage": "scale_rewards",
+    "aggregation": "loss_type",
+    "optimizer.warmup_steps": "warmup_steps warmup_ratio",
+    "optimizer.schedule": "lr_scheduler_type",
+    "optimizer.final_ratio": "lr_scheduler_kwargs.min_lr lr_scheduler_kwargs.min_lr_rate",
+    "optimizer.betas": "adam_beta1 adam_beta2",
+    "optimizer.learning_rate": "learning_rate",
+    "optimizer.weight_decay": "weight_decay",
+    "optimizer.max_grad_norm": "max_grad_norm",
+    "runtime.dtype": "bf16 dtype torch_dtype model_init_kwargs.dtype model_init_kwargs.torch_dtype mixed_precision",
+    "runtime.activation_checkpointing": "gradient_checkpointing activation_checkpointing",
+    "runtime.checkpoint_every": "save_steps",
+    "reward": "reward_funcs reward_func reward_model_name_or_path reward_weights",
+    "seed": "seed",
+    "max_length": "max_length max_seq_length",
+    "temperature": "temperature",
+    "label_smoothing": "label_smoothing",
+}
+_OURS = {name: fields for fields, names in _BECOMES.items() for name in names.split()}
 _HARMLESS = frozenset(  # they decide no result
     (  # noqa: SIM905
         "output_dir overwrite_output_dir logging_steps logging_strategy logging_first_step report_to run_name "
-        "do_train do_eval push_to_hub hub_model_id hub_strategy save_strategy save_total_limit eval_steps "
-        "per_device_eval_batch_size dataloader_num_workers dataset_num_proc disable_tqdm use_vllm vllm_mode "
-        "vllm_server_host vllm_server_port vllm_gpu_memory_utilization vllm_tensor_parallel_size "
-        "vllm_max_model_length attn_implementation gradient_checkpointing_kwargs ddp_timeout tf32 packing "
-        "packing_strategy padding_free eval_packing pad_to_multiple_of use_liger_kernel log_completions "
-        "num_completions_to_print config_file num_machines machine_rank main_process_port mixed_precision "
-        "processing_class tokenizer eval_dataset trust_remote_code remove_unused_columns callbacks "
-        "accelerator_config torch_compile dataset_config dataset_train_split dataset_test_split shuffle_dataset "
-        "truncation_mode load_best_model_at_end metric_for_best_model greater_is_better formatting_func "
-        "data_collator compute_metrics use_cpu no_cuda "
+        "do_train do_eval do_predict push_to_hub hub_model_id hub_strategy hub_always_push hub_private_repo "
+        "hub_revision hub_token save_strategy save_total_limit save_on_each_node save_only_model eval_steps eval_delay "
+        "eval_on_start eval_accumulation_steps eval_do_concat_batches eval_use_gather_object batch_eval_metrics "
+        "bf16_full_eval fp16_full_eval include_for_metrics prediction_loss_only num_generations_eval eval_packing "
+        "per_device_eval_batch_size dataloader_num_workers dataloader_in_order dataloader_multiprocessing_context "
+        "dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor dataset_num_proc "
+        "dataset_streaming disable_tqdm use_vllm vllm_mode vllm_model_impl vllm_enable_sleep_mode "
+        "vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port "
+        "vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_max_model_length attn_implementation "
+        "cache_implementation use_cache use_transformers_continuous_batching transformers_continuous_batching_config "
+        "use_transformers_paged gradient_checkpointing_kwargs activation_checkpointing_kwargs activation_offloading "
+        "ddp_timeout ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph "
+        "ds3_gather_for_generation tf32 padding_free pad_to_multiple_of pad_token use_liger_kernel liger_kernel_config "
+        "precompute_ref_log_probs precompute_ref_batch_size log_completions log_completions_hub_repo log_multimodal "
+        "log_unique_prompts num_completions_to_print log_level log_level_replica log_on_each_node "
+        "logging_nan_inf_filter include_num_input_tokens_seen length_column_name config_file num_machines "
+        "machine_rank main_process_port remove_unused_columns accelerator_config torch_compile torch_compile_backend "
+        "torch_compile_mode torch_empty_cache_steps dataset_test_split ignore_bias_buffers enable_jit_checkpoint "
+        "restore_callback_states_from_checkpoint full_determinism local_rank debug project skip_memory_metrics "
+        "trackio_bucket_id trackio_space_id trackio_static_space_id use_cpu no_cuda"
     ).split()
 )
 
@@ -93,15 +213,33 @@ def from_trl(settings: Settings, rows: int | None = None) -> Draft:
         draft.run["rewards"] = _rewards(settings, draft, stage)
     else:
         stage["batch_size"] = per_step
-        draft.carry("per_device_train_batch_size × devices × accumulation", per_step, "batch_size", per_step)
         if settings.given("max_length", "max_seq_length"):
             stage["max_length"] = settings.count("max_length", "max_seq_length", default=1024)
-            draft.changed.append("max_length: a longer row is refused by `plan`, never cut; drop or split it")
+            draft.fill_in.append(f"max_length {stage['max_length']}: {_NEVER_CUT}; drop or split it")
+        _losses_of_rows(settings, draft, stage, kind)
     steps = _length(settings, draft, stage, rows)
     stage["optimizer"] = _optimizer(settings, draft, kind, steps, int(stage.get("mini_batches", 1)))
-    runtime = _runtime(settings, int(stage.get("mini_batches", 1)))
+    runtime = _runtime(settings, draft, int(stage.get("mini_batches", 1)))
     draft.run["stages"] = {kind: {**stage, **({"runtime": runtime} if runtime else {})}}
-    return draft.close(settings, _CHANGES, _HARMLESS)
+    same = {**_SAME, "disable_dropout": (kind in ("dpo", "grpo", "rloo"),)}
+    if kind not in ("grpo", "rloo"):
+        same["shuffle_dataset"] = (True, False)  # TRL's trainer draws an order for each pass, whatever this says
+    return draft.close(settings, _CHANGES, _HARMLESS, _OURS, same)
+
+
+def _losses_of_rows(settings: Settings, draft: Draft, stage: dict[str, Any], kind: str) -> None:
+    """What demonstrations and pairs are learnt by."""
+    loss = settings.take("loss_type", default="sigmoid" if kind == "dpo" else "nll")
+    names = [str(one) for one in (loss if isinstance(loss, list) else [loss])]
+    known = {"dpo": ("sigmoid",), "sft": ("nll", "chunked_nll")}.get(kind, ())
+    if settings.given("loss_type"):
+        fits = len(names) == 1 and names[0] in known
+        draft.carry("loss_type", loss, "kind", stage["kind"]) if fits else draft.changed.append(
+            f"loss_type: {loss}: is not there; {_PAIRS if kind == 'dpo' else 'the loss is the mean over tokens'}"
+        )
+    if kind == "dpo":
+        stage["beta"] = settings.number("beta", default=0.1)
+        stage["label_smoothing"] = settings.number("label_smoothing", default=0.0)
 
 
 def _trainer(settings: Settings) -> str:
@@ -112,7 +250,7 @@ def _trainer(settings: Settings) -> str:
     named = classes | set(words) | {Path(word).stem for word in words if word.endswith(".py")}
     for other in _OTHERS:
         if other in named:
-            kind = other.removeprefix("online_")
+            kind = other.removeprefix("online").removeprefix("_")
             by_hand = f"is kind: {kind} here, and not read from there yet; write the stage by hand"
             told = by_hand if other in OWN else KINDS.get(kind, "is not there yet")
             raise InputError(f"{settings.source}: trains by {other.upper()}, which {told}")
@@ -124,27 +262,36 @@ def _trainer(settings: Settings) -> str:
 
 def _model(settings: Settings, draft: Draft) -> str:
     name = settings.take("model_name_or_path", "model", "model_name")
-    revision = settings.take("model_revision", default="main")
+    revision = settings.take("model_revision", "model_init_kwargs.revision", default="main")
     if not isinstance(name, str):
         draft.fill_in.append("model: name the base model")
         return "model:base"
-    ref = name if name.startswith((".", "/", "~")) else f"hf:{name}@{revision}"
-    draft.carry("model_name_or_path", name, "model", ref)
-    if ref.startswith("hf:"):
+    folder = name if name.startswith((".", "/", "~")) else settings.here(name)
+    if folder is None:
         draft.fill_in.append(f"fetch the model: hf download {name} --revision {revision}")
-    return ref
+    return folder or f"hf:{name}@{revision}"
 
 
 def _data(settings: Settings, draft: Draft) -> str:
+    """The training rows: a file here, or what a person must register."""
     name = settings.take("dataset_name", "dataset", "train_file", "train_dataset")
-    if isinstance(name, str) and Path(name).suffix in (".json", ".jsonl", ".parquet", ".csv"):
-        draft.carry("dataset_name", name, "data.train", name)
-        return name if name.startswith((".", "/", "~")) else f"./{name}"
+    split = str(settings.values.get("dataset_train_split") or "train")
+    files = _files(settings, split.partition("[")[0]) if name in _BUILDERS else [name]
+    if len(files) == 1 and isinstance(files[0], str) and (name in _BUILDERS or Path(files[0]).suffix in _SUFFIXES):
+        path = files[0]
+        return path if path.startswith((".", "/", "~")) else f"./{path}"
     if settings.given("datasets"):
         draft.changed.append("datasets: a mixture is one data set here; write its rows into one file")
+    told = " ".join(str(one) for one in files) if name in _BUILDERS and files else "FILE"
     fetch = f"hf download --repo-type dataset {name}, then " if isinstance(name, str) and "/" in name else ""
-    draft.fill_in.append(f"register the training rows: {fetch}posttrain asset add dataset:train FILE")
+    draft.fill_in.append(f"register the training rows: {fetch}posttrain asset add dataset:train {told}")
     return "dataset:train"
+
+
+def _files(settings: Settings, split: str) -> list[Any]:
+    """`data_files` of a split; where it names several splits, of that one."""
+    given = settings.take("data_files") or settings.take(f"data_files.{split}")
+    return given if isinstance(given, list) else [given] if given else []
 
 
 def _batch(settings: Settings, draft: Draft) -> int:
@@ -166,8 +313,6 @@ def _on_policy(settings: Settings, draft: Draft, stage: dict[str, Any], per_step
     steps = settings.count("steps_per_generation", default=accumulated)
     generated = generated or per_step * steps // max(1, accumulated)
     stage |= {"reward": "reward", "prompts_per_step": max(1, generated // group), "group_size": group}
-    draft.carry("num_generations", group, "group_size", group)
-    draft.carry("completions of a generation", generated, "prompts_per_step", stage["prompts_per_step"])
     if generated % per_step:
         draft.changed.append(
             f"{generated} completions of a generation: are no multiple of the {per_step} of an optimiser step; here "
@@ -175,19 +320,19 @@ def _on_policy(settings: Settings, draft: Draft, stage: dict[str, Any], per_step
         )
     if generated // per_step > 1:
         stage["mini_batches"] = generated // per_step
-        draft.carry("optimiser steps of a generation", generated // per_step, "mini_batches", generated // per_step)
     stage["max_new_tokens"] = settings.count("max_completion_length", default=512)
-    draft.carry("max_completion_length", stage["max_new_tokens"], "max_new_tokens", stage["max_new_tokens"])
     stage["temperature"] = settings.number("temperature", default=1.0)
-    _generation(settings, draft, stage)
+    draft.stops(settings, stage, "generation_kwargs.stop", "generation_kwargs.stop_strings")
     low = settings.number("epsilon", default=0.2)
     stage["clip_low"], stage["clip_high"] = low, settings.number("epsilon_high", default=low)
     beta = settings.number("beta", default=0.05 if kind == "rloo" else 0.0)
+    corrected = settings.flag("use_bias_correction_kl", default=True) and kind == "grpo"
     if beta:
-        stage["kl"] = {"coefficient": beta, "estimator": "k3"}
-        draft.carry("beta", beta, "kl.coefficient", beta)
+        stage["kl"] = {"coefficient": beta, "estimator": "k3-corrected" if corrected else "k3"}
     if kind == "rloo":
         stage["advantage"] = "rloo"
+        if beta:
+            draft.changed.append("beta: TRL takes the KL off the reward; here it is in the loss (kind: rloo has both)")
         return
     loss = str(settings.take("loss_type", default="dapo"))
     stage["aggregation"] = _AGGREGATIONS.get(loss, "token-mean")
@@ -197,17 +342,6 @@ def _on_policy(settings: Settings, draft: Draft, stage: dict[str, Any], per_step
     stage["advantage"] = "dr_grpo" if scale in ("none", "false") else "grpo"
     if scale == "batch":
         draft.changed.append("scale_rewards: batch: rewards are scaled by the spread of their own group")
-    ours = f"{stage['aggregation']}, {stage['advantage']}"
-    draft.carry("loss_type, scale_rewards", f"{loss}, {scale}", "aggregation, advantage", ours)
-
-
-def _generation(settings: Settings, draft: Draft, stage: dict[str, Any]) -> None:
-    """`generation_kwargs`: arguments of vLLM's or transformers' own sampling; only where responses end has a place."""
-    given = settings.values.get("generation_kwargs")
-    if isinstance(given, dict):
-        settings.taken.add("generation_kwargs")
-        settings.values |= {f"generation_kwargs.{name}": value for name, value in given.items()}
-    draft.stops(settings, stage, "generation_kwargs.stop", "generation_kwargs.stop_strings")
 
 
 def _length(settings: Settings, draft: Draft, stage: dict[str, Any], rows: int | None) -> int | None:
@@ -216,11 +350,9 @@ def _length(settings: Settings, draft: Draft, stage: dict[str, Any], rows: int |
     epochs = settings.number("num_train_epochs", default=3.0)
     if most > 0:  # TRL counts optimiser steps, of which a step here has `mini_batches`
         stage["steps"] = steps = -(-most // int(stage.get("mini_batches", 1)))
-        draft.carry("max_steps", most, "steps", steps)
         return steps
     per_step = int(stage.get("batch_size") or stage["prompts_per_step"])
     stage["epochs"] = plainly(epochs)
-    draft.carry("num_train_epochs", plainly(epochs), "epochs", plainly(epochs))
     return passes_of(epochs, rows, per_step).steps if rows else None
 
 
@@ -237,10 +369,10 @@ def _optimizer(settings: Settings, draft: Draft, kind: str, steps: int | None, p
     share = settings.number("warmup_ratio", default=0.0)
     if 0 < warmup < 1:  # a share of the steps, as of transformers 5
         warmup, share = 0.0, warmup
-    if warmup and parts > 1:
-        draft.carry("warmup_steps", plainly(warmup), "warmup_steps", math.ceil(warmup / parts))
     warmup = math.ceil(warmup / parts) or share_of_steps(draft, "warmup", share, steps)
-    draft.carry("learning_rate, lr_scheduler_type", f"{rate:g}, {schedule}", "optimizer", f"{rate:g}, {ours}")
+    if schedule == "cosine_with_min_lr":
+        least = settings.number("lr_scheduler_kwargs.min_lr", default=final * rate)
+        final = settings.number("lr_scheduler_kwargs.min_lr_rate", default=least / rate)
     return {
         "learning_rate": rate,
         "betas": [settings.number("adam_beta1", default=0.9), settings.number("adam_beta2", default=0.999)],
@@ -248,16 +380,24 @@ def _optimizer(settings: Settings, draft: Draft, kind: str, steps: int | None, p
         "warmup_steps": round(warmup),
         "schedule": ours,
         "final_ratio": final,
-        "max_grad_norm": settings.number("max_grad_norm", default=1.0),
+        "max_grad_norm": settings.number("max_grad_norm", default=1.0) or 1e12,  # 0: gradients are not clipped
     }
 
 
-def _runtime(settings: Settings, parts: int) -> dict[str, Any]:
+def _runtime(settings: Settings, draft: Draft, parts: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    if settings.flag("bf16") or str(settings.take("dtype", "torch_dtype", default="")) == "bfloat16":
+    names = ("dtype", "torch_dtype", "model_init_kwargs.dtype", "model_init_kwargs.torch_dtype")
+    written = str(settings.take(*names, default="")).rpartition(".")[2]
+    mixed = str(settings.take("mixed_precision", default=""))
+    if settings.flag("bf16") or "bfloat16" in (written, {"bf16": "bfloat16"}.get(mixed)):
         found["dtype"] = "bfloat16"
-    if settings.flag("gradient_checkpointing"):
-        found["activation_checkpointing"] = True
+    elif settings.given("bf16") or written == "float32" or mixed == "no":
+        found["dtype"] = "float32"
+    elif other := written or mixed:
+        name = next(name for name in (*names, "mixed_precision") if settings.given(name))
+        draft.changed.append(f"{name}: {other}: is not there; dtype: float32 or bfloat16")
+    if settings.given("activation_checkpointing", "gradient_checkpointing"):
+        found["activation_checkpointing"] = settings.flag("activation_checkpointing", "gradient_checkpointing")
     if settings.given("save_steps"):
         found["checkpoint_every"] = max(1, settings.count("save_steps", default=500) // parts)
     return found
@@ -288,7 +428,6 @@ def _rewards(settings: Settings, draft: Draft, stage: dict[str, Any]) -> dict[st
             name += "-again"
         found[name] = _one_of_several(settings, draft, function, number)
         stage["reward"][name] = weight
-        draft.carry("reward_funcs, reward_weights", f"{function}, {weight:g}", f"reward.{name}", weight)
     if not any(numbers):
         draft.fill_in.append("reward: give one of them a weight; where all are 0 nothing is learnt")
         stage["reward"][next(iter(found))] = 1.0
@@ -315,8 +454,14 @@ def _one_of_several(settings: Settings, draft: Draft, function: str | None, numb
         draft.changed.append(f"reward_funcs: {function}: is a model; write a function {entry}, or use kind: ppo")
     elif function is None:
         draft.changed.append(f"reward_funcs: number {number} is computed in the script; write it as {entry}")
-    draft.fill_in.append(f"put {entry} into reward.py: importing {settings.source} would start the training")
+    draft.fill_in.append(f"put {entry} into reward.py: {_alone(settings)}")
     return {"ref": "reward.py", "entry": entry}
+
+
+def _alone(settings: Settings) -> str:
+    """Why a reward is copied out of its script."""
+    starts = f"importing {settings.source} would start the training"
+    return starts if settings.starts else "a reward is a file of its own, with what it needs"
 
 
 def _installed(draft: Draft, ref: str) -> str:
@@ -329,12 +474,9 @@ def _reward(settings: Settings, draft: Draft, function: str) -> str:
     module, _, name = function.rpartition(".")
     if function in _REWARDS or module:
         ref = f"{module or 'trl.rewards'}:{name}"
-        draft.carry("reward_funcs", function, "rewards.reward", ref)
         return _installed(draft, ref)
     if settings.source.endswith(".py"):
-        draft.fill_in.append(
-            f"copy {name or 'the reward'} into reward.py: importing {settings.source} would start the training"
-        )
+        draft.fill_in.append(f"copy {name or 'the reward'} into reward.py: {_alone(settings)}")
     entry = f" --entry {name}" if name else ""
     draft.fill_in.append(f"register the reward: posttrain asset add reward:reward reward.py{entry}")
     return "reward:reward"

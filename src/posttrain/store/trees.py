@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,10 @@ from posttrain.store.scratch import scratch
 
 FORMAT = "posttrain.tree/1"
 _CHUNK = 1 << 20
+_BESIDE = re.compile(  # what a trainer leaves beside a model, by the path in its folder; most of it is pickled
+    r"(?:^|/)(?:checkpoint-\d+/|(?:training_args\.bin|optimizer\.(?:pt|bin)|scheduler\.pt|scaler\.pt|rng_state\w*\.pth|"
+    r"trainer_state\.json)$)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,28 @@ def put_tree(
 def tree_digest(folder: Path, *, follow_links: bool = False, skip: Callable[[str], bool] = lambda name: False) -> str:
     """The digest `put_tree` would give, without storing anything. Raises its InputErrors."""
     return digest_bytes(_listing(folder, file_digest, follow_links, skip))
+
+
+def left_behind(name: str) -> bool:
+    """Whether a file is what programs leave in a folder: compiled Python, a version control's, a downloader's or a
+    desktop's hidden files. An asset is the same version with and without them.
+    """
+    parts = name.split("/")
+    return name.endswith(".pyc") or any(part.startswith(".") or part == "__pycache__" for part in parts)
+
+
+def beside_model(name: str) -> bool:
+    """Whether a file is no part of the model in whose folder it lies: what is left behind, and what a trainer keeps to
+    go on. A model is the same version with and without it.
+    """
+    return left_behind(name) or _BESIDE.search(name) is not None
+
+
+def not_taken(folder: Path) -> str:
+    """What a trainer left beside a model, as a line; empty: nothing. Only names are looked at."""
+    names = [path.relative_to(folder).as_posix() for path in files_below(folder)]
+    found = sorted({name[: place.end()] for name in names if (place := _BESIDE.search(name))})
+    return f"{folder}: not opened and not stored, no part of the model: {', '.join(found)}" if found else ""
 
 
 def put_files(blobs: BlobStore, files: Mapping[str, Path]) -> str:

@@ -11,6 +11,9 @@ from posttrain.control.responses import Answered, Responses, spread
 from posttrain.control.scores import Measured
 from posttrain.data.importing import curves, recorded
 from posttrain.data.refs import parse_ref
+from posttrain.domain.canonical import is_digest
+from posttrain.domain.contracts import METRICS
+from posttrain.domain.edges import stage_of
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.telemetry.curves import Curve
 from posttrain.views.answers import shortened
@@ -59,8 +62,24 @@ def _imported(workspace: OpenWorkspace, label: str, word: str) -> ImportedHistor
 
 
 def _subject(workspace: OpenWorkspace, label: str, word: str) -> Subject:
-    name, _, stage = word.partition("/")
+    name, _, stage = (_measured(workspace, word) if is_digest(word) else word).partition("/")
     return subject(workspace.stores, label, workspace.ledger.find_run(name), stage or None)
+
+
+def _measured(workspace: OpenWorkspace, digest: str) -> str:
+    """`RUN/STAGE` of the newest evaluation of a model that has ended.
+
+    Raises:
+        InputError: it was not evaluated.
+    """
+    with workspace.ledger.snapshot() as now:
+        used = [stage_of(edge.consumer) for edge in now.uses_of_bytes(digest) if edge.slot == "model"]
+        rows = now.stages(*{place[0] for place in used if place})
+    found = [row for row in rows if (row.run_id, row.name) in used and METRICS in row.outputs]
+    if found:
+        newest = max(found, key=lambda row: (row.finished_at or 0.0, row.run_id))
+        return f"{newest.run_id}/{newest.name}"
+    raise InputError(f"compare: the model {digest} was not evaluated; posttrain eval FOLDER SUITE does")
 
 
 def write_comparison(workspace: OpenWorkspace, found: Comparison, path: Path) -> None:

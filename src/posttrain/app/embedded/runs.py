@@ -198,9 +198,10 @@ class Runs:
 
     def compare(self, words: Sequence[str], page: Path | None = None) -> Comparison:
         """See `Runs.compare`."""
+        from posttrain.app.naming import measured_word
         from posttrain.views.comparing import compare_runs, write_comparison
 
-        found = compare_runs(self.workspace, words)
+        found = compare_runs(self.workspace, [measured_word(self.workspace, word) for word in words])
         if page is not None:
             write_comparison(self.workspace, found, page)
         return found
