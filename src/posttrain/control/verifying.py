@@ -11,6 +11,7 @@ from posttrain.data.external import check_where_it_lies, external_versions, plac
 from posttrain.domain.errors import InfrastructureError, IntegrityError, NotFoundError, PosttrainError, WorkspaceError
 from posttrain.store.audit import verify_rows
 from posttrain.store.external import EXTERNAL
+from posttrain.store.heads import Lost
 from posttrain.store.sealer import TreeReport, verify_chain
 from posttrain.store.sweeping import erased_versions
 from posttrain.store.trees import verify_tree
@@ -31,15 +32,18 @@ class VerifyReport:
     channels: tuple[str, ...] = field(default=())  # whose live releases these are, where no target was named
 
 
-def verify(stores: Stores, lineage: Callable[[], Node]) -> VerifyReport:
+def verify(stores: Stores, lineage: Callable[[], Node], lost: Lost) -> VerifyReport:
     """Recompute the event log; compare the ledger's rows with it; hash everything in a lineage again, each thing once.
 
     Problems are collected, not raised. Rows are compared first: the lineage is read from them.
 
+    Args:
+        lost: what is kept outside the ledger and missing in it.
+
     Raises:
         PosttrainError: the lineage cannot be read although the ledger holds what its log says.
     """
-    chain, problems = _check_ledger(stores)
+    chain, problems = _check_ledger(stores, lost)
     try:
         trees = [lineage()]
     except PosttrainError:
@@ -49,9 +53,9 @@ def verify(stores: Stores, lineage: Callable[[], Node]) -> VerifyReport:
     return _hash(stores, trees, chain, problems)
 
 
-def verify_live(stores: Stores) -> VerifyReport:
+def verify_live(stores: Stores, lost: Lost) -> VerifyReport:
     """`verify` of what every channel serves. A lineage that cannot be read is a problem like the others."""
-    chain, found = _check_ledger(stores)
+    chain, found = _check_ledger(stores, lost)
     trees, problems, names = [], [], stores.ledger.channels()
     for name in names:
         try:
@@ -84,9 +88,9 @@ def _hash(stores: Stores, trees: Sequence[Node], chain: TreeReport | None, found
     return replace(report, events=chain.sealed, pending=chain.pending, before=chain.before, erased=chain.erased)
 
 
-def _check_ledger(stores: Stores) -> tuple[TreeReport | None, list[str]]:
+def _check_ledger(stores: Stores, lost: Lost) -> tuple[TreeReport | None, list[str]]:
     """The event log, where it could be read, and what is wrong with it, the rows or the database."""
-    chain, problems = None, []
+    chain, problems = None, list(lost.lines())
     try:
         problems += [f"ledger: {line}; restore it from a copy" for line in stores.ledger.database.check()]
         chain = verify_chain(stores.ledger)

@@ -21,7 +21,7 @@ from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.store.chain import Chain, verify_before
 from posttrain.store.journal import ERASED, FIELDS, UPGRADED, Payload, envelope_leaf
 from posttrain.store.ledger import Ledger
-from posttrain.store.merkle import Tree
+from posttrain.store.merkle import LEVELS, Tree
 from posttrain.store.schema import events, leaves, payloads, tiles, tree_head, unsealed
 
 _BATCH = 4096
@@ -95,6 +95,30 @@ class _Erasures:
         """Whether these words may be gone."""
         self.met += words in self._words
         return words in self._words
+
+
+def root_at(connection: Connection, size: int) -> bytes | None:
+    """The root over the first `size` leaves, from tiles and the leaves behind them; None: there are fewer."""
+    peaks, at = list[bytes](), 0
+    for level in reversed(range(-(-size.bit_length() // LEVELS))):
+        wanted = size >> LEVELS * level & (1 << LEVELS) - 1
+        found = _hashes(connection, level, at >> LEVELS * level, wanted) if wanted else []
+        if len(found) != wanted:
+            return None
+        part = Tree()
+        part.add(found)
+        peaks += part.peaks
+        at += wanted << LEVELS * level
+    return Tree(size, peaks).root
+
+
+def _hashes(connection: Connection, level: int, first: int, number: int) -> list[bytes]:
+    """Roots over 256^level leaves each, `number` of them from the one at place `first` on, as far as they are there."""
+    place, kept = (leaves.c.sequence, leaves.c.leaf) if level == 0 else (tiles.c.position, tiles.c.hash)
+    first += level == 0  # sequences begin with 1
+    query = select(kept).where(place >= first, place < first + number).order_by(place)
+    query = query.where(tiles.c.level == level - 1) if level else query
+    return list(connection.execute(query).scalars())
 
 
 def verify_chain(ledger: Ledger) -> TreeReport:

@@ -258,8 +258,8 @@ class Records:
         from posttrain.control.verifying import verify, verify_live
 
         self.workspace.seal()
-        stores = self.workspace.stores
-        return verify(stores, lambda: self.lineage(target)) if target else verify_live(stores)
+        stores, lost = self.workspace.stores, self.workspace.lost()
+        return verify(stores, lambda: self.lineage(target), lost) if target else verify_live(stores, lost)
 
     def dead(self, within: str | None) -> list[Dead]:
         """See `Records.dead`."""
