@@ -257,8 +257,12 @@ def test_what_there_is_is_listed_and_what_is_deleted_is_gone(place: Place) -> No
     store.delete(gone)  # another was faster
     assert not store.has(gone)
     assert {blob.digest for blob in store.stored()} == sizes.keys() - {gone}
-    store.join("a-workspace", "host:/here")
-    assert store.users() == {"a-workspace": "host:/here"}
+    store.note("workspaces/a-workspace", "host:/here")
+    store.note("heads/log/1", "1")
+    assert store.notes("workspaces") == {"a-workspace": "host:/here"}
+    for _ in range(2):  # another was faster
+        store.drop_note("heads/log/1")
+    assert store.notes("heads/log") == {}
     assert len(list(store.stored())) == 2
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import atexit
 import copy
+import json
 import os
 import random
 import signal
 import sys
 import time
 import uuid
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -237,6 +239,38 @@ def test_audit_10_a_run_goes_on_after_supervisors_were_killed_while_they_launche
     *before, last = [attempt for attempt in bench.attempts(run_id) if attempt.stage == "sft"]
     assert {(one.state, one.stop_cause) for one in before} == {("lost", "infrastructure")}
     assert (last.state, last.stop_cause) == ("succeeded", None)
+
+
+def test_audit_34_a_lost_tail_of_the_ledger_is_reported_with_its_run(empty: Workbench) -> None:
+    """Everything is killed and the write-ahead log removed: the ledger is whole, and the run folder tells."""
+    process = empty.start("run", "run.yaml")
+    empty.wait_job()
+    run_id = empty.run_id()
+    process.kill()
+    empty.finish(process)
+    for left in empty.live():
+        os.kill(left.pid, signal.SIGKILL)
+    empty.wait_quiet()
+    empty.wait("nobody has the ledger open", lambda: not _holders(empty.root / "ledger.db"))
+    for name in ("ledger.db-wal", "ledger.db-shm"):
+        (empty.root / name).unlink(missing_ok=True)
+    checks = {row["name"]: row for row in json.loads(empty.run("doctor", "-o", "json", code=10).out)}
+    assert (checks["ledger"]["state"], checks["log heads"]["state"]) == ("ok", "fail")
+    assert run_id in checks["log heads"]["finding"]
+    told = empty.run("verify", code=8)
+    assert run_id in told.out + told.err
+    assert empty.run("doctor", "--accept-loss", "an exercise", code=None).code in (0, 10)
+    empty.run("verify")
+
+
+def _holders(path: Path) -> list[str]:
+    """Processes that have a file open."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if os.readlink(entry) == str(path.resolve()):
+                found.append(entry.parts[2])
+    return found
 
 
 def test_a_job_dies_after_its_last_word(bench: Workbench, reference: Reference) -> None:

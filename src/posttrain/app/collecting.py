@@ -20,7 +20,7 @@ from posttrain.domain.errors import ConflictError, InputError, IntegrityError
 from posttrain.domain.principals import NOBODY
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.store.atomic import files_below
-from posttrain.store.blobs import ObjectBlobs, open_blobs
+from posttrain.store.blobs import USERS, ObjectBlobs, open_blobs
 from posttrain.store.direct import open_direct
 from posttrain.store.erasure import Erased, erase_principal, erase_subject
 from posttrain.store.parts import PartStore, forget_noted, forget_parts, named_parts
@@ -68,7 +68,7 @@ def _refuse_shared(workspace: Workspace, blobs: ObjectBlobs) -> None:
     """
     join_store(workspace, blobs)
     own = {one.id for one in workspace.hosts.all()} if workspace.hosts else set()
-    others = {name: where for name, where in blobs.users().items() if name not in {workspace.identity(), *own}}
+    others = {name: where for name, where in blobs.notes(USERS).items() if name not in {workspace.identity(), *own}}
     for name, where in sorted(others.items()):
         raise ConflictError(
             f"artifact store {blobs.url} must be this workspace's alone for gc, got that of {where} too; if that "

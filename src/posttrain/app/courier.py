@@ -101,7 +101,7 @@ def main(root: Path, project: str) -> int:
         else:
             time.sleep(min(wait, 0.1))
         try:
-            workspace.seal()
+            workspace.seal(keep=False)
             wait = known.step()
             if until != float("inf") and not known.behind:
                 break

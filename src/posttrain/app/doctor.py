@@ -37,6 +37,7 @@ from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.preflight.cluster_checks import Check, check_ray, cluster_checks
 from posttrain.preflight.confinement import confinement
 from posttrain.store.audit import verify_rows
+from posttrain.store.heads import Lost
 from posttrain.store.sealer import verify_chain
 from posttrain.store.standing import FAILING, PAUSED, standing
 from posttrain.workspace.opened import OpenWorkspace
@@ -102,13 +103,14 @@ def standing_checks(workspace: OpenWorkspace) -> Iterator[Check]:
         yield Check("store", "ok", f"{workspace.blobs.url} answers in {took:.0f} ms")
 
 
-def examine(*, probe: bool = False, ray: str = "", end: bool = False) -> list[Check]:
+def examine(*, probe: bool = False, ray: str = "", end: bool = False, accept: str | None = None) -> list[Check]:
     """Every check, the machine first; then the server that the environment names, or else the workspace.
 
     Args:
         probe: also start the engine in another process to ask for GPUs (seconds).
         ray: address of a running Ray cluster to ask whether it takes this machine in (seconds).
         end: also end the workspace's jobs that no live attempt owns.
+        accept: why what the ledger lost is missed no more.
     """
     facts = read_machine(probe=probe)
     checks = [_python(), _processors(), _threads(), _engine(), *cluster_checks(facts)]
@@ -126,9 +128,11 @@ def examine(*, probe: bool = False, ray: str = "", end: bool = False) -> list[Ch
         remedy = "posttrain init" if missing else "repair it; the line names the next step"
         return [*checks, Check("workspace", "warn" if missing else "fail", str(error), remedy)]
     try:
+        accepted = Lost(0) if accept is None else workspace.accept_loss(accept)
         checks += [Check("workspace", "ok", str(workspace.root)), _disk(workspace.root), _fsync(workspace.root)]
         checks += [
             _guarded("ledger", lambda: _ledger(workspace)),
+            _guarded("log heads", lambda: _heads(workspace, accepted)),
             _guarded("jobs", lambda: _orphans(workspace, end)),
             *_images(workspace),
             *standing_checks(workspace),
@@ -254,6 +258,16 @@ def _ledger(workspace: Workspace) -> Check:
     if unsafe:
         return Check("ledger", "warn", f"{said}; {unsafe} off", "a power cut loses commits: turn it on in the server")
     return Check("ledger", "ok", said)
+
+
+def _heads(workspace: Workspace, accepted: Lost) -> Check:
+    """Whether the ledger has what is kept outside it."""
+    found = [*accepted.lines(), *workspace.lost().lines()]
+    if not found:
+        return Check("log heads", "ok", "the ledger goes on from every head that is kept outside it")
+    said, _, remedy = found[0].partition("; ")
+    said = "; ".join([said, *(line.partition("; ")[0] for line in found[1:])])
+    return Check("log heads", "ok", f"accepted: {said}") if accepted else Check("log heads", "fail", said, remedy)
 
 
 def _guarded(name: str, check: Callable[[], Check]) -> Check:

@@ -29,7 +29,7 @@ from posttrain.execution.processes import of_a_server
 from posttrain.execution.trainers.installed import Trainers
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.atomic import make_folder, read_json, write_json
-from posttrain.store.blobs import ObjectBlobs, blobs_url, open_blobs
+from posttrain.store.blobs import USERS, ObjectBlobs, blobs_url, open_blobs
 from posttrain.store.channels.objects import checked_url
 from posttrain.store.clock import SystemClock
 from posttrain.store.database import Database
@@ -275,7 +275,7 @@ def join_store(workspace: OpenWorkspace, blobs: ObjectBlobs) -> None:
     Whoever deletes from a store must know all whose ledgers name what lies in it.
     """
     if blobs.url != blobs_url(workspace.root / OWN_STORE):
-        blobs.join(workspace.identity(), str(workspace.root))
+        blobs.note(f"{USERS}/{workspace.identity()}", str(workspace.root))
 
 
 def store_lock(root: Path, database: Database | None) -> StoreLock:

@@ -246,12 +246,18 @@ def doctor(
     end_orphans: Annotated[
         bool, typer.Option("--end-orphans", help="Also end jobs of this workspace that no attempt owns.")
     ] = False,
+    accept_loss: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REASON", help="Accept that the ledger lacks what is kept outside it.", show_default=False
+        ),
+    ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Check this machine, and the workspace or server that commands ask; exit code 10 when one forbids running."""
     from posttrain.app.doctor import examine
 
-    checks = examine(probe=probe, ray=ray, end=end_orphans)
+    checks = examine(probe=probe, ray=ray, end=end_orphans, accept=accept_loss)
     worst = "fail" if any(c.state == "fail" for c in checks) else "ok"
     if output is Output.JSON:
         emit_json([{"name": c.name, "state": c.state, "finding": c.finding, "remedy": c.remedy} for c in checks])

@@ -47,6 +47,7 @@ from posttrain.domain.shapes import count
 from posttrain.execution.ports import Trainer
 from posttrain.store.atomic import ANSWER, make_folder
 from posttrain.store.attempts import AttemptFolder, unclaimed
+from posttrain.store.heads import sealed_head
 from posttrain.store.ledger import Ledger
 from posttrain.store.reaching import PRIVATE_CACHE
 from posttrain.store.trees import TreeFile, put_tree, read_json, tree_listing, verify_tree
@@ -385,6 +386,7 @@ def _order(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, a
         phase_seconds=phase_seconds(stall_after(manifest, stage.name)),
         served=jobs.access is not None,
         image=image or "",
+        log_head=sealed_head(stores.ledger),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from posttrain.control.lineage import Node, release_lineage
@@ -11,9 +11,12 @@ from posttrain.data.external import check_where_it_lies, external_versions, plac
 from posttrain.domain.errors import InfrastructureError, IntegrityError, NotFoundError, PosttrainError, WorkspaceError
 from posttrain.store.audit import verify_rows
 from posttrain.store.external import EXTERNAL
-from posttrain.store.sealer import TreeReport, verify_chain
+from posttrain.store.heads import Lost
+from posttrain.store.sealer import TreeReport, verify_chain, verify_part
 from posttrain.store.sweeping import erased_versions
 from posttrain.store.trees import verify_tree
+
+_NOTHING = Lost(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +34,36 @@ class VerifyReport:
     channels: tuple[str, ...] = field(default=())  # whose live releases these are, where no target was named
 
 
-def verify(stores: Stores, lineage: Callable[[], Node]) -> VerifyReport:
+def verify(stores: Stores, lineage: Callable[[], Node], lost: Lost = _NOTHING, run_id: str = "") -> VerifyReport:
     """Recompute the event log; compare the ledger's rows with it; hash everything in a lineage again, each thing once.
 
     Problems are collected, not raised. Rows are compared first: the lineage is read from them.
 
+    Args:
+        lost: what is kept outside the ledger and missing in it.
+        run_id: the run whose lineage it is: its own events and rows are verified, and those that its lineage names, by
+            proofs. What that reads does not depend on what other runs there are.
+
     Raises:
         PosttrainError: the lineage cannot be read although the ledger holds what its log says.
     """
-    chain, problems = _check_ledger(stores)
+    chain, problems = _check_ledger(stores, lost, {run_id} - {""})
     try:
         trees = [lineage()]
     except PosttrainError:
-        if not any(problem.startswith("release ") for problem in problems):  # an edited one may hide its channel
+        edited = problems if run_id else [one for one in problems if one.startswith("release ")]
+        if not edited:  # an edited release may hide its channel
             raise
         trees, problems = [], [*problems, "the lineage cannot be read from these rows"]
+    if run_id and not problems:
+        names = {run_id, *(name for tree in trees for node in tree.walk() for name in _named(node))}
+        chain, problems = _check_ledger(stores, lost, names)
     return _hash(stores, trees, chain, problems)
 
 
-def verify_live(stores: Stores) -> VerifyReport:
+def verify_live(stores: Stores, lost: Lost = _NOTHING) -> VerifyReport:
     """`verify` of what every channel serves. A lineage that cannot be read is a problem like the others."""
-    chain, found = _check_ledger(stores)
+    chain, found = _check_ledger(stores, lost)
     trees, problems, names = [], [], stores.ledger.channels()
     for name in names:
         try:
@@ -84,16 +96,30 @@ def _hash(stores: Stores, trees: Sequence[Node], chain: TreeReport | None, found
     return replace(report, events=chain.sealed, pending=chain.pending, before=chain.before, erased=chain.erased)
 
 
-def _check_ledger(stores: Stores) -> tuple[TreeReport | None, list[str]]:
-    """The event log, where it could be read, and what is wrong with it, the rows or the database."""
-    chain, problems = None, []
+def _check_ledger(stores: Stores, lost: Lost, names: Set[str] = frozenset()) -> tuple[TreeReport | None, list[str]]:
+    """The event log, where it could be read, and what is wrong with it, the rows or the database.
+
+    Args:
+        names: runs and assets, of which alone it is read; none: the whole.
+    """
+    chain, problems = None, list(lost.lines())
     try:
-        problems += [f"ledger: {line}; restore it from a copy" for line in stores.ledger.database.check()]
-        chain = verify_chain(stores.ledger)
-        verify_rows(stores.ledger)
+        problems += (
+            [] if names else [f"ledger: {line}; restore it from a copy" for line in stores.ledger.database.check()]
+        )
+        chain = verify_part(stores.ledger, names) if names else verify_chain(stores.ledger)
+        verify_rows(stores.ledger, names)
     except (IntegrityError, WorkspaceError) as error:  # the second: the database refuses to read on
         problems.append(str(error))
     return chain, problems
+
+
+def _named(node: Node) -> Iterator[str]:
+    """The run or asset whose rows a node of a lineage is read from."""
+    details = dict(node.details)
+    for name in (node.name, details.get("registered as", ""), details.get("made by", "").rpartition(" in ")[2]):
+        if name:
+            yield name if ":" in name else name.partition("/")[0]
 
 
 def _of_node(node: Node, error: PosttrainError) -> str:

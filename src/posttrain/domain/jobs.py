@@ -60,6 +60,7 @@ class JobOrder:
     phase_seconds: float = PHASE_SECONDS  # after the last word, when the end of a phase is told by itself
     served: bool = False  # its inputs come from the server that access.json names; `store_url` is empty
     image: str = ""  # that it runs in, by digest; empty: in none
+    log_head: str = ""  # of the ledger's event log when the job was launched: shows whether the log was cut since
     schema: int = ORDER_SCHEMA
 
     def to_json(self) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class Upkeep:
             self._workspace.hosts.beat()
         if now - self._sealed >= _SEAL:
             self._sealed = now
-            self._workspace.seal()
+            self._workspace.seal(keep=False)
         if now - self._asked >= _SINKS:
             self._asked = now
             self._find()

@@ -7,27 +7,35 @@ proof builds every told column of every row again from the events, and compares.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Text, select, type_coerce
+from sqlalchemy import ColumnElement, Connection, Text, and_, or_, select, type_coerce
 
+from posttrain.domain.edges import run_end, stage_end
 from posttrain.domain.errors import IntegrityError
 from posttrain.store.database import schema_version
-from posttrain.store.journal import ADDED, REMOVED, TABLES, auditable
+from posttrain.store.journal import ADDED, ERASED, REMOVED, TABLES, auditable
 from posttrain.store.ledger import Ledger
 from posttrain.store.schema import SCHEMA_VERSION, JsonText, events, leaves, payloads
+from posttrain.store.sealer import of_subjects
 
 _BATCH = 1000
+_VERSIONS = ("assets", "asset_status")
+_PART = ("runs", "stages", "attempts", "signals", "edges", *_VERSIONS)  # what lineages of runs are read from
 _Key = tuple[Any, ...]
 _Rows = dict[str, dict[_Key, dict[str, Any]]]  # table → key → columns
 
 
-def verify_rows(ledger: Ledger) -> int:
+def verify_rows(ledger: Ledger, names: Collection[str] = ()) -> int:
     """Rebuild every table from the event log and compare.
 
     Seal first and verify the log: what is not sealed yet is believed. Of a ledger that a newer release upgraded, tables
     that this one does not know are left to that one.
+
+    Args:
+        names: ids of runs and refs of assets: only their own rows, from their own events; none: everything.
 
     Returns:
         How many rows were compared.
@@ -38,23 +46,66 @@ def verify_rows(ledger: Ledger) -> int:
     compared = 0
     with ledger.database.read(across="the log is of every project") as connection:
         schema = schema_version(connection) or SCHEMA_VERSION
-        told: _Rows = {name: {} for name, spec in TABLES.items() if spec.since <= schema}
-        for event, audited, body in _said(connection):
+        part = _Part(ledger.project, frozenset(names)) if names else None
+        told: _Rows = {name: {} for name in (_PART if part else TABLES) if TABLES[name].since <= schema}
+        for event, audited, body in _said(connection, *(part.events(connection) if part else ())):
             words = json.loads(body).get("rows", ()) if body else ()
             for place, row in enumerate(json.loads(audited).get("rows", ())):
+                if part and not part.has(row[1], row[2]):
+                    continue
                 if row[1] in told or schema <= SCHEMA_VERSION:
                     _take(told, event, row, words[place] if place < len(words) else {})
+        stages = list(told["stages"]) if part else []
         for name, rows in told.items():
-            compared += _compare(connection, name, rows, TABLES[name].columns_of(schema))
+            where = part.rows(name, stages) if part else ()
+            compared += _compare(connection, name, rows, TABLES[name].columns_of(schema), where, part)
     return compared
 
 
-def _said(connection: Connection) -> Iterator[tuple[int, str, str | None]]:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The rows of some runs and assets of a project."""
+
+    project: str
+    names: frozenset[str]
+
+    def has(self, table: str, key: Sequence[Any]) -> bool:
+        """Whether a row is one of them."""
+        if table == "edges":  # of its consumer; an edge without one is its producer's
+            end = str(key[1] or key[3])
+            return (end.removeprefix("run:").partition("/")[0] if end.startswith("run:") else end) in self.names
+        if table in _VERSIONS:
+            return f"{key[1]}:{key[2]}@{key[3]}" in self.names
+        return table in _PART and key[0] in self.names
+
+    def events(self, connection: Connection) -> Iterator[ColumnElement[bool]]:
+        """The events that tell of them: their own, those of an upgrade, and where words are gone those of erasures."""
+        own = of_subjects(connection, self.project, self.names)
+        query = select(events.c.id).outerjoin(payloads, payloads.c.event == events.c.id)
+        gone = connection.execute(query.where(own, events.c.words.is_not(None), payloads.c.event.is_(None)).limit(1))
+        told = [events.c.kind == ERASED] if gone.first() else []
+        yield or_(own, events.c.subject.in_(_PART), *told)
+
+    def rows(self, table: str, stages: Iterable[_Key]) -> Iterator[ColumnElement[bool]]:
+        """Where they are in a table, with a few others."""
+        columns = TABLES[table].table.c
+        if table in _VERSIONS:
+            yield columns.project == self.project
+            yield columns.name.in_(one.partition(":")[2].rpartition("@")[0] for one in self.names)
+        elif table == "edges":
+            ends = {*self.names, *map(run_end, self.names), *(stage_end(*stage) for stage in stages)}
+            made = and_(columns.consumer == "", columns.producer.in_(ends))
+            yield and_(columns.project == self.project, or_(columns.consumer.in_(ends), made))
+        else:
+            yield columns["id" if table == "runs" else "run_id"].in_(self.names)
+
+
+def _said(connection: Connection, *where: ColumnElement[bool]) -> Iterator[tuple[int, str, str | None]]:
     """Every event in the order that the log proves; what is not sealed yet comes last."""
     columns = (events.c.id, type_coerce(events.c.audited, Text), type_coerce(payloads.c.body, Text))
     sealed = select(*columns).select_from(leaves).join(events, events.c.id == leaves.c.event)
     waiting = select(*columns).outerjoin(leaves, leaves.c.event == events.c.id).where(leaves.c.event.is_(None))
-    for query in (sealed.order_by(leaves.c.sequence), waiting.order_by(events.c.id)):
+    for query in (sealed.where(*where).order_by(leaves.c.sequence), waiting.where(*where).order_by(events.c.id)):
         whole = query.outerjoin(payloads, payloads.c.event == events.c.id)
         for event, audited, body in connection.execute(whole.execution_options(yield_per=_BATCH)):
             yield int(event), audited, body
@@ -81,19 +132,26 @@ def _take(told: _Rows, event: int, row: list[Any], words: Mapping[str, Any]) -> 
 
 
 def _compare(
-    connection: Connection, name: str, told: dict[_Key, dict[str, Any]], compared_columns: Sequence[str]
+    connection: Connection,
+    name: str,
+    told: dict[_Key, dict[str, Any]],
+    compared_columns: Sequence[str],
+    where: Iterable[ColumnElement[bool]],
+    part: _Part | None,
 ) -> int:
     spec = TABLES[name]
     columns = [spec.table.c[column] for column in compared_columns]
     kept = {column.name for column in columns if isinstance(column.type, JsonText)}
     raw = [type_coerce(column, Text).label(column.name) if column.name in kept else column for column in columns]
-    query = select(*raw).order_by(*spec.table.primary_key)
+    query = select(*raw).where(*where).order_by(*spec.table.primary_key)
     compared = 0
     for found in connection.execute(query.execution_options(yield_per=_BATCH)).mappings():
         row = dict(found)
         for column in kept:
             row[column] = _read(row[column], f"{spec.name(row)}: {column}")
         key = tuple(row[column] for column in spec.key)
+        if part and not part.has(name, key):
+            continue
         expected = told.pop(key, None)
         if expected is None:
             raise IntegrityError(f"{spec.name(row)}: stands in the ledger, but no event tells of it; {_REMEDY}")

@@ -24,7 +24,7 @@ from posttrain.store.backends.remote import Remote
 from posttrain.store.holding import StoreLock
 
 _CHUNK = 4 << 20
-_USERS = "workspaces"
+USERS = "workspaces"  # notes: which workspaces keep their artifacts in a store
 _HERE = ("file:", "memory:")
 _PROBE = "probe"  # an object that is written and read to see whether that goes; its bytes say so
 
@@ -306,19 +306,26 @@ class ObjectBlobs:
                 f"artifact store {self.url}: there is no such bucket at this address; make it, or name another one"
             ) from error
 
-    def join(self, name: str, where: str) -> None:
-        """Say in the store that a workspace keeps its artifacts here."""
+    def note(self, name: str, said: str) -> None:
+        """Write a small object beside the artifacts: `workspaces/ID`, `heads/LOG/SIZE-ROOT`."""
         with self._translated(name):
-            obstore.put(self._store, f"{_USERS}/{name}", where.encode())
+            obstore.put(self._store, name, said.encode())
+            self._backend.settle(name)
 
-    def users(self) -> dict[str, str]:
-        """The workspaces that said so: name → where."""
-        with self._translated("users"):
-            names = [str(one["path"]) for some in obstore.list(self._store, prefix=_USERS) for one in some]
-            return {
-                name.rpartition("/")[2]: bytes(obstore.get(self._store, name).bytes()).decode("utf-8", "replace")
-                for name in names
-            }
+    def notes(self, folder: str) -> dict[str, str]:
+        """The small objects in a folder: the last part of the name → what it says."""
+        found = dict[str, str]()
+        with self._translated(folder):
+            for name in [str(one["path"]) for some in obstore.list(self._store, prefix=folder) for one in some]:
+                with suppress(FileNotFoundError):  # dropped meanwhile
+                    said = bytes(obstore.get(self._store, name).bytes())
+                    found[name.rpartition("/")[2]] = said.decode("utf-8", "replace")
+        return found
+
+    def drop_note(self, name: str) -> None:
+        """Delete a small object; one that is gone already is no error."""
+        with suppress(NotFoundError), self._translated(name):
+            obstore.delete(self._store, name)
 
     def _intact(self, digest: str) -> bool:
         """Whether the right bytes are there, and young from now on."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 HASH = 32  # bytes
 EMPTY = hashlib.sha256(b"").digest()  # root of no leaves
-_TILE = 8  # levels of the binary tree that a tile spans: 256 leaves
+LEVELS = 8  # levels of the binary tree that a tile spans: 256 leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class Tree:
                 node = node_hash(self.peaks.pop(), node)
                 size >>= 1
                 level += 1
-                if level % _TILE == 0:
-                    tiles.append(Tile(level // _TILE - 1, size, node))
+                if level % LEVELS == 0:
+                    tiles.append(Tile(level // LEVELS - 1, size, node))
             self.peaks.append(node)
             self.size += 1
         return tiles

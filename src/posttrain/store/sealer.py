@@ -8,12 +8,25 @@ off the last events would leave a valid, shorter log.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Text, delete, insert, select, type_coerce, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Text,
+    and_,
+    collate,
+    delete,
+    insert,
+    or_,
+    select,
+    type_coerce,
+    update,
+)
 
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.crashpoints import crashpoint
@@ -21,7 +34,7 @@ from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.store.chain import Chain, verify_before
 from posttrain.store.journal import ERASED, FIELDS, UPGRADED, Payload, envelope_leaf
 from posttrain.store.ledger import Ledger
-from posttrain.store.merkle import Tree
+from posttrain.store.merkle import LEVELS, Tree
 from posttrain.store.schema import events, leaves, payloads, tiles, tree_head, unsealed
 
 _BATCH = 4096
@@ -79,22 +92,50 @@ def _seal_batch(connection: Connection) -> int:
 
 
 class _Erasures:
-    """Which words the log itself says are gone, and how many of them were met."""
+    """Which words the log itself says are gone, read when some are, and how many of them were met."""
 
     def __init__(self, connection: Connection) -> None:
-        told = connection.execute(select(type_coerce(events.c.audited, Text)).where(events.c.kind == ERASED)).scalars()
-        self._words: set[str] = set()
-        for audited in told:
+        self._connection, self.met = connection, 0
+
+    @functools.cached_property
+    def _words(self) -> set[str]:
+        query = select(type_coerce(events.c.audited, Text)).where(events.c.kind == ERASED)
+        found = set[str]()
+        for audited in self._connection.execute(query).scalars():
             try:
-                self._words |= set(json.loads(audited).get("erased", ()))
+                found |= set(json.loads(audited).get("erased", ()))
             except (ValueError, TypeError, AttributeError):  # an event that cannot be read is found in its place
                 continue
-        self.met = 0
+        return found
 
     def has(self, words: str) -> bool:
         """Whether these words may be gone."""
         self.met += words in self._words
         return words in self._words
+
+
+def root_at(connection: Connection, size: int) -> bytes | None:
+    """The root over the first `size` leaves, from tiles and the leaves behind them; None: there are fewer."""
+    peaks, at = list[bytes](), 0
+    for level in reversed(range(-(-size.bit_length() // LEVELS))):
+        wanted = size >> LEVELS * level & (1 << LEVELS) - 1
+        found = _hashes(connection, level, at >> LEVELS * level, wanted) if wanted else []
+        if len(found) != wanted:
+            return None
+        part = Tree()
+        part.add(found)
+        peaks += part.peaks
+        at += wanted << LEVELS * level
+    return Tree(size, peaks).root
+
+
+def _hashes(connection: Connection, level: int, first: int, number: int) -> list[bytes]:
+    """Roots over 256^level leaves each, `number` of them from the one at place `first` on, as far as they are there."""
+    place, kept = (leaves.c.sequence, leaves.c.leaf) if level == 0 else (tiles.c.position, tiles.c.hash)
+    first += level == 0  # sequences begin with 1
+    query = select(kept).where(place >= first, place < first + number).order_by(place)
+    query = query.where(tiles.c.level == level - 1) if level else query
+    return list(connection.execute(query).scalars())
 
 
 def verify_chain(ledger: Ledger) -> TreeReport:
@@ -119,7 +160,58 @@ def verify_chain(ledger: Ledger) -> TreeReport:
     return TreeReport(tree.size, DIGEST_PREFIX + tree.root.hex(), pending, before.events, erased.met)
 
 
-def _sealed(connection: Connection) -> Iterator[Mapping[str, Any]]:
+def verify_part(ledger: Ledger, names: Collection[str]) -> TreeReport:
+    """Verify the events of some runs and assets alone: each is what its leaf says, and its leaf is in the tree.
+
+    What it reads depends on them and on the logarithm of the log. That no event of them was cut out, with its leaf,
+    only the whole log shows.
+
+    Args:
+        names: ids of runs and refs of assets.
+
+    Raises:
+        IntegrityError: as `verify_chain`.
+    """
+    with ledger.database.read(across="leaves and tiles are of every project") as connection:
+        erased, mine = _Erasures(connection), of_subjects(connection, ledger.project, names)
+        head, sequences = connection.execute(select(tree_head)).one(), []
+        for row in _sealed(connection, mine):
+            _check(row["sequence"], row, erased)
+            sequences.append(row["sequence"])
+        _prove(connection, sequences, head.size)
+        if root_at(connection, head.size) != head.root:
+            raise _broken(head.size, "its head is not what its leaves and tiles say")
+        pending = _check_pending(connection, head.size, erased, mine)
+    return TreeReport(len(sequences), DIGEST_PREFIX + head.root.hex(), pending, 0, erased.met)
+
+
+def of_subjects(connection: Connection, project: str, names: Collection[str]) -> ColumnElement[bool]:
+    """The events of runs with their stages and attempts, and of assets, in one project."""
+    subject = events.c.subject  # in order of code points, by the index where the database has one
+    ordered = collate(subject, "C") if connection.dialect.name == "postgresql" else subject
+    runs = [name for name in sorted(names) if ":" not in name]
+    below = (and_(ordered >= f"{run}/", ordered < f"{run}0") for run in runs)  # 0 follows /
+    return and_(events.c.project == project, or_(subject.in_(sorted(names)), *below))
+
+
+def _prove(connection: Connection, sequences: Iterable[int], size: int) -> None:
+    """Hash the blocks of leaves and of tiles that complete tiles stand for, from these leaves upwards.
+
+    What no complete tile stands for is part of the head.
+    """
+    level, wanted = 0, {sequence - 1 for sequence in sequences}
+    while wanted := {place >> LEVELS for place in wanted if (place >> LEVELS) + 1 << LEVELS * (level + 1) <= size}:
+        for block in sorted(wanted):
+            part = Tree()
+            part.add(_hashes(connection, level, block << LEVELS, 1 << LEVELS))
+            if [part.root] != _hashes(connection, level + 1, block, 1):
+                raise _broken(
+                    (block << LEVELS * (level + 1)) + 1, f"tile {block} of level {level} is not what is below"
+                )
+        level += 1
+
+
+def _sealed(connection: Connection, *where: ColumnElement[bool]) -> Iterator[Mapping[str, Any]]:
     """Every leaf with its event and words; what is missing is None."""
     columns = [type_coerce(events.c[name], Text) if name == "audited" else events.c[name] for name in FIELDS]
     query = select(
@@ -127,7 +219,7 @@ def _sealed(connection: Connection) -> Iterator[Mapping[str, Any]]:
         payloads.c.retention, payloads.c.salt, type_coerce(payloads.c.body, Text).label("body"),
     )  # fmt: skip
     query = query.outerjoin(events, events.c.id == leaves.c.event).outerjoin(payloads, payloads.c.event == events.c.id)
-    rows = connection.execute(query.order_by(leaves.c.sequence).execution_options(yield_per=_BATCH))
+    rows = connection.execute(query.where(*where).order_by(leaves.c.sequence).execution_options(yield_per=_BATCH))
     for row in rows.mappings():
         yield dict(row)
 
@@ -185,7 +277,7 @@ def _check_head(connection: Connection, tree: Tree, kept: Mapping[tuple[int, int
         raise _broken(min(tree.size, ends) + 1, f"the log ends at {tree.size}, its head says {head.size}")
 
 
-def _check_pending(connection: Connection, size: int, erased: _Erasures) -> int:
+def _check_pending(connection: Connection, size: int, erased: _Erasures, *where: ColumnElement[bool]) -> int:
     """Events that wait to be sealed are what their leaves say, and every event is either sealed or waits."""
     columns = [type_coerce(events.c[name], Text) if name == "audited" else events.c[name] for name in FIELDS]
     query = select(
@@ -193,7 +285,7 @@ def _check_pending(connection: Connection, size: int, erased: _Erasures) -> int:
         payloads.c.retention, payloads.c.salt, type_coerce(payloads.c.body, Text).label("body"),
     )  # fmt: skip
     query = query.outerjoin(leaves, leaves.c.event == events.c.id).outerjoin(unsealed, unsealed.c.event == events.c.id)
-    query = query.outerjoin(payloads, payloads.c.event == events.c.id).where(leaves.c.event.is_(None))
+    query = query.outerjoin(payloads, payloads.c.event == events.c.id).where(leaves.c.event.is_(None), *where)
     pending = 0
     for row in connection.execute(query.order_by(events.c.id)).mappings():
         number = int(row["id"])

@@ -10,6 +10,7 @@ import functools
 import socket
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,17 +20,27 @@ from posttrain.control.stores import Stores
 from posttrain.data.assets import ModelLimits
 from posttrain.data.catalog import Catalog
 from posttrain.domain.canonical import digest_json
-from posttrain.domain.errors import PosttrainError
+from posttrain.domain.errors import InfrastructureError, PosttrainError, WorkspaceError
 from posttrain.domain.manifest import Manifest
-from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import RunRecord
 from posttrain.execution.executors.installed import InstalledExecutor
 from posttrain.store.atomic import read_json, write_json
+from posttrain.store.blobs import ObjectBlobs, blobs_url
+from posttrain.store.heads import Lost, accept_loss, find_lost, keep_head
 from posttrain.store.hosts import Hosts
 from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal
 from posttrain.workspace.served import is_served
-from posttrain.workspace.settings import CHANNEL, LIMITS, SETTINGS, TRUSTED, fresh_record, recorded, settings_lock
+from posttrain.workspace.settings import (
+    CHANNEL,
+    LIMITS,
+    OWN_STORE,
+    SETTINGS,
+    TRUSTED,
+    fresh_record,
+    recorded,
+    settings_lock,
+)
 
 if TYPE_CHECKING:
     from posttrain.control.reconciler import Reconciler
@@ -45,7 +56,7 @@ class OpenWorkspace:
     actor: str  # who acts, as the audit log names it
     settings: Mapping[str, Any]  # of workspace.json
     ledger: Ledger
-    blobs: BlobStore
+    blobs: ObjectBlobs
     stores: Stores
     jobs: Jobs
     catalog: Catalog
@@ -149,10 +160,35 @@ class OpenWorkspace:
         """
         return digest_json([self.identity(), socket.gethostname(), str(self.root)]).partition(":")[2][:_PLACE_DIGITS]
 
-    def seal(self) -> None:
-        """Chain the events committed so far; whoever may only read leaves that to the next who writes."""
-        if not self.read_only:
-            seal(self.ledger)
+    @functools.cached_property
+    def log(self) -> str:
+        """What tells the event log from others that keep heads in the same store; a store in the folder has one."""
+        if self.ledger_address is not None:
+            return digest_json([self.ledger.database.place]).partition(":")[2][:_PLACE_DIGITS]
+        return "own" if self.blobs.url == blobs_url(self.root / OWN_STORE) else self.place()
+
+    def lost(self, run_id: str = "*") -> Lost:
+        """What is kept outside the ledger and missing in it: of the log, and of one run's folder or of all."""
+        return find_lost(self.ledger, self.blobs, self.log, self.root, run_id)
+
+    def accept_loss(self, reason: str) -> Lost:
+        """See `store.heads.accept_loss`; what was accepted."""
+        lost = accept_loss(self.ledger, self.blobs, self.log, self.root, self.actor, reason)
+        self.seal()
+        return lost
+
+    def seal(self, *, keep: bool = True) -> None:
+        """Chain the events committed so far; whoever may only read leaves that to the next who writes.
+
+        Args:
+            keep: also keep the head in the store. Loops that seal every few seconds leave that to what ends runs.
+        """
+        if self.read_only:
+            return
+        seal(self.ledger)
+        if keep:
+            with suppress(InfrastructureError, WorkspaceError):  # what was done stands; the next one keeps a newer head
+                keep_head(self.ledger, self.blobs, self.log)
 
     def seen_by(self, actor: str, project: str, auth: str, request: str = "") -> Self:
         """The same workspace as another principal sees it, in another project perhaps; this one closes its database.

@@ -256,10 +256,14 @@ class Records:
     def verify(self, target: str = "") -> VerifyReport:
         """See `Records.verify`."""
         from posttrain.control.verifying import verify, verify_live
+        from posttrain.data.refs import KINDS
 
         self.workspace.seal()
         stores = self.workspace.stores
-        return verify(stores, lambda: self.lineage(target)) if target else verify_live(stores)
+        channel = target.startswith(_CHANNEL) or target in stores.ledger.channels()
+        run_id = "" if not target or channel or target.partition(":")[0] in KINDS else self._run_id(target)
+        lost = self.workspace.lost(run_id or "*")
+        return verify(stores, lambda: self.lineage(target), lost, run_id) if target else verify_live(stores, lost)
 
     def dead(self, within: str | None) -> list[Dead]:
         """See `Records.dead`."""
