@@ -15,7 +15,7 @@ import pytest
 import yaml
 from cli_world import BAD_REWARD, GOOD_REWARD, RUN, World, make_world
 from control_bench import RUN as BENCH_RUN
-from control_bench import Bench, evaluate, train
+from control_bench import TRAIN_ONLY, Bench, evaluate, train
 from rich.console import Console
 from test_app_background import Driven, ask
 from test_channel_policies import ACCURACY, POLICY, STEADY, better, policy_file, refused
@@ -24,7 +24,7 @@ from posttrain.app.background import Background
 from posttrain.app.workspace import open_workspace
 from posttrain.cli.live import run_table
 from posttrain.cli.screens import approval_lines
-from posttrain.control import actions, channels, judging
+from posttrain.control import actions, channels, environments, judging
 from posttrain.control.actions import promote, retry, stop
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.approvals import APPROVED, REJECTED, Action, Approval, Standing, Terms, request_of, weigh
@@ -33,6 +33,7 @@ from posttrain.domain.policies import parse_policy
 from posttrain.domain.principals import DRIVER, Role
 from posttrain.domain.reasons import Reason
 from posttrain.domain.runspec import parse_run_spec
+from posttrain.domain.sinks import RUN_ENVIRONMENT
 from posttrain.drivers.requests import runs_folder
 from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.store.atomic import make_folder
@@ -962,6 +963,25 @@ def test_audit_28_lineage_and_card_name_approval_gate_values_and_packages(
     nodes = json.dumps(world.json("lineage", run))
     assert '"estimate": "0.98"' in nodes
     assert f'"imports": "numpy {numpy.__version__}"' in nodes
+
+
+def test_audit_28_a_driver_that_died_while_it_pinned_tells_of_the_environment_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeExecutor, "attests", True)
+    writes = environments.write_json
+
+    def dies(path: Path, value: Any) -> None:
+        monkeypatch.setattr(environments, "write_json", writes)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(environments, "write_json", dies)
+    run_id = bench.submit(**TRAIN_ONLY)
+    with pytest.raises(KeyboardInterrupt):
+        bench.drive(run_id)
+    assert bench.drive(run_id).state == "succeeded"
+    (told,) = bench.ledger.events_about(run_id, RUN_ENVIRONMENT)
+    assert told.payload["digest"] == environments.ordered(bench.jobs, run_id)
 
 
 def test_audit_28_a_rollback_of_a_protected_channel_needs_a_reason(world: World, user: As) -> None:

@@ -30,6 +30,7 @@ from posttrain.engine.models.predicting import predict
 from posttrain.engine.recipes.algorithm import Drop, PromptSource, ScoredGroup, pack, with_temperature
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.rewards.port import Score
+from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.samples import Group, Trajectory
 from posttrain.engine.samples import Sample as Row
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
@@ -97,6 +98,24 @@ def exact_model() -> LanguageModel:
         for parameter in model.parameters():
             parameter.mul_(8 if parameter.dim() > 1 else 1)  # so that the temperature matters
     return adopt_module(model)
+
+
+def test_a_batch_without_temperatures_is_at_that_of_its_stage_whoever_scores_it() -> None:
+    """As of an engine that reports none."""
+    config = GRPOConfig(
+        data="d", reward="r", steps=1, prompts_per_step=2, group_size=4, temperature=0.5, kl=KLConfig(coefficient=0.1)
+    )
+    roles = open_roles(config, adopt_module(initial_model(TINY, TOKENIZER, 0)), 11, inline())
+    batch = TokenBatch.pack([Document([1, 5], [3, 4, 6]), Document([1, 5], [7, 3])])
+    there = adopt_module(initial_model(TINY, TOKENIZER, 0))
+    expected = logprobs_module.token_logprobs(there, batch, temperature=0.5)
+    for filled in (
+        roles.frozen["reference"].map(FrozenWorker.fill, batch, "reference_logprobs", "logprobs"),
+        roles.learners["policy"].map(TrainWorker.fill, batch, "reference_logprobs", "logprobs"),
+    ):
+        found = responses(batch, filled.column("reference_logprobs"))
+        for one, wanted in zip(found, responses(batch, expected), strict=True):
+            assert one.tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
 
 
 def mixed_batch() -> TokenBatch:
