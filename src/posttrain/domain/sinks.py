@@ -15,7 +15,7 @@ FOR_PEOPLE = (
 )  # what a sink is told of that says nothing else
 OCCASIONS = (ALL, *FOR_PEOPLE, *(f"run-{state}" for state in RUN_ENDINGS))
 BUDGET_WARNED, RUN_SET_ASIDE = "run.budget_warned", "run.set_aside"  # events of the control plane
-RUN_ENVIRONMENT = "run.environment"  # a run's first pin: {"digest", "packages": reward → names with versions}
+RUN_ENVIRONMENT = "environment.pinned"  # a run's first pin: {"digest", "packages": reward → names with versions}
 BY_PERSON, BY_FAILURE = "person", "failing"  # why a sink is paused
 LONGEST_NAME = 63
 
