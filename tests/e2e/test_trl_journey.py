@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,8 @@ class Journey:
         self.typed.append(words)
         return who.start(*words)
 
-    def waiting(self, name: str) -> bool:
+    def waiting(self, name: str, running: subprocess.Popen[str]) -> bool:
+        assert running.poll() is None, running.communicate()
         runs = [one for one in self.ben.run("ls", "-o", "json").json["runs"] if one["name"] == name]
         return bool(runs) and runs[0]["standing"] == "waits for approval"
 
@@ -187,7 +189,7 @@ def test_audit_25_two_trl_scripts_become_compared_approved_and_rolled_back_relea
                 assert re.search(rf"\b{re.escape(setting)}\b", told[section]), (name, section, setting, told)
         after = {"after": {"kind": "evaluate", "model": name, **SUITE}}
         if name == "sft":  # what the report asks for: the best model by a probe
-            probe = {"probe": {"data": "heldout", "every": 10, "items": 64, "max_new_tokens": 4}, "keep_best": True}
+            probe = {"probe": {"data": "heldout", "every": 10, "items": 64}, "keep_best": True}
             changes = {**data, "release": {**release["release"], "model": "sft"}}
             edited(ann, name, changes, after, **probe)
         else:
@@ -196,7 +198,7 @@ def test_audit_25_two_trl_scripts_become_compared_approved_and_rolled_back_relea
 
     for name in ("sft", "grpo"):
         running = journey.starts(ann, "run", f"{name}.yaml")
-        journey.served.host.wait(f"{name} waits for an approval", lambda name=name: journey.waiting(name))
+        journey.served.host.wait(f"{name} waits for an approval", partial(journey.waiting, name, running))
         card = journey.types(ben, "approve", name, "--reason", f"{name}: the gates hold")
         assert "PASS" in card
         assert "heldout/accuracy" in card
