@@ -75,7 +75,11 @@ class Redactor:
     """Puts the names of secrets in the place of their values, in whatever a reward prints or answers."""
 
     def __init__(self, secrets: Mapping[str, str]) -> None:
-        written = {form: name for name, value in secrets.items() for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1])}
+        written = {
+            form: name
+            for name, value in secrets.items()
+            for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1])
+        }
         self._forms = [(form.encode(), f"[{written[form]}]".encode()) for form in sorted(written, key=len)[::-1]]
         self.held = max((len(form) for form, _ in self._forms), default=1) - 1  # bytes that may begin a value
 
