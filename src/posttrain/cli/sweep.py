@@ -241,8 +241,8 @@ def compare(
         list[str],
         typer.Argument(
             metavar="A B [C …]",
-            help="Runs, or RUN/STAGE of evaluate stages; all are held against A.",
-            autocompletion=lazily("runs"),
+            help="Runs, RUN/STAGE of evaluate stages, or model folders; all are held against A.",
+            autocompletion=lazily("subjects"),
         ),
     ],
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page of it too.")] = None,
