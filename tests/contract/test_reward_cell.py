@@ -397,6 +397,57 @@ class TestGiven:
                 scores = reward.score(call("12", "13", port=port, other=other))
         assert [score.score for score in scores] == [1.0, 1.0]
 
+    def test_audit_29_the_loopback_address_is_declared_as_a_name_is(self, write: Callable[[str], Path]) -> None:
+        source = """
+            import socket
+            def score(completion, port, other):
+                try:
+                    socket.create_connection(("127.0.0.1", other)).close()
+                    return -1.0
+                except OSError:
+                    with socket.create_connection(("127.0.0.1", port)) as made:
+                        made.sendall(b"hello")
+                        return float(made.recv(99) == b"hello!")
+        """
+        with echo_server() as port, echo_server() as other:
+            given = Provision({}, (f"127.0.0.1:{port}",))
+            with open_reward(write(source), timeout=PATIENCE, provision=given) as reward:
+                assert reward.score(call("12", port=port, other=other))[0].score == 1.0
+
+    def test_audit_29_a_secret_reaches_its_cell_and_nothing_that_it_says(
+        self, write: Callable[[str], Path], opened: Opener, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        key = 'sk-"quoted\\and-long'
+        source = """
+            import os, sys, time
+            def score(completion):
+                key = os.environ["JUDGE_KEY"]
+                print("whole", key)
+                for part in (key[:5], key[5:], " in parts"):
+                    sys.stdout.write(part)
+                    sys.stdout.flush()
+                    time.sleep(0.05)
+                if completion == "fails":
+                    raise ValueError(f"401 for {key}")
+                return {"score": float(len(key)), f"component {key}": 1.0}
+        """
+        given = Provision({}, secrets={"JUDGE_KEY": key})
+        with open_reward(write(source), timeout=PATIENCE, provision=given) as reward:
+            good, bad = reward.score(call("passes", "fails"), allowed=1)
+            known = [Path(f"/proc/{pid}/cmdline") for pid in below(os.getpid())]
+            lines = [path.read_text() for path in known if path.exists()]
+        assert good.score == len(key)
+        assert list(good.components) == ["component [JUDGE_KEY]"]
+        assert "401 for [JUDGE_KEY]" in bad.message
+        printed = capfd.readouterr()
+        assert "whole [JUDGE_KEY]\n[JUDGE_KEY] in parts" in printed.err
+        assert lines
+        for text in (printed.err, printed.out, str(bad), repr(given), *lines):
+            assert key not in text
+            assert key[:9] not in text
+        other = opened("import os\ndef score(completion):\n    return float('JUDGE_KEY' in os.environ)\n")
+        assert other.score(call("x"))[0].score == 0.0
+
     def test_random_numbers_are_those_of_the_call(self, opened: Opener) -> None:
         source = "import random\ndef score(completion):\n    return random.random()\n"
         late = opened("def score(completion):\n    import numpy\n    return float(numpy.random.random())\n")

@@ -167,6 +167,12 @@ def test_a_reward_that_fails(source: str, naming: tuple[str, ...], empty: Workbe
     job_fails(empty, naming)
 
 
+def test_audit_37_a_reward_that_declines_every_response(empty: Workbench) -> None:
+    empty.write("bad.py", 'def score(completion):\n    """Guideline: none."""\n    return None\n')
+    empty.write("bad.yaml", one_stage() | {"rewards": {"length": "bad.py"}})
+    job_fails(empty, ("path:bad.py gave no number to any of the 16 responses of this step", "returns None"))
+
+
 def test_a_prompt_longer_than_the_context(empty: Workbench) -> None:
     row = '{"prompt": "Q: sort %s", "answer": "1"}\n'
     empty.write("long.jsonl", row % "12" + row % ("1" * 90))

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from workbench import Workbench
@@ -68,3 +73,62 @@ def test_what_cannot_be_measured_is_one_line(home: Workbench) -> None:
     assert "must be worth 0 to 1 (reward_range), got 3 for" in failed.err
     done = home.run(*asked, "--reward", "rules.py", "--entry", "much", "--reward-range", "0", "5", "-o", "json")
     assert done.json["scores"]["evaluate/open/reward"] == 3.0
+
+
+JUDGE = """
+import os
+import urllib.request
+
+
+def judge(completion):
+    key = os.environ["JUDGE_KEY"]
+    print("asking with", key)
+    asked = urllib.request.Request("http://127.0.0.1:{port}/", headers={{"Authorization": "Bearer " + key}})
+    with urllib.request.urlopen(asked) as answer:
+        return float(answer.read())
+"""
+
+
+@contextmanager
+def judging(key: str) -> Iterator[tuple[int, list[bool]]]:
+    """A judge over HTTP that answers whoever has its key; the port, and of each question whether it came with that."""
+    asked: list[bool] = []
+
+    class Judge(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.headers["Authorization"] == f"Bearer {key}")
+            self.send_response(200 if asked[-1] else 401)
+            self.end_headers()
+            self.wfile.write(b"0.5")
+
+        def log_message(self, *_: Any) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield server.server_address[1], asked
+        finally:
+            server.shutdown()
+
+
+def test_audit_29_a_judge_s_key_reaches_its_reward_and_no_record(home: Workbench) -> None:
+    key = "sk-judge-0123456789"
+    with judging(key) as (port, asked):
+        home.write("judge.py", JUDGE.format(port=port))
+        use = {"ref": "./judge.py", "network": [f"127.0.0.1:{port}"], "secrets": ["JUDGE_KEY"]}
+        suite = {"data": "open", "max_new_tokens": 4, "reward": "judged"}
+        stages = {"evaluate": {"kind": "evaluate", "model": "base", "suites": {"open": suite}}}
+        spec = {"name": "judged", "owner": "e2e", "seed": 1, "model": "model:tiny", "data": {"open": "./open.jsonl"}}
+        home.write("run.yaml", {**spec, "rewards": {"judged": use}, "stages": stages})
+        refused = home.run("run", "run.yaml", code=2)
+        assert "secrets: JUDGE_KEY: must have 8 characters or more in the environment" in refused.error
+        done = home.run("run", "run.yaml", env={"JUDGE_KEY": key})
+    run = home.run_id()
+    assert asked
+    assert all(asked)
+    assert "asking with [JUDGE_KEY]" in home.run("logs", run).out
+    texts = [done.out, done.err, *(home.run(verb, run).out for verb in ("get", "why", "lineage"))]
+    assert not [text for text in texts if key in text]
+    files = [path for path in home.folder.rglob("*") if path.is_file()]
+    assert not [path for path in files if key.encode() in path.read_bytes()]

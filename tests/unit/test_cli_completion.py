@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from cli_world import World, make_world
 from typer.testing import CliRunner
 
-from posttrain.cli.main import app
+from posttrain.cli.main import EXAMPLES, app
 
 
 @pytest.fixture
@@ -49,3 +52,39 @@ def test_nothing_is_completed_where_nothing_is_known(tmp_path: Path, monkeypatch
         assert complete(line) == []
     empty.ok("init")
     assert complete("posttrain sample nobody/") == []
+
+
+def test_audit_32_fields_of_the_run_file_are_completed_behind_set(world: World) -> None:
+    for verb in ("run", "plan"):
+        found = complete(f"posttrain {verb} run.yaml --set ")
+        assert {"seed=", "stages.grpo.steps=", "grpo.steps=", "grpo.probe.every=", "release.channel="} <= set(found)
+        assert complete(f"posttrain {verb} run.yaml --set grpo.st") == ["grpo.steps="]
+    assert complete("posttrain run nowhere.yaml --set ") == []
+    world.write("odd.yaml", "a: [")
+    assert complete("posttrain run odd.yaml --set ") == []
+
+
+def test_audit_32_evaluate_stages_of_a_run_are_completed_behind_compare(world: World) -> None:
+    run = world.newest()
+    assert complete("posttrain compare so") == [run]
+    assert complete(f"posttrain compare {run}/") == [f"{run}/evaluate"]
+    assert complete(f"posttrain compare x {run}/ev") == [f"{run}/evaluate"]
+    assert complete("posttrain compare nobody/") == []
+
+
+@pytest.mark.parametrize("verb", EXAMPLES)
+def test_audit_32_help_has_examples_and_each_parses(verb: str) -> None:
+    shown = CliRunner().invoke(app, [*verb.split(), "--help"]).stdout
+    for line in EXAMPLES[verb]:
+        assert f"  {line}\n" in shown
+        words = shlex.split(line)
+        assert words[: 1 + len(verb.split())] == ["posttrain", *verb.split()]
+        command: Any = typer.main.get_command(app)
+        rest = words[1:]
+        while hasattr(command, "commands"):
+            command = command.commands[rest.pop(0)]
+        command.make_context(verb, rest).close()  # a usage error is raised here
+
+
+def test_audit_32_the_ten_most_used_verbs_have_examples() -> None:
+    assert {"init", "plan", "run", "ls", "get", "compare", "sample", "eval", "export", "asset add"} <= set(EXAMPLES)

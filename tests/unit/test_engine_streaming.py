@@ -263,6 +263,23 @@ class TestFailures:
             self.scored(set(range(16)), 1.0)
         assert len(self.scored(set(range(15)), 1.0)) == 16
 
+    def test_audit_37_a_step_whose_every_response_is_declined_ends_it(self) -> None:
+        def heard(scores: list[float | None], *totals: int) -> None:
+            given = iter(scores)
+            reward = ScriptedReward(lambda call: [next(given) for _ in call.rows])
+            scorer = RewardScorer(reward, TOKENIZER, name="reward exact")
+            for total in totals:
+                for first in range(0, total, 4):
+                    scorer.begin(self.ROWS, self.answers(), Stretch(first, total)).result()
+
+        line = "reward exact gave no number to any of the 16 responses of this step"
+        with pytest.raises(RewardError, match=line):
+            heard([None] * 16, 16)
+        with pytest.raises(RewardError, match=line):
+            heard([1.0] * 16 + [None] * 16, 16, 16)
+        heard([None] * 15 + [0.0], 16)
+        heard([1.0] * 16 + [None] * 4, 16, 4)  # one group in the place of another is no step
+
     @settings(max_examples=150, deadline=None)
     @given(
         failing=st.sets(st.integers(0, 15), max_size=8),

@@ -47,6 +47,7 @@ from posttrain.preflight.fitting import check_fit
 from posttrain.preflight.locks import is_lock, read_lock, refuse_lock
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
 from posttrain.preflight.placing import refuse_image, refuse_infeasible, refuse_oversized, residencies, slower
+from posttrain.preflight.rewarding import refuse_missing_secrets
 from posttrain.preflight.teaching import check_teachers, refuse_judges_without_scores
 from posttrain.trackers.following import Scribe
 from posttrain.trackers.tracking import check_trackers, describe, of_workspace, record_trackers, resolved
@@ -160,6 +161,7 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
     same = tuple(check_teachers(planned.manifest, workspace, source, spec.model))
     refuse_infeasible(planned.manifest, loads, workspace, source, spec.model)
     found = (*check_confinement(planned, workspace), *check_fit(planned, spec, workspace, source))
+    refuse_missing_secrets(workspace, planned.manifest, source)
     check_imports(planned, workspace, source)
     beside = workspace.catalog.not_taken
     apart = dict.fromkeys(beside[ref.digest] for _, _, ref in planned.manifest.assets() if ref.digest in beside)

@@ -4,14 +4,20 @@ completed is no error: whoever typed it is told when the command runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from posttrain.api.control import Control
 from posttrain.app import examples as shelf
 from posttrain.app.embedded.control import open_control
+from posttrain.domain.contracts import METRICS
 from posttrain.domain.errors import PosttrainError
+from posttrain.domain.runspec import read_yaml
 
 _RUNS = 200  # the newest so many
+_LINES, _RUN_FILES = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS"), (".yaml", ".yml")  # where shells put what is typed
 
 
 def runs(incomplete: str) -> list[str]:
@@ -45,6 +51,28 @@ def models(incomplete: str) -> list[str]:
     if slash:
         return _complete(incomplete, lambda w: _stages(w, run))
     return _complete(incomplete, lambda w: [*_live(w), *_assets(w, "model"), *_run_ids(w)])
+
+
+def subjects(incomplete: str) -> list[str]:
+    """Runs; behind a run's slash its stages that measured something."""
+    run, slash, _ = incomplete.partition("/")
+    return _complete(incomplete, lambda w: _measured(w, run) if slash else _run_ids(w))
+
+
+def fields(incomplete: str) -> list[str]:
+    """`grpo.steps=`: what `--set` may change of the run file that the line names; `stages.` may be left out."""
+    typed = " ".join(os.environ.get(name, "") for name in _LINES).split()
+    try:
+        found = [path for word in typed if word.endswith(_RUN_FILES) for path in _leaves(read_yaml(Path(word)))]
+    except PosttrainError:
+        return []
+    short = [path.removeprefix("stages.") for path in found if path.startswith("stages.")]
+    return [f"{path}=" for path in (*found, *short) if path.startswith(incomplete)]
+
+
+def _leaves(raw: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in raw.items():
+        yield from _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [f"{prefix}{name}"]
 
 
 def datasets(incomplete: str) -> list[str]:
@@ -86,6 +114,11 @@ def _stages(control: Control, run: str) -> list[str]:
     rows = [stage.record for stage in status.stages]
     models = {"model": "", "best": "/best"}
     return [f"{run}/{row.name}{end}" for row in rows for output, end in models.items() if output in row.outputs]
+
+
+def _measured(control: Control, run: str) -> list[str]:
+    stages = control.status(control.run(run).id).stages
+    return [f"{run}/{stage.record.name}" for stage in stages if METRICS in stage.record.outputs]
 
 
 def _assets(control: Control, kind: str | None) -> list[str]:

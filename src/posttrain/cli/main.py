@@ -126,6 +126,21 @@ EPILOG = "\b\n" + "\n".join(
     ]
 )
 
+EXAMPLES = {  # verb → commands as they are typed; a test parses each
+    "init": ("posttrain init", "posttrain init --from trl train_grpo.py"),
+    "plan": ("posttrain plan run.yaml", "posttrain plan run.yaml --set grpo.steps=100 -o json"),
+    "run": ("posttrain run run.yaml", "posttrain run run.yaml --seed 7 --detach"),
+    "ls": ("posttrain ls",),
+    "get": ("posttrain get prod", "posttrain get sort-1f2e3d4c --report"),
+    "logs": ("posttrain logs sort-1f2e3d4c",),
+    "compare": ("posttrain compare sort-1f2e3d4c sort-5a6b7c8d", "posttrain compare sort/before sort/after"),
+    "sample": ('posttrain sample prod "Q: sort 3 1 2"', "posttrain sample ./out 123 -n 4 --temperature 0.7"),
+    "eval": ("posttrain eval prod heldout", "posttrain eval ./out heldout.jsonl -n 8 --pass-at 4"),
+    "export": ("posttrain export prod released-model",),
+    "promote": ("posttrain promote sort-1f2e3d4c",),
+    "asset add": ("posttrain asset add dataset:train train.jsonl", "posttrain asset add model:base ./base"),
+}
+
 app = typer.Typer(
     cls=Commands,
     name="posttrain",
@@ -177,6 +192,10 @@ for room in (
     serving,
 ):
     room.register(app)
+for named, group in (("", app), ("asset ", assets.app)):
+    for verb in group.registered_commands:
+        typed = EXAMPLES.get(f"{named}{verb.name or getattr(verb.callback, '__name__', '')}")
+        verb.epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in typed) if typed else verb.epilog
 app.add_typer(assets.imports, name="import")
 app.add_typer(channels.app, name="channel")
 app.add_typer(assets.app, name="asset")

@@ -9,15 +9,19 @@ from typing import Annotated
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, console, emit_json, open_control, say
+from posttrain.cli.console import Output, OutputOption, console, emit_json, lazily, open_control, say
 from posttrain.domain.overrides import single
 
 FileArgument = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="A run file.")]
 SeedOption = Annotated[int | None, typer.Option(help="Instead of the file's seed.")]
-
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="PATH=VALUE", help="Instead of the file's, e.g. grpo.steps=100; repeat it."),
+    typer.Option(
+        "--set",
+        metavar="PATH=VALUE",
+        help="Instead of the file's, e.g. grpo.steps=100; repeat it.",
+        autocompletion=lazily("fields"),
+    ),
 ]
 
 

@@ -242,8 +242,8 @@ def compare(
         list[str],
         typer.Argument(
             metavar="A B [C …]",
-            help="Runs, or RUN/STAGE of evaluate stages; all are held against A. history:NAME: an imported run.",
-            autocompletion=lazily("runs"),
+            help="Runs, RUN/STAGE of evaluate stages, model folders, history:NAME of an imported run; held against A.",
+            autocompletion=lazily("subjects"),
         ),
     ],
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page of it too.")] = None,

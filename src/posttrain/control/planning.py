@@ -241,8 +241,9 @@ class Resolver:
         if word not in rewards:
             raise InputError(f"{self._source}: {field}: {word!r} is not in `rewards`{nearest(word, rewards)}")
         found = self._asset(f"rewards.{word}", "reward", rewards[word].ref, rewards[word].called)
-        network = rewards[word].network
-        return found.model_copy(update={"meta": {**found.meta, "network": list(network)}}) if network else found
+        given = {"network": list(rewards[word].network), "secrets": sorted(set(rewards[word].secrets))}
+        told = {name: words for name, words in given.items() if words}
+        return found.model_copy(update={"meta": {**found.meta, **told}}) if told else found
 
     def _reward_files(self, slot: str, word: str) -> dict[str, InputRef]:
         """`reward/words.txt`: a slot for every file that a reward's code gets besides its source."""

@@ -32,6 +32,7 @@ def request_of(jobs: Jobs, attempt: AttemptRecord, order: JobOrder, trainer: Tra
     if not path.exists():
         spec = trainer.compile(order, folder.path)
         allowed = order.seconds_allowance
+        of_rewards = {str(name) for blob in order.inputs.values() for name in blob.meta.get("secrets", ())}
         request = JobRequest(
             attempt.name,
             spec.module,
@@ -39,7 +40,7 @@ def request_of(jobs: Jobs, attempt: AttemptRecord, order: JobOrder, trainer: Tra
             dict(spec.environment),
             gang=(PodGroup(gpus=spec.devices),),
             image=order.image,
-            secrets=tuple(spec.secrets),
+            secrets=(*spec.secrets, *sorted(of_rewards - set(spec.secrets))),
             max_seconds=None if allowed is None else max(0.0, allowed) + _OVERTIME_SECONDS,
             labels={WORKSPACE: jobs.workspace(), RUN: attempt.run_id, STAGE: attempt.stage},
             epoch=attempt.number,

@@ -105,7 +105,9 @@ class ReleaseSpec(Ordered):
 
 _MOST_HOSTS = 64
 _LONGEST_WORD = 60  # characters of a wrong word that an error shows
-_ADDRESS = re.compile(r"^[0-9.]+:")
+_ADDRESS = re.compile(r"^(?!127\.0\.0\.1:)[0-9.]+:")
+_SECRET = r"^[A-Z][A-Z0-9_]{0,99}$"
+NO_SECRETS = ("POSTTRAIN_", "PYTHON", "LD_", "PG", "WANDB_", "MLFLOW_")  # what jobs do not get, or programs obey
 
 
 def _plain(value: str) -> str:
@@ -132,6 +134,8 @@ class RewardUse(Frozen):
     dialect: Annotated[str, AfterValidator(_known_dialect)] | None = None  # None: as it is registered, or auto
     files: tuple[str, ...] = ()  # beside run.yaml; each stands beside the source under its own name, read-only
     network: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*:[0-9]{1,5}$")], ...] = ()  # host:port
+    # variables of whoever drives the run (on a server: of the server) that the reward's cell gets, and nothing else
+    secrets: tuple[Annotated[str, Field(pattern=_SECRET)], ...] = ()
 
     @model_validator(mode="after")
     def _distinct(self) -> RewardUse:
@@ -146,9 +150,14 @@ class RewardUse(Frozen):
             raise ValueError(
                 f"network: must be at most {_MOST_HOSTS} different hosts and ports, got {len(self.network)}"
             )
+        other = next((name for name in self.secrets if name.startswith(NO_SECRETS)), None)
+        if other is not None:
+            raise ValueError(f"secrets: must name variables of its own, got {other!r}; call it JUDGE_KEY, for example")
         number = next((word for word in self.network if _ADDRESS.match(word)), None)
         if number is not None:
-            raise ValueError(f"network: must name hosts, which the reward connects to by name, got {number!r}")
+            raise ValueError(
+                f"network: must name hosts, which the reward connects to by name, or 127.0.0.1, got {number!r}"
+            )
         return self
 
     @property

@@ -18,7 +18,15 @@ from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.worker_group import Future, WorkerGroup
 from posttrain.engine.models.chat import decode_response, decode_turn
 from posttrain.engine.rewards.answers import AnswerError, refuse_places
-from posttrain.engine.rewards.port import RewardCall, RewardFunction, Score, probe_call, refuse_failures, try_out
+from posttrain.engine.rewards.port import (
+    RewardCall,
+    RewardError,
+    RewardFunction,
+    Score,
+    probe_call,
+    refuse_failures,
+    try_out,
+)
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.roles.training import FrozenWorker
 from posttrain.engine.samples import Prompt, Trajectory
@@ -85,6 +93,7 @@ class RewardScorer:
         processes: that score side by side.
         placed: whether the algorithm reads at which tokens a score was earned.
         turns: of a response, at the most.
+        name: how errors call the reward.
         tell: called with one line when completions failed and the step goes on all the same, and when nobody reads at
             which tokens a score was earned; once each.
     """
@@ -98,6 +107,7 @@ class RewardScorer:
         processes: int = 1,
         placed: bool = True,
         turns: int = 1,
+        name: str = "the reward",
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._reward, self._tokenizer, self._processes = reward, tokenizer, processes
@@ -105,6 +115,7 @@ class RewardScorer:
         self._placed, self._told_placed, self._most = placed, False, turns
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")  # one call at a time
         self._scored: list[Score] = []  # of what is sampled together, so far
+        self._name, self._step = name, 0  # responses of a step
 
     def groups(self, prompts: int, tokens: int) -> int:
         """See `Scorer`; at least one for each process."""
@@ -153,7 +164,7 @@ class RewardScorer:
         """Judge the failures of a step by all of its stretches so far.
 
         Raises:
-            RewardError: too many, or all.
+            RewardError: too many, or all; or the reward declined every one.
         """
         self._scored = [*(self._scored if stretch.first else ()), *scores]
         last = len(self._scored) == stretch.total
@@ -164,6 +175,12 @@ class RewardScorer:
                 "advantage: their sum counts; ppo and reinforce_plus_plus credit each token with what follows it"
             )
         refuse_failures(self._scored, stretch.total if last else None, allowed)
+        self._step = max(self._step, stretch.total)  # what takes the place of single groups is less than a step
+        if last and stretch.total == self._step and all(score.score is None for score in self._scored):
+            raise RewardError(
+                f"{self._name} gave no number to any of the {stretch.total} responses of this step, so nothing is "
+                "learnt from it; a reward that returns None declines a response: return a number for some of them"
+            )
         failed = [score for score in self._scored if score.failed]
         if last and failed and not self._told:
             self._told = True

@@ -18,10 +18,11 @@ from typing import Any
 
 from posttrain.domain.errors import InputError, SinkError
 from posttrain.domain.principals import is_project
+from posttrain.domain.runspec import NO_SECRETS
 from posttrain.events.ports import ANSWER_SECONDS, CONNECT_SECONDS, VARIABLES, Admit, Patience, one_line
 
 VARIABLE = "POSTTRAIN_PRIVATE_SINKS"  # networks beside the public ones: 10.1.0.0/16,127.0.0.1/32
-SECRETS = "POSTTRAIN_SECRETS"  # PROJECT/VARIABLE,…: which project's sinks may name a variable
+SECRETS = "POSTTRAIN_SECRETS"  # PROJECT/VARIABLE,…: which project's sinks and rewards may name a variable
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -61,16 +62,17 @@ def refuse_resolved(host: str, admit: Admit, where: str) -> None:
 
 
 def secrets_of(project: str, environ: Mapping[str, str] = os.environ) -> frozenset[str]:
-    """The variables whose values the sinks of a project may use on this server.
+    """The variables whose values the sinks and rewards of a project may use on this server.
 
     Raises:
         InputError: the configuration is no list of PROJECT/VARIABLE.
     """
     pairs = [word.strip().partition("/") for word in environ.get(SECRETS, "").split(",") if word.strip()]
     for of, _, variable in pairs:
-        if not is_project(of) or not (variable.startswith(VARIABLES) and variable.isidentifier()):
+        taken = variable.startswith(NO_SECRETS) and not variable.startswith(VARIABLES)
+        if not is_project(of) or not variable.isidentifier() or taken:
             raise InputError(
-                f"{SECRETS} must be PROJECT/{VARIABLES}NAME with commas between them, got {of}/{variable}; correct it"
+                f"{SECRETS} must be PROJECT/VARIABLE with commas between them, got {of}/{variable}; correct it"
             )
     return frozenset(variable for of, _, variable in pairs if of == project)
 

@@ -90,8 +90,7 @@ class Settings:
 
     def given(self, *names: str) -> bool:
         """Whether one of them is written; it counts as read."""
-        self.taken.update(names)
-        return any(self.values.get(name) is not None for name in names)
+        return self.take(*names) is not None
 
     def left(self) -> dict[str, Any]:
         """What nobody took."""
@@ -364,6 +363,16 @@ class Draft:
     def carry(self, theirs: str, value: Any, ours: str, result: Any) -> None:
         """Note a setting that was carried over."""
         self.carried.append(f"{theirs}: {_short(value)} → {ours}: {_short(result)}")
+
+    def model(self, settings: Settings, name: Any, revision: str) -> str:
+        """The base model: a folder of this machine, or one of the hub, which a person must fetch."""
+        if not isinstance(name, str):
+            self.fill_in.append("model: name the base model")
+            return "model:base"
+        folder = name if name.startswith((".", "/", "~")) else settings.here(name)
+        if folder is None:
+            self.fill_in.append(f"fetch the model: hf download {name} --revision {revision}")
+        return folder or f"hf:{name}@{revision}"
 
     def stops(self, settings: Settings, stage: dict[str, Any], *names: str) -> None:
         """Carry the strings that end a response over, from the first of these settings that is there."""

@@ -204,7 +204,10 @@ def from_trl(settings: Settings, rows: int | None = None) -> Draft:
     name = re.sub(r"[^a-z0-9_-]+", "-", Path(settings.source).stem.lower()).strip("-_") or kind
     draft = Draft(settings.source, "TRL", {"name": name[:40], "owner": "me"})
     draft.run["seed"] = settings.count("seed", default=42)
-    draft.run["model"] = _model(settings, draft)
+    name = settings.take("model_name_or_path", "model", "model_name")
+    draft.run["model"] = draft.model(
+        settings, name, settings.take("model_revision", "model_init_kwargs.revision", default="main")
+    )
     draft.run["data"] = {"train": _data(settings, draft)}
     stage: dict[str, Any] = {"kind": _TRAINERS[kind], "data": "train"}
     per_step = _batch(settings, draft)
@@ -258,18 +261,6 @@ def _trainer(settings: Settings) -> str:
     if found:
         return found
     return "grpo" if settings.values.keys() & {"num_generations", "reward_funcs", "max_completion_length"} else "sft"
-
-
-def _model(settings: Settings, draft: Draft) -> str:
-    name = settings.take("model_name_or_path", "model", "model_name")
-    revision = settings.take("model_revision", "model_init_kwargs.revision", default="main")
-    if not isinstance(name, str):
-        draft.fill_in.append("model: name the base model")
-        return "model:base"
-    folder = name if name.startswith((".", "/", "~")) else settings.here(name)
-    if folder is None:
-        draft.fill_in.append(f"fetch the model: hf download {name} --revision {revision}")
-    return folder or f"hf:{name}@{revision}"
 
 
 def _data(settings: Settings, draft: Draft) -> str:
@@ -389,13 +380,13 @@ def _runtime(settings: Settings, draft: Draft, parts: int) -> dict[str, Any]:
     names = ("dtype", "torch_dtype", "model_init_kwargs.dtype", "model_init_kwargs.torch_dtype")
     written = str(settings.take(*names, default="")).rpartition(".")[2]
     mixed = str(settings.take("mixed_precision", default=""))
-    if settings.flag("bf16") or "bfloat16" in (written, {"bf16": "bfloat16"}.get(mixed)):
-        found["dtype"] = "bfloat16"
-    elif settings.given("bf16") or written == "float32" or mixed == "no":
-        found["dtype"] = "float32"
-    elif other := written or mixed:
+    said = written or {"bf16": "bfloat16", "no": "float32"}.get(mixed, mixed)
+    said = "bfloat16" if settings.flag("bf16") else "float32" if settings.given("bf16") else said
+    if said in ("bfloat16", "float32"):
+        found["dtype"] = said
+    elif said:
         name = next(name for name in (*names, "mixed_precision") if settings.given(name))
-        draft.changed.append(f"{name}: {other}: is not there; dtype: float32 or bfloat16")
+        draft.changed.append(f"{name}: {said}: is not there; dtype: float32 or bfloat16")
     if settings.given("activation_checkpointing", "gradient_checkpointing"):
         found["activation_checkpointing"] = settings.flag("activation_checkpointing", "gradient_checkpointing")
     if settings.given("save_steps"):

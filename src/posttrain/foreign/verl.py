@@ -91,7 +91,10 @@ def from_verl(settings: Settings, rows: int | None = None) -> Draft:
         known = ", ".join(_ESTIMATORS)
         raise InputError(f"{settings.source}: algorithm.adv_estimator: must be one of {known}, got {estimator!r}")
     kind = "grpo" if _ESTIMATORS[estimator] else "ppo"
-    draft.run["model"] = _model(settings, draft)
+    path = settings.take(f"{_MODEL}.path")
+    draft.run["model"] = draft.model(settings, path, "main")
+    if path:
+        draft.carry(f"{_MODEL}.path", path, "model", draft.run["model"])
     draft.run["data"] = {"train": _data(settings, draft)}
     draft.run["rewards"] = {"reward": _reward(settings, draft)}
     stage = _stage(settings, draft, kind)
@@ -117,19 +120,6 @@ def from_verl(settings: Settings, rows: int | None = None) -> Draft:
     runtime = _runtime(settings)
     draft.run["stages"] = {kind: {**stage, **({"runtime": runtime} if runtime else {})}}
     return draft.close(settings, _CHANGES, _HARMLESS)
-
-
-def _model(settings: Settings, draft: Draft) -> str:
-    name = settings.take(f"{_MODEL}.path")
-    if not isinstance(name, str):
-        draft.fill_in.append("model: name the base model")
-        return "model:base"
-    local = name.startswith((".", "/", "~"))
-    ref = name if local else f"hf:{name}@main"
-    draft.carry(f"{_MODEL}.path", name, "model", ref)
-    if not local:
-        draft.fill_in.append(f"fetch the model: hf download {name} --revision main")
-    return ref
 
 
 def _data(settings: Settings, draft: Draft) -> str:

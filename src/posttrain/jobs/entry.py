@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -77,6 +77,7 @@ class Job:
     meter: Callable[[int, int], None] = lambda spent, reserved: None  # tokens spent, and what the next step may cost
     deadline: float | None = None  # seconds since the epoch
     begun: float = 0.0  # processor seconds that its process had taken when its order was read
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # of its rewards; no longer in its environment
 
     def input(self, slot: str) -> Path:
         """The local path of an input, fetched and verified.
@@ -146,6 +147,8 @@ def run(attempt_dir: str, body: Body) -> int:
         order = attempt.read_order()
         if not _begins(attempt, order):
             return ANOTHER_RUNS
+        named = {name for blob in order.inputs.values() for name in blob.meta.get("secrets", ())}
+        secrets = {name: os.environ.pop(name) for name in sorted(named & os.environ.keys())}
         settle_environment(order.params.get("runtime", {}).get("threads", 1))
         crashpoint("job.start")
         facts = partial(EventWriter, phases=order.phase_seconds)
@@ -162,6 +165,7 @@ def run(attempt_dir: str, body: Body) -> int:
                 meter=meter,
                 deadline=None if allowed is None else started + allowed,
                 begun=begun,
+                secrets=secrets,
             )
 
             def work() -> JobResult:

@@ -134,6 +134,7 @@ def _import_order(
         "dialect": ref.meta.get("dialect") or "auto",
         "source": known,
         "network": list(ref.meta.get("network", ())),
+        "secrets": list(ref.meta.get("secrets", ())),
         "files": {name: place(other, f"files/{name}") for name, other in beside.items()},
         "recipe": kind == "recipe",
         "digests": [ref.digest, *(other.digest for other in beside.values())],

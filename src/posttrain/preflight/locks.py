@@ -27,6 +27,7 @@ from posttrain.domain.waits import wait_contract
 from posttrain.preflight.fitting import located
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
 from posttrain.preflight.placing import refuse_image, refuse_infeasible, refuse_oversized
+from posttrain.preflight.rewarding import refuse_missing_secrets
 from posttrain.preflight.teaching import check_teachers, refuse_judges_without_scores
 from posttrain.workspace.opened import OpenWorkspace
 
@@ -85,6 +86,7 @@ def read_lock(path: Path, workspace: OpenWorkspace, *, again: bool = False) -> P
         return Planned(manifest, {})
     workspace.refuse_missing_executor()
     refuse_image(manifest.image, workspace, path)
+    refuse_missing_secrets(workspace, manifest, path)
     planned = Planned(manifest, _check_lock(manifest, path, workspace))
     ahead = look_ahead(planned, None, workspace, path, verified=False)
     try:

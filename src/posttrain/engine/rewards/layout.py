@@ -7,7 +7,7 @@ import shutil
 import site
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -24,6 +24,7 @@ LIMITS: Mapping[str, int] = {
 MEMORY = 8 * 2**30  # bytes of all its processes together, and at most half of the machine's
 PROCESSES = 256  # processes and threads that the reward may have
 SCRATCH = 2**30  # bytes that it may write
+LOOPBACK = "127.0.0.1"  # of the job's machine, where a reward declares it; it has no name
 _PACKAGE = Path(__file__).resolve().parents[2]  # posttrain, of which the worker is a part
 
 
@@ -33,6 +34,7 @@ class Provision:
 
     files: Mapping[str, Path]  # name beside the source → a file or folder
     network: Sequence[str] = ()  # host:port
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # variable → value, for its environment alone
 
 
 def lay_out(
@@ -76,7 +78,7 @@ def lay_out(
         memory=min(MEMORY, psutil.virtual_memory().total // 2),
         processes=PROCESSES,
         scratch_bytes=SCRATCH,
-        hosts={word.rpartition(":")[0]: address for word, (address, _) in places.items()},
+        hosts={host: address for word, (address, _) in places.items() if (host := word.rpartition(":")[0]) != LOOPBACK},
         ports=list(places.values()),
     )
 
@@ -123,6 +125,5 @@ def _added() -> Iterator[Path]:
 def _addresses(network: Sequence[str]) -> list[tuple[str, int]]:
     """An address of the cell's own loopback for every declared host, the same for the same host."""
     hosts = list(dict.fromkeys(word.rpartition(":")[0] for word in network))
-    return [
-        (f"127.0.1.{hosts.index(host) + 1}", int(port)) for host, _, port in (word.rpartition(":") for word in network)
-    ]
+    places = {host: host if host == LOOPBACK else f"127.0.1.{number}" for number, host in enumerate(hosts, start=1)}
+    return [(places[host], int(port)) for host, _, port in (word.rpartition(":") for word in network)]

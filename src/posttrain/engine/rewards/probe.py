@@ -5,12 +5,14 @@
 
 With `imports`, it imports rewards and dataflows, each in a cell of its own, and prints a JSON list with a line for each
 that cannot be imported, else an empty text. Standard input has a list of `{"name", "place", "entry", "dialect",
-"source", "network", "files", "recipe"}`, where a place is a path; `{"hidden"}` are folders that they find empty.
+"source", "network", "secrets", "files", "recipe"}`, where a place is a path and a secret the name of a variable;
+`{"hidden"}` are folders that they find empty.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -59,6 +61,8 @@ def _imported(asked: Mapping[str, Any], hidden: list[Path]) -> str:
     try:
         if asked["recipe"]:
             return _recipe(place, asked["entry"], hidden)
+        secrets = {name: os.environ[name] for name in asked["secrets"]}
+        files = {name: Path(path) for name, path in asked["files"].items()}
         open_reward(
             place,
             asked["entry"],
@@ -67,7 +71,7 @@ def _imported(asked: Mapping[str, Any], hidden: list[Path]) -> str:
             name=asked["name"],
             source=asked["source"],
             hidden=hidden,
-            provision=Provision({name: Path(path) for name, path in asked["files"].items()}, tuple(asked["network"])),
+            provision=Provision(files, tuple(asked["network"]), secrets),
             confined=True,
         ).close()
     except (InputError, RewardError) as error:

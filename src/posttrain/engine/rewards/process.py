@@ -60,7 +60,7 @@ class ProcessReward:
         self._session: Session | None = None
         try:
             given = provision or Provision({})
-            self._network = given.network
+            self._network, self._secrets = given.network, given.secrets
             self._plan = lay_out(
                 self._scratch.path, found, self._file, whole=path.is_dir(), hidden=hidden, provision=given
             )
@@ -220,7 +220,7 @@ class ProcessReward:
             if self._closed:
                 raise InputError(f"{self._name} is closed; open it again to score")
             try:
-                session = Session(self._plan, self._network, self._log)
+                session = Session(self._plan, self._network, self._log, self._secrets)
                 if self._must_be_confined and not session.confined:
                     session.close()
                     raise InputError(f"{self._name} must be confined: {'; '.join(session.notes)}; {TRUST}")

@@ -21,7 +21,7 @@ import json
 import math
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -135,15 +135,18 @@ def receive_request(channel: Channel) -> Any:
     return json.loads(_frame(channel, MAX_REQUEST))
 
 
-def receive(channel: Channel, expected: int) -> Message:
+def receive(channel: Channel, expected: int, clean: Callable[[bytes], bytes] = lambda data: data) -> Message:
     """Read one answer to the request `expected`.
+
+    Args:
+        clean: what is done with its bytes before they are read.
 
     Raises:
         EOFError: the other end closed.
         MalformedError: too long, not JSON, of no known shape, or an answer to another request.
     """
     try:
-        value = json.loads(_frame(channel, MAX_ANSWER))
+        value = json.loads(clean(_frame(channel, MAX_ANSWER)))
     except (ValueError, RecursionError) as error:
         raise MalformedError(f"what is not JSON or too large: {_line(error)}") from None
     if not isinstance(value, dict):

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 import posttrain.engine.rewards.protocol as protocol
@@ -70,6 +71,24 @@ class Log:
         self.dropped = 0
 
 
+class Redactor:
+    """Puts the names of secrets in the place of their values, in whatever a reward prints or answers."""
+
+    def __init__(self, secrets: Mapping[str, str]) -> None:
+        written = {
+            form: name
+            for name, value in secrets.items()
+            for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1])
+        }
+        self._forms = [(form.encode(), f"[{written[form]}]".encode()) for form in sorted(written, key=len)[::-1]]
+        self.held = max((len(form) for form, _ in self._forms), default=1) - 1  # bytes that may begin a value
+
+    def __call__(self, data: bytes) -> bytes:
+        for form, name in self._forms:
+            data = data.replace(form, name)
+        return data
+
+
 class Session:
     """A started and confined worker.
 
@@ -77,14 +96,22 @@ class Session:
         plan: of its cell.
         network: declared hosts, one per port of the plan.
         log: where its output goes.
+        secrets: variable → value, for its environment; what it says is without them.
 
     Raises:
         NotConfinedError: it did not come to be confined. EndedError: it was killed before.
     """
 
-    def __init__(self, plan: CellPlan, network: Sequence[str] = (), log: Log | None = None) -> None:
-        self._process, self._channel, self._output, self._marker = _start(plan)
-        self._printed = threading.Thread(target=_copy, args=(self._output, log or Log()), daemon=True)
+    def __init__(
+        self,
+        plan: CellPlan,
+        network: Sequence[str] = (),
+        log: Log | None = None,
+        secrets: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._clean = Redactor(secrets)
+        self._process, self._channel, self._output, self._marker = _start(plan, secrets)
+        self._printed = threading.Thread(target=_copy, args=(self._output, log or Log(), self._clean), daemon=True)
         self._printed.start()
         self._relay: Relay | None = None
         self._last = 0
@@ -145,7 +172,7 @@ class Session:
 
     def _receive(self, moment: float) -> protocol.Message:
         with self._faults():
-            return protocol.receive(_Deadline(self._channel, moment), self._last)
+            return protocol.receive(_Deadline(self._channel, moment), self._last, self._clean)
 
     def _listeners(self, count: int, moment: float) -> list[socket.socket]:
         self._channel.settimeout(max(moment - time.monotonic(), 0.001))
@@ -200,14 +227,15 @@ class _Deadline:
         self._channel.settimeout(left)
 
 
-def _start(plan: CellPlan) -> tuple[subprocess.Popen[bytes], socket.socket, int, mmap.mmap]:
-    """Start a worker with a minimal environment: no variable of ours reaches the reward's code."""
+def _start(plan: CellPlan, secrets: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], socket.socket, int, mmap.mmap]:
+    """Start a worker with a minimal environment: of our variables the reward's code gets the secrets that it names."""
     ours, theirs = socket.socketpair()
     output, printing = os.pipe()
     shared = os.memfd_create("marker", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)  # eight bytes that both see
     os.ftruncate(shared, 8)
     fcntl.fcntl(shared, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     environment = {
+        **secrets,
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "HOME": plan.scratch,
         "TMPDIR": plan.scratch,
@@ -240,10 +268,15 @@ def _start(plan: CellPlan) -> tuple[subprocess.Popen[bytes], socket.socket, int,
     return process, ours, output, marker
 
 
-def _copy(output: int, log: Log) -> None:
+def _copy(output: int, log: Log, clean: Redactor) -> None:
     """Copy what the reward prints to stderr up to a limit; read on, so that it never waits for its log."""
     with contextlib.suppress(OSError):
+        rest = b""
         while chunk := os.read(output, 1 << 16):
-            log.write(chunk)
+            rest = clean(rest + chunk)
+            ready = max(len(rest) - clean.held, 0)
+            log.write(rest[:ready])
+            rest = rest[ready:]
+        log.write(rest)
         log.end()
     os.close(output)

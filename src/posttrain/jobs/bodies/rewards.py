@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Note
 from posttrain.domain.rewards import reward_slots
 from posttrain.engine.rewards.layout import Provision
@@ -48,7 +49,11 @@ def open_rewards(
 def _open(job: Job, slot: str, name: str, stack: ExitStack, timeout: float, ranks: int) -> RewardFunction:
     meta, label = job.order.inputs[slot].meta, job.label(slot)
     files = {other.removeprefix(f"{slot}/"): job.input(other) for other in job.order.inputs if _beside(other, slot)}
-    provision = Provision(files, tuple(meta.get("network", ())))
+    lacking = [one for one in meta.get("secrets", ()) if one not in job.secrets]
+    if lacking:
+        raise InputError(f"{label} needs {', '.join(lacking)} in the environment of whoever drives the run; export it")
+    secrets = {one: job.secrets[one] for one in meta.get("secrets", ())}
+    provision = Provision(files, tuple(meta.get("network", ())), secrets)
     functions = []
     for _ in range(ranks):
         function = open_reward(

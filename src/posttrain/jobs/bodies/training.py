@@ -22,6 +22,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Note
 from posttrain.domain.jobs import JobResult, Output
 from posttrain.domain.kinds import kind_of
+from posttrain.domain.rewards import reward_slots
 from posttrain.engine.assembly import PoolOf, open_learner, open_roles
 from posttrain.engine.batch import Document
 from posttrain.engine.config import (
@@ -242,9 +243,11 @@ def _reward_function(
         job.sink(Note(line, time.time(), "warning"))
 
     share = config.reward_errors_max
+    name = ", ".join(job.label(place) for place in reward_slots("reward", reward))
     scorer = RewardScorer(
-        opened, tokenizer, errors_max=share, processes=ranks, placed=placed, turns=config.turns_most, tell=tell
-    )
+        *(opened, tokenizer), errors_max=share, processes=ranks, placed=placed, turns=config.turns_most, name=name,
+        tell=tell,
+    )  # fmt: skip
     scorer.smoke_test(train)
     return scorer
 

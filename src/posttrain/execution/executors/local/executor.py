@@ -86,7 +86,7 @@ class LocalExecutor:
         """See `Executor.submit`; the handle is the supervisor's pid. Whether it has one is never unknown."""
         if not processes.supported():
             raise InfrastructureError("the local executor needs Linux's /proc, which is not there; run on Linux")
-        refuse_elsewhere(request, self._keep(os.environ), images=self.images)
+        refuse_elsewhere(request, self._own(request), images=self.images)
         folder = _folder(request)
         make_folder(folder)
         deadline, ours = time.monotonic() + _LAUNCH_SECONDS, False
@@ -171,6 +171,11 @@ class LocalExecutor:
         """See `Executor.logs`."""
         return read_log(_folder(job) / "log.txt", cursor)
 
+    def _own(self, request: JobRequest) -> dict[str, str]:
+        """What its job gets of this process's environment: what all jobs get, and the secrets that it names."""
+        named = {name: os.environ[name] for name in request.secrets if name in os.environ}
+        return self._keep(os.environ) | processes.without_trackers(named)
+
     def _start(self, folder: Path, request: JobRequest) -> int:
         machine = self._machine() if request.devices else Devices()
         reserved = {"machine": asdict(machine), "devices": request.devices if machine.names else 0}
@@ -179,7 +184,7 @@ class LocalExecutor:
             if not free:  # what a running container must not see is covered as long as nobody replaces it
                 return ALREADY_CLAIMED
             write_json(folder / "spec.json", {**asdict(request), **reserved, **boxed})
-        code, own = None, self._keep(os.environ)
+        code, own = None, self._own(request)
         if boxed:
             own = podman.variables(os.environ) | own
         elif self._forks is not None:
@@ -217,8 +222,7 @@ def refuse_elsewhere(request: JobRequest, own: Mapping[str, str] | None = None, 
     if lacking:
         raise InputError(
             f"job {request.name} needs {', '.join(lacking)} in the environment of whoever drives its run, where it is "
-            "not set (or is one that jobs do not get: a tracker's, Python's; a server's that init --job-variable does "
-            "not name); export it"
+            "not set (or is one that jobs do not get: a tracker's, Python's); export it"
         )
 
 
