@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from cli_world import World, make_world
 
@@ -105,6 +108,27 @@ def test_who_drives_a_run_is_told_from_its_lease_and_its_request(world: World, w
     assert f"{run_id} (its background driver gave it up: it broke; log: {log})" in world.ok("doctor")
     ask(workspace, run_id, owner=process_name(), root="/elsewhere")
     assert told(world, run_id) == nobody, "the workspace is a copy: its run is driven where it came from"
+
+
+def test_audit_40_a_copy_does_not_show_who_drives_the_original(world: World, workspace: Workspace) -> None:
+    """The lease in the copied ledger names a process that lives and has the original open, and nothing of the copy."""
+    run_id = held(world)
+    program = "import sys; file = open(sys.argv[1]); print('open', flush=True); sys.stdin.read()"
+    elsewhere = world.root / "original.db"
+    elsewhere.touch()
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(elsewhere)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "open\n"
+    owner = f"{socket.gethostname()}:{process.pid}:{psutil.Process(process.pid).create_time():.2f}"
+    assert WorkQueue(workspace.ledger, owner, lease=1e9).claim([run_id], early=True)
+    assert told(world, run_id)["kind"] == "none"
+    assert f"pid {process.pid}" not in world.ok("ls") + world.ok("get", run_id)
+    process.communicate()
+    WorkQueue(workspace.ledger, owner).release([run_id])
+    assert WorkQueue(workspace.ledger, process_name(), lease=1e9).claim([run_id], early=True)
+    assert told(world, run_id)["pid"] == os.getpid(), "this one has it open"
 
 
 def test_another_hosts_driver_is_told_by_its_lease(world: World, workspace: Workspace) -> None:

@@ -215,3 +215,34 @@ def test_ends_of_edges_are_read_back() -> None:
     assert (release_of("channel:prod@3"), release_of("model:prod@3")) == (("prod", 3), None)
     assert release_of("channel:a@b@3") == ("a@b", 3)
     assert len(named("x" * 9000)) < 400
+
+
+def test_audit_40_what_is_downstream_has_a_limit_and_says_what_is_left_off(world: World) -> None:
+    world.ship()
+    whole = world.json("lineage", "dataset:train", "--downstream")
+    names = [node["name"] for node in flat(whole)]
+    assert whole["left_off"] == 0
+    assert len(names) > 4
+    part = world.json("lineage", "dataset:train", "--downstream", "--limit", "2")
+    shown = [node["name"] for node in flat(part)]
+    assert len(shown) == 3, "itself and two more"
+    assert set(shown) < set(names)
+    assert part["left_off"] == len(names) - 3
+    assert (part["runs"], part["releases"], part["live"]) == (whole["runs"], whole["releases"], whole["live"])
+    assert {node["name"] for node in part["children"]} <= {node["name"] for node in whole["children"]}, "the nearest"
+    said = world.ok("lineage", "dataset:train", "--downstream", "--limit", "2")
+    assert f"; {part['left_off']} things farther away are left off (--limit)" in " ".join(said.split())
+    assert world("lineage", "prod", "--downstream", "--limit", "0").exit_code == 2
+    workspace = open_workspace()
+    train, fan = workspace.ledger.asset("dataset", "train", None), [f"fan-{number}" for number in range(300)]
+    for run_id in fan:
+        with workspace.ledger.transaction("user:ada") as transaction:
+            run = RunRecord(run_id, "fan", digest_bytes(run_id.encode()), "pending", "ada", 1.0)
+            stage = StageRecord(run.id, "sft", 0, "sft", "pending")
+            transaction.insert_run(run, [stage])
+            blob = {"digest": train.digest, "form": "file", "name": "dataset:train@1"}
+            transaction.update_stage(stage, inputs={"data": blob})
+    workspace.close()
+    wide = world.json("lineage", "dataset:train", "--downstream")
+    assert len(list(flat(wide))) == 201
+    assert wide["left_off"] > 100

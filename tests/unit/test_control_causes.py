@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from control_bench import TRAIN_ONLY, Bench, train
+from control_bench import TRAIN_ONLY, Bench, train, vanish
 
 from posttrain.control import actions
 from posttrain.control.explain import explain_run
-from posttrain.domain.errors import InfrastructureError
-from posttrain.domain.jobs import Cause, JobResult, Submission
+from posttrain.domain.errors import InfrastructureError, JobFailedError, WorkspaceError
+from posttrain.domain.jobs import NO_MEMORY, NO_SPACE, Cause, JobResult, Submission
 from posttrain.domain.lifecycle import AttemptState
 from posttrain.domain.reasons import StopCause
 from posttrain.domain.records import AttemptRecord
@@ -110,3 +110,27 @@ def test_audit_9_a_stop_that_nobody_ordered_is_no_spent_budget(bench: Bench) -> 
     bench.jobs.folders.of(attempt).write_result(JobResult("stopped", tokens=7))
     bench.executor.finish(attempt.name)
     assert bench.drive(run_id).state == "succeeded"
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "action", "error"),
+    [
+        pytest.param(NO_MEMORY, "out of memory", "micro_batch_tokens", JobFailedError, id="test_audit_35_no_memory"),
+        pytest.param(NO_SPACE, "the disk is full", "free some space", WorkspaceError, id="test_audit_36_no_space"),
+    ],
+)
+def test_audit_35_36_a_job_that_could_not_even_say_so_is_not_tried_again_blindly(
+    bench: Bench, code: int, words: str, action: str, error: type[Exception]
+) -> None:
+    bench.scripts["sft"] = [vanish(code), train()]
+    run_id = bench.submit(**TRAIN_ONLY)
+    run, stage = bench.drive(run_id), bench.stage(run_id, "sft")
+    (attempt,) = bench.ledger.attempts(run_id)
+    assert (run.state, attempt.state) == ("failed", "failed")
+    assert words in attempt.message
+    assert stage.reason == attempt.reason == f"JobFailed:{'out_of_memory' if code == NO_MEMORY else 'disk_full'}"
+    assert action in stage.next_action
+    assert type(bench.error(run_id)) is error
+    actions.retry(bench.stores, bench.jobs.folders, run_id)
+    assert bench.drive(run_id).state == "succeeded"
+    assert len(bench.ledger.attempts(run_id)) == 2

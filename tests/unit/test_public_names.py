@@ -65,7 +65,7 @@ COMMANDS = {
     "channel unprotect": ["--reason", "channel"],
     "channel freeze": ["--reason", "--rollbacks", "channel"],
     "channel unfreeze": ["--reason", "channel"],
-    "lineage": ["--downstream", "--output", "-o", "CHANNEL|RUN|ASSET"],
+    "lineage": ["--downstream", "--limit", "--output", "-o", "CHANNEL|RUN|ASSET"],
     "verify": ["--output", "-o", "[CHANNEL|RUN|ASSET]"],
     "trace": ["--out", "--output", "--sample", "--samples", "--stage", "--step", "-o", "run"],
     "track": ["--follow", "--output", "--tracker", "-o", "RUN|CHANNEL"],

@@ -273,8 +273,11 @@ class TestJobs:
         (DivergedError("nan"), FailureClass.DIVERGED, "nan"),
         (torch.OutOfMemoryError("CUDA"), FailureClass.OUT_OF_MEMORY, "CUDA"),
         (MemoryError(), FailureClass.OUT_OF_MEMORY, "out of memory"),
-        (OSError(28, "No space left on device", "f"), FailureClass.INFRASTRUCTURE, "cannot write f: No space left"),
-        (RuntimeError("shard: No space left on device"), FailureClass.INFRASTRUCTURE, "No space left"),
+        (OSError(28, "No space left on device", "f"), FailureClass.DISK_FULL, "cannot write f: No space left"),
+        (OSError(30, "Read-only file system", "f"), FailureClass.INFRASTRUCTURE, "cannot write f: Read-only"),
+        (RuntimeError("CUDA error: out of memory"), FailureClass.OUT_OF_MEMORY, "CUDA error"),
+        (OSError(12, "Cannot allocate memory"), FailureClass.OUT_OF_MEMORY, "Cannot allocate"),
+        (RuntimeError("shard: No space left on device"), FailureClass.DISK_FULL, "No space left"),
         (KeyError("k"), FailureClass.BUG, "KeyError at"),
     ],
 )

@@ -346,8 +346,9 @@ class Records(Protocol):
     def lineage(self, target: Word) -> Node:
         """Of a channel (`channel:NAME`, whatever else has that name), a run or an asset: what it was made from."""
 
-    def downstream(self, target: Word) -> Downstream:
-        """What was made from an asset, from bytes, from what a channel serves, from a run."""
+    def downstream(self, target: Word, limit: int = 200) -> Downstream:
+        """What was made from an asset, from bytes, from what a channel serves, from a run; `limit` things in the tree,
+        the nearest first."""
 
     def verify(self, target: Word = "") -> VerifyReport:
         """Hash a lineage and the event log again; without a target, of what every channel serves."""

@@ -120,15 +120,18 @@ def lineage(
     downstream: Annotated[
         bool, typer.Option("--downstream", help="What was made from it: stages, models, releases. Takes a digest too.")
     ] = False,
+    limit: Annotated[
+        int, typer.Option(min=1, max=10**6, help="With --downstream: so many things, the nearest first.")
+    ] = 200,
 ) -> None:
     """Print the tree from weights back to their sources: prompts, reward source, base model and manifest."""
     control = open_control()
-    found = control.downstream(target) if downstream else None
+    found = control.downstream(target, limit) if downstream else None
     node = found.tree if found else control.lineage(target)
     control.close()
     if output is Output.JSON:
-        more = {"runs": found.runs, "releases": found.releases, "live": found.live} if found else {}
-        emit_json({**_as_json(node), **{key: list(names) for key, names in more.items()}})
+        names = ("runs", "releases", "live", "left_off") if found else ()
+        emit_json({**_as_json(node), **{name: getattr(found, name) for name in names}})
         return
     console().print(_tree(node))
     if found:

@@ -337,7 +337,8 @@ def _next_action(stage: StageRecord, failure: Failure | None) -> str:
     return {
         FailureClass.BUDGET: "raise the budget in run.yaml and submit again",
         FailureClass.BAD_INPUT: f"mend what the message names and submit again, or posttrain retry {stage.run_id}",
-        FailureClass.OUT_OF_MEMORY: f"{kind_of(stage.kind).fitting} and submit again",
+        FailureClass.OUT_OF_MEMORY: f"{kind_of(stage.kind).fitting} and submit again, or give it a machine with more",
+        FailureClass.DISK_FULL: f"free some space, then posttrain retry {stage.run_id}",
         FailureClass.DIVERGED: "lower the learning rate and submit again",
     }.get(failure.kind, f"posttrain logs {stage.run_id} {stage.name}; mend the cause and submit again")
 

@@ -33,7 +33,7 @@ from posttrain.control.orders import (
 )
 from posttrain.control.stalls import condemned, hung, silence, stall_after
 from posttrain.domain.errors import FailureClass
-from posttrain.domain.jobs import ANOTHER_RUNS, Cause, Failure, JobResult, JobState, Observation
+from posttrain.domain.jobs import ANOTHER_RUNS, NO_MEMORY, NO_SPACE, Cause, Failure, JobResult, JobState, Observation
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import AttemptState, RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
@@ -46,11 +46,13 @@ STOP_GRACE_SECONDS = 30.0
 LEAVING_SECONDS = 120.0  # after a result, until a job that its executor does not see to is ended
 BACKOFF_SECONDS = (0.5, 2.0, 8.0, 30.0)
 _DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
-_OVERTIME = "its maximum runtime, by budget.wall_clock, is over"
+_OVERTIME = "the executor ended the job: its maximum runtime, by budget.wall_clock, is over"
 _ENDED_FOR = {
-    Cause.OUT_OF_MEMORY: (FailureClass.OUT_OF_MEMORY, "out of memory", StopCause.OUT_OF_MEMORY),
+    Cause.OUT_OF_MEMORY: (FailureClass.OUT_OF_MEMORY, "the job was ended: out of memory", StopCause.OUT_OF_MEMORY),
+    Cause.DISK_FULL: (FailureClass.DISK_FULL, "the job could not leave a result: the disk is full", None),
     Cause.OVERTIME: (FailureClass.BUDGET, _OVERTIME, StopCause.BUDGET),
 }
+_SAID_BY_CODE = {NO_MEMORY: Cause.OUT_OF_MEMORY, NO_SPACE: Cause.DISK_FULL}
 # by whoever runs jobs; a limit that the run does not declare says nothing about its budget
 _STOPPED_BY: Mapping[Cause | None, StopCause] = {
     Cause.PREEMPTED: StopCause.PREEMPTED,
@@ -309,9 +311,10 @@ def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observat
     """A job that is gone without a result."""
     detail = seen.why
     declared = view.manifest.budget.wall_clock is not None
-    if seen.cause is Cause.OUT_OF_MEMORY or (seen.cause is Cause.OVERTIME and declared):
-        kind, why, cause = _ENDED_FOR[seen.cause]
-        over = Failure(kind, f"the executor ended the job: {why} ({detail})", seen.cause.value)
+    ended = seen.cause or _SAID_BY_CODE.get(seen.exit_code or 0)
+    if ended in _ENDED_FOR and (ended is not Cause.OVERTIME or declared):
+        kind, why, cause = _ENDED_FOR[ended]
+        over = Failure(kind, f"{why} ({detail})", ended.value)
         return End(stage, attempt, JobResult("failed", failure=over), cause=cause)
     taken = stop_cause(attempt.stop_cause) if attempt.stop_cause else _STOPPED_BY.get(seen.cause)
     if taken is not None and taken in _TAKEN_AWAY:

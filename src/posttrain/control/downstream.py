@@ -22,6 +22,7 @@ class Downstream:
     runs: tuple[str, ...]  # whose stages used it
     releases: tuple[str, ...]  # channel:NAME@RELEASE
     live: tuple[str, ...]  # channels that serve what was made from it
+    left_off: int = 0  # things that are not in the tree
 
     @property
     def words(self) -> str:
@@ -31,31 +32,35 @@ class Downstream:
         runs = f"used by {len(self.runs)} run{'s' * (len(self.runs) != 1)}"
         count = len(self.releases)
         shipped = f"{count} release{'s' * (count != 1)}, live on {', '.join(self.live) or 'no channel'}"
-        return f"{runs}; {shipped if count else 'never released'}"
+        more = f"; {self.left_off} things farther away are left off (--limit)" if self.left_off else ""
+        return f"{runs}; {shipped if count else 'never released'}{more}"
 
 
-def of_bytes(ledger: Ledger, digest: str, name: str = "") -> Downstream:
+def of_bytes(ledger: Ledger, digest: str, name: str = "", limit: int = 0) -> Downstream:
     """What these bytes went into, whatever they were called when they were used.
 
     Args:
         name: that they are shown by.
+        limit: things in the tree, the nearest first.
     """
     with ledger.snapshot() as now:
         held = tuple(("held by", hold.holder) for hold in now.holds(digest))
         kind = name.partition(":")[0] if name else "artifact"
-        return _downstream(now, Node(kind, name or digest, digest, None, held), now.uses_of_bytes(digest))
+        return _downstream(now, Node(kind, name or digest, digest, None, held), now.uses_of_bytes(digest), limit)
 
 
-def of_run(ledger: Ledger, run_id: str) -> Downstream:
-    """What a run and what it made went into."""
+def of_run(ledger: Ledger, run_id: str, limit: int) -> Downstream:
+    """What a run and what it made went into; `limit` as in `of_bytes`."""
     with ledger.snapshot() as now:
         run = now.run(run_id)
         ends = [run_end(run.id), *(stage_end(run.id, stage.name) for stage in now.stages(run.id))]
         own = [Edge(run_end(run.id), "", end, "", "") for end in ends[1:]]
-        return _downstream(now, Node("run", run.id, None, details=(("state", run.state),)), [*own, *now.uses(*ends)])
+        return _downstream(
+            now, Node("run", run.id, None, details=(("state", run.state),)), [*own, *now.uses(*ends)], limit
+        )
 
 
-def _downstream(now: Snapshot, root: Node, first: Sequence[Edge]) -> Downstream:
+def _downstream(now: Snapshot, root: Node, first: Sequence[Edge], limit: int) -> Downstream:
     """Follow edges, all of one distance at a time, so that statements grow with the distance and not with the fan."""
     by: dict[str, Edge] = {}  # consumer → the first edge that led to it
     order: dict[str, list[str]] = {"": []}  # whoever was followed → consumers that were new there
@@ -68,10 +73,10 @@ def _downstream(now: Snapshot, root: Node, first: Sequence[Edge]) -> Downstream:
                 order.setdefault(above, []).append(edge.consumer)
                 new.append(edge.consumer)
         found = [(edge.producer, edge) for edge in now.uses(*new)]
-    return _told(now, root, by, order)
+    return _told(now, root, by, order, limit)
 
 
-def _told(now: Snapshot, root: Node, by: dict[str, Edge], order: Mapping[str, Sequence[str]]) -> Downstream:
+def _told(now: Snapshot, root: Node, by: dict[str, Edge], order: Mapping[str, Sequence[str]], limit: int) -> Downstream:
     places = {end: place for end in by if (place := stage_of(end))}
     runs = tuple(sorted({run_id for run_id, _ in places.values()}))
     rows = {stage_end(row.run_id, row.name): row for row in now.stages(*runs)}
@@ -79,8 +84,8 @@ def _told(now: Snapshot, root: Node, by: dict[str, Edge], order: Mapping[str, Se
     states = _states(now, {channel for channel, _ in releases.values()})
     digests = {edge.producer: edge.digest for edge in now.made(*(by.keys() - places.keys() - releases.keys()))}
     nodes: dict[str, Node] = {}
-    for end in reversed(by):  # what is below was found later
-        below = tuple(nodes[one] for one in order.get(end, ()))
+    for end in reversed(list(by)[:limit]):  # what is below was found later, and is farther away
+        below = tuple(nodes[one] for one in order.get(end, ()) if one in nodes)
         used = (("as", by[end].slot),) if by[end].slot else ()
         if end in places:
             row = rows.get(end)
@@ -93,10 +98,10 @@ def _told(now: Snapshot, root: Node, by: dict[str, Edge], order: Mapping[str, Se
             )
         else:
             nodes[end] = Node(end.partition(":")[0], end, digests.get(end), None, used, below)
-    tree = replace(root, children=tuple(nodes[end] for end in order[""]))
+    tree = replace(root, children=tuple(nodes[end] for end in order[""] if end in nodes))
     ends = tuple(release_end(*place) for place in sorted(releases.values()))
     live = {channel for end, (channel, _) in releases.items() if states[end] == ReleaseState.LIVE}
-    return Downstream(tree, runs, ends, tuple(sorted(live)))
+    return Downstream(tree, runs, ends, tuple(sorted(live)), len(by) - len(nodes))
 
 
 def _states(now: Snapshot, channels: Iterable[str]) -> dict[str, str]:

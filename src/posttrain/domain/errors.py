@@ -223,7 +223,8 @@ class FailureClass(StrEnum):
 
     INFRASTRUCTURE = "infrastructure"  # lost process or node: retry, resume from checkpoint
     PREEMPTED = "preempted"  # requeue, no attempt consumed
-    OUT_OF_MEMORY = "out_of_memory"
+    OUT_OF_MEMORY = "out_of_memory"  # never blindly retried: the same would be asked for again
+    DISK_FULL = "disk_full"  # never blindly retried: nobody frees space meanwhile
     DIVERGED = "diverged"  # NaN loss, reward collapse
     BAD_INPUT = "bad_input"
     BUG = "bug"  # never blindly retried
@@ -239,11 +240,18 @@ class FailureClass(StrEnum):
         """The error (and so the exit code) a run ends with when a stage fails for this reason."""
         if self.retried:
             return InfrastructureError
-        return {FailureClass.BUDGET: BudgetExceededError, FailureClass.BAD_INPUT: InputError}.get(self, JobFailedError)
+        known = {FailureClass.BUDGET: BudgetExceededError, FailureClass.BAD_INPUT: InputError}
+        return (known | {FailureClass.DISK_FULL: WorkspaceError}).get(self, JobFailedError)
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a write failed for want of space; libraries tell it in words alone."""
+    said = "the disk is full", "No space left on device"
+    return (isinstance(error, OSError) and error.errno in _FULL) or any(words in str(error) for words in said)
 
 
 def unwritable(path: Path | str, error: OSError) -> WorkspaceError:

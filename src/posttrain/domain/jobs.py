@@ -15,6 +15,7 @@ CHECKPOINT_FORMAT = "posttrain.checkpoint/1"
 PHASE_SECONDS = 30.0  # after which a job tells the end of a phase by itself: a step of a large model takes hours
 _STATUSES = ("succeeded", "failed", "stopped")
 _PATH = 1024  # characters
+NO_MEMORY, NO_SPACE = 71, 74  # exit codes of a job that could not leave a result for that (EX_OSERR, EX_IOERR)
 ANOTHER_RUNS = 73  # exit code of a job whose attempt another process began, or nobody may (EX_CANTCREAT)
 
 
@@ -163,6 +164,7 @@ class Cause(StrEnum):
     """Why a job ended, where the executor knows better than the exit code."""
 
     OUT_OF_MEMORY = "out_of_memory"
+    DISK_FULL = "disk_full"
     PREEMPTED = "preempted"
     DRAINED = "drained"  # its node is being emptied
     NODE_LOST = "node_lost"

@@ -237,6 +237,12 @@ class Reason(StrEnum):
         "The job asked for more memory than there is.",
         "lower what it holds at a time, submit again",
     )
+    JOB_FAILED_DISK_FULL = (
+        "JobFailed:disk_full",
+        _ALL,
+        "The disk is full.",
+        "free some space, then `retry`",
+    )
     JOB_FAILED_DIVERGED = (
         "JobFailed:diverged",
         _ALL,

@@ -108,6 +108,20 @@ def driven(run: RunRecord, now: float) -> bool:
     return held and process_alive(str(run.lease_owner))
 
 
+def _has_open(owner: str, root: Path) -> bool:
+    """Whether a process has a file of this workspace open: the ledger of a copy names who drives the original.
+
+    One that cannot be looked at, of another host or user, may have.
+    """
+    host, pid, _ = owner.rsplit(":", 2)
+    try:
+        return host != socket.gethostname() or any(
+            os.readlink(entry).startswith(f"{root}/") for entry in Path(f"/proc/{pid}/fd").iterdir()
+        )
+    except OSError:
+        return True
+
+
 def run_driver(root: Path, run: RunRecord, now: float) -> RunDriver | None:
     """Who drives a run; None: it has ended."""
     if is_final("run", run.state):
@@ -116,8 +130,8 @@ def run_driver(root: Path, run: RunRecord, now: float) -> RunDriver | None:
         return RunDriver(DriverKind.SERVER)
     request = _readable(root, run.id)
     log = str(log_path(root, request.key)) if request else ""
-    if driven(run, now):
-        owner = str(run.lease_owner)
+    owner = str(run.lease_owner)
+    if driven(run, now) and _has_open(owner, root):
         own = request is not None and request.owner == owner
         return _named(DriverKind.BACKGROUND if own else DriverKind.FOREGROUND, owner, log if own else "")
     if request and request.taken:

@@ -21,11 +21,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
+from resource import RUSAGE_SELF, getrusage
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -41,10 +42,11 @@ from posttrain.domain.errors import (
     NotFoundError,
     PosttrainError,
     WorkspaceError,
+    is_full,
 )
 from posttrain.domain.facts import FactSink, Metric, Note
 from posttrain.domain.identity import job_identity
-from posttrain.domain.jobs import ANOTHER_RUNS, Failure, JobOrder, JobResult
+from posttrain.domain.jobs import ANOTHER_RUNS, NO_MEMORY, NO_SPACE, Failure, JobOrder, JobResult
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.workers import worker_of
 from posttrain.engine.rewards.port import RewardError
@@ -59,6 +61,8 @@ from posttrain.store.event_writer import EventWriter, SpendingMeter
 from posttrain.store.trees import materialise
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+_BROKEN = (errno.EROFS, errno.EIO)
+_NO_ROOM = ("can't allocate memory", "out of memory")  # as torch says it
 _PR_SET_PDEATHSIG = 1
 Program = Callable[[Mapping[str, Any]], Iterator[Mapping[str, Any]]]
 
@@ -137,7 +141,7 @@ def run(attempt_dir: str, body: Body) -> int:
 
     Returns:
         The exit code: 0 once there is a result, whatever it says; `ANOTHER_RUNS` where the attempt is another's or
-        was cancelled; 1 when nothing could be written.
+        was cancelled; `NO_SPACE`, `NO_MEMORY` or 1 when nothing could be written.
     """
     started, begun = time.time(), time.process_time()
     attempt = AttemptFolder(Path(attempt_dir), job=True)
@@ -181,10 +185,11 @@ def run(attempt_dir: str, body: Body) -> int:
             attempt.acknowledge(ControlKind.STOP)
         attempt.write_result(replace(result, seconds=time.time() - started))
         crashpoint("outputs.after_result")
-    except (PosttrainError, OSError) as error:
-        traceback.print_exc()
-        print(f"job {attempt_dir} could not leave a result: {_one_line(error)}", file=sys.stderr)
-        return 1
+    except (PosttrainError, OSError, MemoryError) as error:
+        with suppress(OSError, MemoryError):  # the log lies on the same disk
+            traceback.print_exc()
+            print(f"job {attempt_dir} could not leave a result: {_one_line(error)}", file=sys.stderr)
+        return {FailureClass.DISK_FULL: NO_SPACE, FailureClass.OUT_OF_MEMORY: NO_MEMORY}.get(_class_of(error), 1)
     return 0
 
 
@@ -194,8 +199,9 @@ def main(body: Body) -> NoReturn:
         print(f"usage: {Path(sys.argv[0]).stem} ATTEMPT_DIR, got {len(sys.argv) - 1} arguments", file=sys.stderr)
         raise SystemExit(2)
     code = run(sys.argv[1], body)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # a full disk
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 
@@ -290,6 +296,8 @@ def _guarded(work: Callable[[], JobResult]) -> JobResult:
     try:
         return work()
     except Exception as error:
+        if isinstance(error, MemoryError):
+            traceback.clear_frames(error.__traceback__)  # what they hold is needed for the answer
         return failed(error)
 
 
@@ -297,13 +305,13 @@ def _class_of(error: BaseException) -> FailureClass:
     declared = getattr(error, "failure_class", None)
     if isinstance(declared, FailureClass):
         return declared
-    if (isinstance(error, OSError) and error.errno in _DISK) or "No space left on device" in str(error):
+    if is_full(error):
+        return FailureClass.DISK_FULL
+    if isinstance(error, OSError) and error.errno in _BROKEN:
         return FailureClass.INFRASTRUCTURE
-    if (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or "can't allocate memory" in str(error)
-    ):
+    lacks = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    said = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_ROOM)
+    if lacks or said or type(error).__name__ == "OutOfMemoryError":
         return FailureClass.OUT_OF_MEMORY
     classes: Mapping[type[BaseException], FailureClass] = {
         BudgetExceededError: FailureClass.BUDGET,
@@ -322,7 +330,8 @@ def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno in _DISK:
         return f"cannot write {error.filename or 'to the attempt folder'}: {error.strerror}; free space and retry"
     if isinstance(error, MemoryError):
-        return "out of memory"
+        most = getrusage(RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+        return f"out of memory; its process held {most:.2f} GiB at most. {error}".removesuffix(". ")[:500]
     return (" ".join(str(error).split()) or type(error).__name__)[:500]
 
 

@@ -40,6 +40,7 @@ _MAGIC, _HEADER = b"SQLite format 3\0", 100  # bytes
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _WRITE = "posttrain_write"
 _MAKING = 0x706F7374  # PostgreSQL's advisory lock of whoever makes or upgrades a ledger
+_FULL_BYTES = 2**20  # free, below which a disk that fails is full
 _COMPLAINTS = 5  # of an integrity check: one is enough to restore a copy
 
 
@@ -372,6 +373,8 @@ class Database:
         if not self._sqlite:
             return postgres.translate(error, self.place, self._busy)
         code = _sqlite_code(error)
+        if code == sqlite3.SQLITE_IOERR and shutil.disk_usage(Path(self.place).parent).free < _FULL_BYTES:
+            code = sqlite3.SQLITE_FULL  # shared memory that cannot grow is called an I/O error
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return DeadlineError(
                 f"ledger {self.place} was locked by another process for more than {self._busy:g} s; "

@@ -236,22 +236,22 @@ class Records:
             return release_lineage(workspace.stores, target.removeprefix(_CHANNEL))
         return run_lineage(workspace.stores, self._run_id(target))
 
-    def downstream(self, target: str) -> Downstream:
+    def downstream(self, target: str, limit: int = 200) -> Downstream:
         """See `Records.downstream`."""
         from posttrain.control.downstream import of_bytes, of_run
         from posttrain.data.refs import KINDS
 
         workspace = self.workspace
         if target.startswith(DIGEST_PREFIX):
-            return of_bytes(workspace.ledger, workspace.ledger.find_artifact(target).digest)
+            return of_bytes(workspace.ledger, workspace.ledger.find_artifact(target).digest, limit=limit)
         if target.partition(":")[0] in KINDS:
             asset = workspace.catalog.find(target)
-            return of_bytes(workspace.ledger, asset.digest, asset.ref)
+            return of_bytes(workspace.ledger, asset.digest, asset.ref, limit)
         name = target.removeprefix(_CHANNEL)
         live = workspace.ledger.channel(name)
         if live is not None:
-            return of_bytes(workspace.ledger, live.model_digest, f"{_CHANNEL}{name}@{live.sequence}")
-        return of_run(workspace.ledger, self._run_id(target))
+            return of_bytes(workspace.ledger, live.model_digest, f"{_CHANNEL}{name}@{live.sequence}", limit)
+        return of_run(workspace.ledger, self._run_id(target), limit)
 
     def verify(self, target: str = "") -> VerifyReport:
         """See `Records.verify`."""

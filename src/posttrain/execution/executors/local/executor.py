@@ -240,6 +240,9 @@ def _observe(folder: Path) -> Observation:
     if record is not None:
         code, cause = int(record["exit_code"]), Cause.OVERTIME if record.get("overtime") else None
         said = str(record.get("said", ""))  # of a container that podman did not start
+        if "oom" in record:
+            cause, most = Cause.OUT_OF_MEMORY, int(record["oom"]) / 2**30
+            said = f"the kernel killed it, exit code {code}; its largest process held {most:.2f} GiB"
         return Observation(JobState.EXITED, code, said, cause=cause, handle=handle, node=_NODE, seconds=seconds)
     job = _job(folder, read_json(folder / "supervisor.json"))
     if job is not None and not _poll(lambda: processes.kill_group(*job), _KILL_SECONDS):

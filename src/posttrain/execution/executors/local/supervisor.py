@@ -35,6 +35,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 from typing import Any, NoReturn
 
 from posttrain.domain.crashpoints import crashpoint
@@ -46,6 +47,9 @@ ALREADY_CLAIMED = 75
 NO_DEVICE = 76
 _FAILED = 70
 _CANNOT_EXECUTE = 127
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+_RESERVE = ".reserve"  # space for the record of the end
+_CGROUPS = Path("/sys/fs/cgroup")
 _PR_SET_PDEATHSIG = 1
 _BOX = "container"  # the key of spec.json, as `containers` has it
 _FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -119,6 +123,9 @@ def _supervise(folder: Path, spec: dict[str, Any], start: Start, taken: devices.
     spec["taken"] = taken.names
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     os.umask(0o077)  # what a job leaves is its owner's alone
+    before = _oom_kills()
+    with suppress(OSError):
+        (folder / _RESERVE).write_bytes(bytes(4096))
     crashpoint("supervisor.before_spawn")
     job, release = _fork_job(folder, spec, start)
     started, begun = time.time(), time.monotonic()
@@ -146,10 +153,27 @@ def _supervise(folder: Path, spec: dict[str, Any], start: Start, taken: devices.
     ended: dict[str, Any] = {"exit_code": code, "at": time.time(), "seconds": time.monotonic() - begun}
     ended["overtime"] = limit.over
     ended |= {"word": box["word"], "said": said} if box else {}
+    if code in _KILLED and _oom_kills() > before:
+        ended["oom"] = getrusage(RUSAGE_CHILDREN).ru_maxrss * 1024  # bytes of the largest process
+    with suppress(OSError):  # the record of the end fits on a disk that is full
+        (folder / _RESERVE).unlink()
     crashpoint("supervisor.before_exit_record")
     if (folder / "exit.json").is_dir():  # a job may put anything there
         (folder / "exit.json").rename(folder / f".exit.json.{time.monotonic_ns()}")
     write_json(folder / "exit.json", ended)
+
+
+def _oom_kills() -> int:
+    """How many processes of this one's cgroup the kernel killed for memory; 0 where nothing counts them."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, place = line.split(":", 2)
+        if controllers in ("", "memory"):
+            events = "memory.events" if not controllers else "memory.oom_control"
+            for folder in (_CGROUPS / controllers / place.strip("/"), _CGROUPS / controllers):
+                with suppress(OSError, ValueError, StopIteration):
+                    said = (folder / events).read_text().splitlines()
+                    return int(next(line.split()[1] for line in said if line.startswith("oom_kill ")))
+    return 0
 
 
 def _beat(folder: Path, started: float, begun: float, taken: devices.Taken) -> None:
