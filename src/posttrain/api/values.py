@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from posttrain.views.plans import StagePlan as StagePlan
     from posttrain.views.reporting import Written as Written
     from posttrain.views.status import RunStatus as RunStatus
+    from posttrain.views.status import RunSummary as RunSummary
     from posttrain.views.status import StageStatus as StageStatus
     from posttrain.views.tracing import RecordedSample as RecordedSample
     from posttrain.views.tracing import WrittenTrace as WrittenTrace

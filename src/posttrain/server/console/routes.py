@@ -38,7 +38,7 @@ from posttrain.server.streams import Followed, is_ending
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
-    from posttrain.api.values import RunStatus
+    from posttrain.api.values import RunSummary
     from posttrain.server.app import Server
 
 MOST = 200  # browsers that follow at a time; the others ask again and again
@@ -150,8 +150,8 @@ class Live:
             self.followers -= 1
 
 
-def _brief(one: RunStatus) -> Any:
-    return one.run.id, one.run.state, one.why, one.under_way, one.tokens, str(one.driver)
+def _brief(one: RunSummary) -> Any:
+    return one.id, one.state, one.message, one.under_way, one.tokens, str(one.driver)
 
 
 def _runs(control: Control, _: str) -> Any:
@@ -165,7 +165,8 @@ def _run(control: Control, run_id: str) -> Any:
         for one in status.stages
     ]
     over = is_final("run", status.run.state)
-    return status.run.generation, over, _brief(status), stages, status.signals, status.approvals
+    said = status.why, status.under_way, status.tokens, str(status.driver)
+    return status.run.generation, over, said, stages, status.signals, status.approvals
 
 
 def _channels(control: Control, _: str) -> Any:
