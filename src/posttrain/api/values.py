@@ -234,6 +234,13 @@ class Sweep:
         """Each once, in order."""
         return tuple(dict.fromkeys(point.seed for point in self.points))
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """That it has fewer seeds than are enough to tell settings apart."""
+        from posttrain.domain.measures import few_seeds
+
+        return few_seeds(len(self.seeds)) if len(self.settings) > 1 else ()
+
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
