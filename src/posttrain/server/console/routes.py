@@ -33,7 +33,7 @@ from posttrain.domain.lifecycle import is_final
 from posttrain.server.console import pages, visiting
 from posttrain.server.console.pages import PAGE
 from posttrain.server.console.visiting import ASSETS, HEADERS, Visit, asset, failed, html, redirect
-from posttrain.server.limits import FOLLOW, HEAVY, LOGIN, READ, in_thread
+from posttrain.server.limits import FOLLOW, HEAVY, LOGIN, LOOK, READ, in_thread
 from posttrain.server.streams import Followed, is_ending
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
     app.add_route("/", functools.partial(_first, server), methods=["GET"])
     app.add_route("/login", functools.partial(_login_page, server), methods=["GET"])
     app.add_route("/login", functools.partial(_log_in, server), methods=["POST"])
-    for lane, known in ((READ, _READ), (HEAVY, _HEAVY)):
+    for lane, known in ((LOOK, _READ), (HEAVY, _HEAVY)):
         for path, page in known.items():
             app.add_route(PROJECT + path, _shown(server, page, lane), methods=["GET"])
     for path, page in _FORMS.items():
