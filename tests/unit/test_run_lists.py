@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from posttrain.app.embedded.control import control_of
 from posttrain.app.workspace import Workspace, init_workspace
 from posttrain.cli.main import app
 from posttrain.domain.canonical import digest_json
+from posttrain.domain.kinds import kind_of
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.views import status as module
@@ -102,6 +104,18 @@ def test_audit_33_a_list_costs_the_same_few_statements(workspace: Workspace, lim
     shown: list[RunSummary] = []
     assert counted(lambda: shown.extend(read_newest(workspace, limit))) == 4  # runs, stages, live attempts, releases
     assert len(shown) == limit
+
+
+def test_stages_in_brief_are_the_stages_without_what_a_list_leaves_out(workspace: Workspace) -> None:
+    with workspace.ledger.snapshot() as now:
+        ids = [run.id for run in now.runs()]
+        whole, brief = now.stages(*ids), now.stages_in_brief(*ids)
+    kept = [kind_of(row.kind).measures or kind_of(row.kind).judges for row in whole]
+    assert any(row.metrics for row, keeps in zip(whole, kept, strict=True) if not keeps)
+    assert brief == [
+        replace(row, inputs={}, outputs={}, metrics=row.metrics if keeps else {})
+        for row, keeps in zip(whole, kept, strict=True)
+    ]
 
 
 def test_a_summary_says_what_a_whole_look_says(workspace: Workspace) -> None:

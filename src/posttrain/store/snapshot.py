@@ -86,7 +86,7 @@ _RUN_ID: ColumnElement[str] = bindparam("run_id")
 _PROJECT: BindParameter[str] = bindparam("of_project")
 _STAGES = select(stages).where(of_project(stages, _PROJECT)).order_by(stages.c.run_id, stages.c.position, stages.c.name)
 _STAGES_OF_ONE = _STAGES.where(stages.c.run_id == _RUN_ID)
-_NOTHING = type_coerce(literal("{}"), JsonText)
+_NOTHING = literal({}, JsonText)
 _TRAINS = [name for name, kind in OWN.items() if not (kind.measures or kind.judges)]
 _IN_BRIEF = select(
     *(column for column in stages.c if column.name not in ("inputs", "outputs", "metrics")),
