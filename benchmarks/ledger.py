@@ -2,9 +2,10 @@
 
     python -m benchmarks.ledger [--json FILE] [--runs N] [--events N] [--rounds N] [--keep DIR] [--tiny]
 
-Makes a workspace with N runs of 20 events each, or as many as `--events` says (10,000 runs of 100: a million events),
-all by the ledger's own transactions, and takes the CPU time of `ls`, `get`, `why`, `verify` and `doctor` as a person
-would type them: the median of three. `beyond` is what that is more than in a workspace of two runs, round by round: the
+Takes a workspace of N runs as the reconciler leaves them (`benchmarks.real_runs` makes it), or, with `--events`, of
+bare runs of so many events each, by the ledger's own transactions (10,000 runs of 100: a million events). Then it takes
+the CPU time of `ls`, `get`, `why`, `verify`, `lineage`, `doctor` and `gc` as a person would type them: the median of
+three. `beyond` is what that is more than in a workspace of two runs, round by round: the
 cost of the size, without the start of a process. The bound of `verify` is what cannot be left out: reading every event
 once and hashing its bytes once.
 """
@@ -21,22 +22,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.real_runs import RUNS, built
 from posttrain.app.workspace import init_workspace
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.runspec import Budget
 
-RUNS, ROUNDS, PER_TRANSACTION = 10_000, 3, 200
+ROUNDS, PER_TRANSACTION = 3, 200
 STAGES = ("sft", "grpo", "evaluate", "baseline", "gate")
 ROWS = 3 + 3 * len(STAGES)  # events of a run's rows: itself three times, each stage three times
-COMMANDS, OF_A_RUN = ("ls", "get", "why", "verify", "doctor"), ("get", "why", "verify")
-EVENTS = 20  # of one run, if nobody says otherwise; those that are not of its rows are of attempts
+COMMANDS = ("ls", "get", "why", "verify", "lineage", "doctor", "gc")
+OF_A_RUN = ("get", "why", "verify", "lineage")
+MORE = {"gc": ("--dry-run",)}
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ledger", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--runs", type=int, default=RUNS)
-    parser.add_argument("--events", type=int, default=EVENTS, metavar="N", help="of one run")
+    parser.add_argument("--events", type=int, metavar="N", help="of one bare run, instead of real ones")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--keep", type=Path, metavar="DIR", help="make the workspace here, or use the one that is here")
     parser.add_argument("--tiny", action="store_true", help="two runs, one round: that it runs, no figures")
@@ -63,11 +66,14 @@ def main() -> None:
     runs, rounds = (2, 1) if arguments.tiny else (arguments.runs, arguments.rounds)
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.keep or Path(scratch)
-        if not (folder / ".posttrain").exists():
-            fill(folder, runs, arguments.events)
-        fill(Path(scratch) / "small", 2, arguments.events)
-        rows = measure(folder, Path(scratch) / "small", rounds, ("ls", "verify") if arguments.tiny else COMMANDS)
-    print(f"{runs} runs, {runs * arguments.events} events")
+        places = {folder: runs, Path(scratch) / "small": 2}
+        for place, count in places.items():
+            if not (place / ".posttrain").exists() and arguments.events:
+                fill(place, count, arguments.events)
+        newest = {place: built(place, count)[-1] for place, count in places.items()}
+        rows = measure(newest, rounds, ("ls", "verify") if arguments.tiny else COMMANDS)
+        events = least(folder)[1]
+    print(f"{runs} runs, {events} events")
     print(f"{'command':8s} {'seconds':>8s} {'(min-max)':>14s} {'beyond':>7s} {'bound':>7s}  reached")
     for row in rows:
         span = f"({row.fastest:.2f}-{row.slowest:.2f})"
@@ -104,18 +110,24 @@ def fill(folder: Path, runs: int, events: int) -> None:
     workspace.close()
 
 
-def measure(folder: Path, small: Path, rounds: int, names: Sequence[str]) -> list[Row]:
-    """Every command in turn, in both workspaces, round by round."""
-    commands = {name: [name, *(["bench-00000000"] if name in OF_A_RUN else [])] for name in names}
-    times: dict[str, list[float]] = {name: [] for name in commands}
-    beyond: dict[str, list[float]] = {name: [] for name in commands}
+def measure(newest: Mapping[Path, str], rounds: int, names: Sequence[str]) -> list[Row]:
+    """Every command in turn, in both workspaces, round by round.
+
+    Args:
+        newest: the large workspace and the small one, with the run that is looked at.
+    """
+    times: dict[str, list[float]] = {name: [] for name in names}
+    beyond: dict[str, list[float]] = {name: [] for name in names}
     bounds: list[float] = []
     for _ in range(rounds):
-        for name, words in commands.items():
-            base, taken = (_seconds(words, place) for place in (small, folder))
+        for name in names:
+            taken, base = (
+                _seconds([name, *([run] if name in OF_A_RUN else MORE.get(name, ()))], place)
+                for place, run in newest.items()
+            )
             times[name].append(taken)
             beyond[name].append(taken - base)
-        bounds.append(least(folder))
+        bounds.append(least(next(iter(newest)))[0])
     return [
         Row(
             name,
@@ -133,17 +145,18 @@ def _seconds(words: list[str], folder: Path) -> float:
     """CPU seconds of one command."""
     started = _children()
     command = [sys.executable, "-m", "posttrain", *words]
-    subprocess.run(command, cwd=folder, check=words != ["doctor"], stdout=subprocess.DEVNULL)
+    subprocess.run(command, cwd=folder, check=words[0] != "doctor", stdout=subprocess.DEVNULL)
     return _children() - started
 
 
-def least(folder: Path) -> float:
-    """Seconds to read every event and hash its bytes, by nothing but SQLite and SHA-256."""
-    started = time.process_time()
+def least(folder: Path) -> tuple[float, int]:
+    """Seconds to read every event and hash its bytes, by nothing but SQLite and SHA-256; and how many there are."""
+    started, count = time.process_time(), 0
     with closing(sqlite3.connect(folder / ".posttrain" / "ledger.db")) as connection:
         for row in connection.execute("SELECT * FROM events LEFT JOIN payloads ON event = id ORDER BY id"):
             hashlib.sha256(repr(row).encode()).digest()
-    return time.process_time() - started
+            count += 1
+    return time.process_time() - started, count
 
 
 def _children() -> float:

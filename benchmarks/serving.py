@@ -1,13 +1,15 @@
 """What a server answers in time: latencies of `get` and `ls` over many connections, from the moment each was intended.
 
-    python -m benchmarks.serving [--json FILE] [--runs N] [--events N] [--seconds N] [--rate N] [--connections N]
+    python -m benchmarks.serving [--json FILE] [--runs N] [--seconds N] [--rate N] [--connections N] [--limit N]
                                  [--keep DIR] [--tiny]
 
-Serves a workspace of N runs (`benchmarks.ledger` makes it), and offers so many requests a second in all over so many
-connections, whatever has been answered: a server that falls behind is seen to; the first five seconds, in which its
-driver starts beside it, do not count. Half are a run (`get`), half the newest
-twenty (`ls`). Beside the latencies: seconds from `posttrain serve` to the first answer, and the idle server's memory.
-The bound that it is held against: p99 of 100 ms at 100 requests a second, 150 MB, 1.5 s.
+Serves a workspace of N runs as the reconciler leaves them (`benchmarks.real_runs` makes it), and offers so many
+requests a second in all over so many connections, whatever has been answered: a server that falls behind is seen to;
+the first five seconds, in which its driver starts beside it, do not count. Half are a run (`get`), half the newest
+twenty, or `--limit` of them (`ls`). What the server turns away (503) is counted, and is no latency. Beside the
+latencies: bytes of the largest answer, seconds from `posttrain serve` to the first answer, the server's memory when
+it is idle and afterwards, and its processor time for a request. The bound that it is held against: p99 of 100 ms at
+100 requests a second, 150 MB, 1.5 s.
 """
 
 from __future__ import annotations
@@ -21,16 +23,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
-from benchmarks.ledger import fill
+from benchmarks.real_runs import RUNS, built
 
-RUNS, EVENTS, SECONDS, RATE, CONNECTIONS = 10_000, 100, 30.0, 100.0, 200
+SECONDS, RATE, CONNECTIONS, LIMIT = 30.0, 100.0, 200, 20
 _PATIENCE = 120.0  # seconds until a server must have answered
 _MIB = 2**20
 _WARM = 5.0  # seconds that do not count
@@ -41,39 +43,45 @@ class Row:
     """One verb: milliseconds from the intended moment to the last byte."""
 
     verb: str
-    requests: int
+    requests: int  # that were answered
+    refused: int  # with 503
     median: float
     p99: float
     worst: float
+    bytes: int  # of the largest answer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--runs", type=int, default=RUNS)
-    parser.add_argument("--events", type=int, default=EVENTS, metavar="N", help="of one run")
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--rate", type=float, default=RATE, help="requests a second, in all")
     parser.add_argument("--connections", type=int, default=CONNECTIONS)
+    parser.add_argument("--limit", type=int, default=LIMIT, help="runs of one list")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="make the workspace here, or use the one that is here")
     parser.add_argument("--tiny", action="store_true", help="two runs, a few requests: that it runs, no figures")
     given = parser.parse_args()
     if given.tiny:
-        given.runs, given.events, given.seconds, given.rate, given.connections = 2, 20, 1.0, 20.0, 4
+        given.runs, given.seconds, given.rate, given.connections = 2, 1.0, 20.0, 4
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.keep or Path(scratch)
-        if not (folder / ".posttrain").exists():
-            fill(folder, given.runs, given.events)
+        ids = built(folder, given.runs)
         with served(folder) as (port, key, ready, process):
-            idle = process.memory_info().rss / _MIB
-            rows = asyncio.run(offered(port, key, given))
-    print(f"{given.runs} runs, {given.runs * given.events} events, {given.connections} connections, {given.rate:g}/s")
-    print(f"ready after {ready:.2f} s, idle {idle:.0f} MiB")
-    print(f"{'verb':6s} {'requests':>8s} {'median':>8s} {'p99':>8s} {'worst':>8s}  milliseconds")
+            idle, spent = process.memory_info().rss / _MIB, _spent(process)
+            rows = asyncio.run(offered(port, key, ids, given))
+            most, spent = process.memory_info().rss / _MIB, _spent(process) - spent
+    each = spent / sum(row.requests + row.refused for row in rows) * 1e3
+    print(f"{len(ids)} runs, {given.connections} connections, {given.rate:g}/s, lists of {given.limit}")
+    print(f"ready after {ready:.2f} s, idle {idle:.0f} MiB, afterwards {most:.0f} MiB, {each:.1f} ms CPU a request")
+    print(f"{'verb':6s} {'answered':>8s} {'refused':>8s} {'median':>8s} {'p99':>8s} {'worst':>8s} ms {'bytes':>8s}")
     for row in rows:
-        print(f"{row.verb:6s} {row.requests:8d} {row.median:8.1f} {row.p99:8.1f} {row.worst:8.1f}")
+        print(
+            f"{row.verb:6s} {row.requests:8d} {row.refused:8d} {row.median:8.1f} {row.p99:8.1f} {row.worst:8.1f}    "
+            f"{row.bytes:8d}"
+        )
     if given.json:
-        found = {"ready": ready, "idle_mib": idle, "rows": [asdict(row) for row in rows]}
+        found = {"ready": ready, "idle_mib": idle, "most_mib": most, "cpu_ms": each, "rows": [asdict(r) for r in rows]}
         given.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
@@ -107,16 +115,23 @@ def _answers(port: int) -> bool:
     return asked.getresponse().status == http.client.OK
 
 
-async def offered(port: int, key: str, given: argparse.Namespace) -> list[Row]:
+def _spent(process: psutil.Process) -> float:
+    """Seconds of processor time of the server and what it started."""
+    each = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+    return float(sum(one.user + one.system for one in each))
+
+
+async def offered(port: int, key: str, ids: Sequence[str], given: argparse.Namespace) -> list[Row]:
     """Offer requests at their moments, each on the next connection; its latency counts from that moment."""
     rng = random.Random(1)
     paths: dict[str, Callable[[], str]] = {
-        "get": lambda: f"/runs/bench-{rng.randrange(given.runs):08d}/status",
-        "ls": lambda: "/runs?limit=20",
+        "get": lambda: f"/runs/{rng.choice(ids)}/status",
+        "ls": lambda: f"/runs?limit={given.limit}",
     }
     open_ones = [await asyncio.open_connection("127.0.0.1", port) for _ in range(given.connections)]
     locks = [asyncio.Lock() for _ in open_ones]
     taken: dict[str, list[float]] = {verb: [] for verb in paths}
+    refused, sizes = dict.fromkeys(paths, 0), dict.fromkeys(paths, 0)
     began = time.perf_counter() + 0.5
     warm = int(given.rate * (_WARM if given.seconds > _WARM else 0.0))
 
@@ -125,35 +140,42 @@ async def offered(port: int, key: str, given: argparse.Namespace) -> list[Row]:
         await asyncio.sleep(max(0.0, intended - time.perf_counter()))
         place = number % len(open_ones)
         async with locks[place]:
-            await _ask(*open_ones[place], path, key)
-        if number >= warm:
-            taken[verb].append((time.perf_counter() - intended) * 1000)
+            status, size = await _ask(*open_ones[place], path, key)
+        if number < warm:
+            return
+        if status == http.client.SERVICE_UNAVAILABLE:
+            refused[verb] += 1
+            return
+        taken[verb].append((time.perf_counter() - intended) * 1000)
+        sizes[verb] = max(sizes[verb], size)
 
     verbs = list(paths)
     jobs = [(number, verbs[number % len(verbs)]) for number in range(warm + int(given.rate * given.seconds))]
     await asyncio.gather(*(ask(number, verb, paths[verb]()) for number, verb in jobs))
     for _, writer in open_ones:
         writer.close()
-    return [_row(verb, found) for verb, found in taken.items()]
+    return [_row(verb, taken[verb], refused[verb], sizes[verb]) for verb in paths]
 
 
-async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, key: str) -> None:
+async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, key: str) -> tuple[int, int]:
+    """Ask; status and bytes of the answer."""
     head = f"GET /v1/projects/default{path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\n\r\n"
     writer.write(head.encode())
-    status = (await reader.readline()).split()[1]
-    if status != b"200":
-        raise SystemExit(f"GET {path} was answered with {status.decode()}")
+    status = int((await reader.readline()).split()[1])
+    if status not in (http.client.OK, http.client.SERVICE_UNAVAILABLE):
+        raise SystemExit(f"GET {path} was answered with {status}")
     length = 0
     while (line := (await reader.readline()).strip().lower()) != b"":
         if line.startswith(b"content-length:"):
             length = int(line.partition(b":")[2])
     await reader.readexactly(length)
+    return status, length
 
 
-def _row(verb: str, found: list[float]) -> Row:
-    ordered = sorted(found)
+def _row(verb: str, found: list[float], refused: int, size: int) -> Row:
+    ordered = sorted(found) or [float("nan")]
     at = [ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.5, 0.99)]
-    return Row(verb, len(ordered), at[0], at[1], ordered[-1])
+    return Row(verb, len(found), refused, at[0], at[1], ordered[-1], size)
 
 
 if __name__ == "__main__":

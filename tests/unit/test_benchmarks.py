@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted((ROOT / "benchmarks").glob("*.py"))
 HELPERS = {"__init__", "__main__", "elsewhere", "empty_worker", "judging", "process_tree", "ray_pools", "sorting_task"}
-HELPERS |= {"trl_trainers"}
+HELPERS |= {"trl_trainers", "real_runs"}
 
 
 def private_uses(source: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,24 @@ def test_two_runs_are_paired_item_by_item(story: tuple[World, str, str]) -> None
     assert "-0.68 [-0.7" in text
     assert "exact McNemar" in text
     assert "parameters that differ" in text
+
+
+def test_audit_33_one_seed_of_each_is_warned_of(story: tuple[World, str, str]) -> None:
+    world, good, bad = story
+    (warning,) = world.json("compare", good, bad)["warnings"]
+    assert warning.startswith("1 seed of each setting compared")
+    assert f"warning: {warning}" in " ".join(world.ok("compare", good, bad, "--html", "page.html").split())
+    assert warning.partition(" (")[0] in (world.root / "page.html").read_text()
+
+
+def test_audit_33_three_seeds_of_each_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world(tmp_path, monkeypatch)
+    world.prepare()
+    world.ok("sweep", "run.yaml", "--set", "grpo.steps=4,6", "--seeds", "3")
+    runs = [run["id"] for run in world.json("ls")["runs"]]
+    assert world.json("compare", *runs)["warnings"] == []
+    assert world.json("compare", *runs[1:])["warnings"][0].startswith("2 seeds of each")
+    assert world.json("compare", *runs[:3])["warnings"] == [], "seeds of one setting"
 
 
 def test_stages_of_one_run_are_compared_and_many_at_once(story: tuple[World, str, str]) -> None:

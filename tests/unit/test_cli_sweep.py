@@ -46,6 +46,26 @@ def test_settings_are_ranked_nothing_ships_and_the_cache_is_shared(world: World)
     assert found["metric"] == "heldout/accuracy"
 
 
+@pytest.mark.parametrize("seeds", [1, 2, 3])
+def test_audit_33_fewer_than_three_seeds_are_warned_of(world: World, seeds: int) -> None:
+    words = ("sweep", "run.yaml", "--set", REWARDS, "--seeds", str(seeds))
+    planned = world.json(*words, "--dry-run")
+    found = world.json(*words)
+    assert planned["warnings"] == found["warnings"]
+    if seeds == 3:
+        assert found["warnings"] == []
+        assert "warning:" not in world.ok(*words)
+        return
+    (warning,) = found["warnings"]
+    assert warning.startswith(f"{seeds} seed{'s' * (seeds > 1)} of each setting compared")
+    shown = " ".join(world.ok(*words).split())
+    assert shown.count(f"warning: {warning}") == 2, "before anything is spent, and below the table"
+
+
+def test_audit_33_seeds_of_one_setting_are_no_comparison_of_settings(world: World) -> None:
+    assert world.json("sweep", "run.yaml", "--seeds", "2")["warnings"] == []
+
+
 def test_the_best_setting_is_run_as_the_table_says(world: World) -> None:
     world.ok("sweep", "run.yaml", "--set", REWARDS)
     computed = len(world.executor.launched)

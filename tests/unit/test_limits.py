@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from server_bench import Answer, ServerBench, served
 
+from posttrain.app.embedded.runs import Runs
 from posttrain.client.transport import Transport
 from posttrain.domain.canonical import digest_json
-from posttrain.domain.errors import LimitError
+from posttrain.domain.errors import BusyError, LimitError
 from posttrain.domain.principals import Role
 from posttrain.domain.records import RunRecord, StageRecord
-from posttrain.server.limits import BODY, FOLLOW, HEAVY, MOST, UPLOAD, Limits, Most
+from posttrain.server import limits
+from posttrain.server.limits import BODY, FOLLOW, HEAVY, LOOK, MOST, UPLOAD, Limits, Most
 
 P = "/v1/projects/default"
 
@@ -201,3 +203,99 @@ def test_an_upload_that_does_not_say_its_size_weighs_what_may_wait_of_it(bench: 
         while ("user:ann", UPLOAD) not in bench.limits._held:
             pass
         assert bench.limits._held["user:ann", UPLOAD].bytes == 16 << 20
+
+
+@pytest.fixture
+def held_up(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A database that answers no list until it is let."""
+    go = threading.Event()
+    real = Runs.ls
+
+    def slow(self: Runs, *words: Any, **named: Any) -> Any:
+        go.wait()
+        return real(self, *words, **named)
+
+    monkeypatch.setattr(Runs, "ls", slow)
+    yield go
+    go.set()
+
+
+def lists(bench: ServerBench, count: int, answers: list[Answer], said: threading.Semaphore) -> list[threading.Thread]:
+    def ask() -> None:
+        answers.append(bench.ask("GET", f"{P}/runs?limit=100", bench.tokens["ann"]))
+        said.release()
+
+    threads = [threading.Thread(target=ask) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_audit_33_looks_are_turned_away_and_a_stop_is_not(
+    bench: ServerBench, held_up: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 60 lists at once those that neither run nor may wait are answered while nothing else is."""
+    waiting, total = 5, 60
+    monkeypatch.setitem(limits._WAITING, LOOK, waiting)
+    monkeypatch.setitem(limits._PATIENCE, LOOK, 600.0)
+    ledger = bench.workspace.ledger
+    with ledger.transaction("user:ann") as transaction:
+        run = RunRecord("r-00000001", "r", digest_json("r"), "running", "ann", 1.0)
+        transaction.insert_run(run, [StageRecord(run.id, "sft", 0, "sft", "pending")])
+    most = MOST[LOOK].running + waiting
+    answers, said = list[Answer](), threading.Semaphore(0)
+    threads = lists(bench, total, answers, said)
+    for _ in range(total - most):
+        assert said.acquire(timeout=300), "whoever is turned away hears so at once"
+    for answer in list(answers):
+        assert (answer.status, answer.json["type"]) == (503, "urn:posttrain:problem:busy")
+        assert (answer.headers["retry-after"], answer.json["retryable"]) == ("1", True)
+    assert bench.ask("GET", "/healthz", None).status == 200
+    stopped = bench.ask("POST", f"{P}/runs/{run.id}/stop", bench.tokens["ann"])
+    assert (stopped.status, ledger.run(run.id).desired) == (200, "stopped")
+    held_up.set()
+    for thread in threads:
+        thread.join()
+    statuses = [answer.status for answer in answers]
+    assert len(statuses) == total
+    assert set(statuses) == {200, 503}
+    assert statuses.count(200) <= most
+    assert 503 not in statuses[total - statuses.count(200) :], "first those that were turned away"
+
+
+def test_audit_33_who_looks_waits_for_so_long_and_no_longer(
+    bench: ServerBench, held_up: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert limits._PATIENCE[LOOK] <= 5.0
+    monkeypatch.setitem(limits._PATIENCE, LOOK, 0.2)
+    running = MOST[LOOK].running
+    answers, said = list[Answer](), threading.Semaphore(0)
+    threads = lists(bench, running + 10, answers, said)
+    for _ in range(10):
+        assert said.acquire(timeout=300), "nobody waits for the database longer than that"
+    assert {(answer.status, answer.headers["retry-after"]) for answer in answers} == {(503, "1")}
+    held_up.set()
+    for thread in threads:
+        thread.join()
+    assert [answer.status for answer in answers[10:]] == [200] * running
+
+
+def test_audit_33_a_client_comes_again_when_it_was_told_to_and_not_for_ever(
+    bench: ServerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses, tries = list[float](), iter([True, True, False])
+    real = Runs.ls
+
+    def busy(self: Runs, *words: Any, **named: Any) -> Any:
+        if next(tries, True):
+            raise BusyError("the server has too much to do")
+        return real(self, *words, **named)
+
+    monkeypatch.setattr(Runs, "ls", busy)
+    monkeypatch.setattr("posttrain.client.transport.time.sleep", pauses.append)
+    control = bench.control(bench.tokens["ann"])
+    assert control.ls(5) == []
+    assert pauses == [1.0, 1.0]
+    monkeypatch.setattr("posttrain.client.transport.PATIENCE", 0.0)
+    with pytest.raises(BusyError):
+        control.ls(5)

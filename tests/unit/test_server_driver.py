@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from posttrain.drivers.log import DriverLog, Veil
 from posttrain.server import driver as module
 from posttrain.server.driver import OpenRuns, Upkeep
 from posttrain.store.work import open_runs
-from posttrain.views.status import RunStatus, read_newest, read_status
+from posttrain.views.status import RunSummary, read_newest
 
 
 @dataclass
@@ -76,13 +76,9 @@ def test_one_statement_finds_the_open_runs_of_every_project(workspace: Workspace
 def test_a_list_of_runs_costs_the_same_statements_however_many_they_are(workspace: Workspace, many: int) -> None:
     ids = [waiting(workspace, "a", f"a-{number}") for number in range(many)]
     seen = workspace.seen_by("user:ann", "a", "os")
-    shown: list[RunStatus] = []
+    shown: list[RunSummary] = []
     assert counted(workspace, lambda: shown.extend(read_newest(seen, 100))) <= 7
-    assert sorted(status.run.id for status in shown) == sorted(ids)
-    for status in shown[:3]:
-        whole = read_status(seen, status.run.id, brief=True)
-        stages = tuple(replace(stage, changed_at=None) for stage in whole.stages)  # a list does not tell that
-        assert replace(status, seconds=0.0) == replace(whole, seconds=0.0, stages=stages)
+    assert sorted(one.id for one in shown) == sorted(ids)
 
 
 def test_an_idle_minute_costs_less_than_two_statements_a_second(

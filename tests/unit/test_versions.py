@@ -75,13 +75,9 @@ def test_fields_of_the_next_release_are_ignored(bench: ServerBench, path: str) -
         grown["projects"].pop("of_tomorrow")  # its keys are data
     if isinstance(said, list):
         for one in grown:
-            for kept in ("scopes",):
+            for kept in ("scopes", "stages", "score"):
                 if kept in one:
                     one[kept].pop("of_tomorrow")
-            for stage in one.get("stages", ()):
-                for data in ("inputs", "outputs", "metrics"):
-                    stage["record"][data].pop("of_tomorrow", None)
-                stage["progress"]["latest"].pop("of_tomorrow", None)
     elif verb == "status":
         for stage in grown["stages"]:
             for data in ("inputs", "outputs", "metrics"):

@@ -57,7 +57,7 @@ _WHERE = {  # room → names of it that modules import for type checking only
     "posttrain.views.moves": "Move",
     "posttrain.views.plans": "PlanView",
     "posttrain.views.reporting": "Written",
-    "posttrain.views.status": "RunStatus",
+    "posttrain.views.status": "RunStatus RunSummary",
     "posttrain.views.tracing": "RecordedSample WrittenTrace",
     "posttrain.web.report": "ComparePage RunReport",
     "typing": "Any",

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         RunDriver,
         RunReport,
         RunStatus,
+        RunSummary,
         Scores,
         Submitted,
         TrackerState,
@@ -180,11 +181,11 @@ class Runs(Protocol):
     def manifest(self, run_id: RunId) -> Manifest:
         """Its locked manifest."""
 
-    def ls(self, limit: int, before: RunId | None = None) -> list[RunStatus]:
-        """The newest runs, of each what its jobs said last; `before`: those that are older than this one."""
+    def ls(self, limit: int, before: RunId | None = None) -> list[RunSummary]:
+        """The newest runs in brief, a kilobyte each; `before`: those that are older than this one."""
 
-    def queue(self, limit: int) -> list[RunStatus]:
-        """Runs that have not ended, those that wait first, each kind newest first."""
+    def queue(self, limit: int) -> list[RunSummary]:
+        """Runs that have not ended, in brief: those that wait first, each kind newest first."""
 
     def status(self, run_id: RunId) -> RunStatus:
         """How a run stands."""

@@ -30,7 +30,7 @@ def _numbers(sample: str) -> tuple[int, ...]:
 NEWEST: Mapping[
     str, Callable[[Any], str]
 ] = {  # lists that begin with the newest: what names a thing; the ledger finds the place
-    "ls": lambda status: str(status.run.id),
+    "ls": lambda run: str(run.id),
     "ids": str,
     "history": lambda move: str(move.entry.sequence),
 }

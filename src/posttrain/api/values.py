@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from posttrain.views.plans import StagePlan as StagePlan
     from posttrain.views.reporting import Written as Written
     from posttrain.views.status import RunStatus as RunStatus
+    from posttrain.views.status import RunSummary as RunSummary
     from posttrain.views.status import StageStatus as StageStatus
     from posttrain.views.tracing import RecordedSample as RecordedSample
     from posttrain.views.tracing import WrittenTrace as WrittenTrace
@@ -232,6 +233,13 @@ class Sweep:
     def seeds(self) -> tuple[int, ...]:
         """Each once, in order."""
         return tuple(dict.fromkeys(point.seed for point in self.points))
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """That it has fewer seeds than are enough to tell settings apart."""
+        from posttrain.domain.measures import few_seeds
+
+        return few_seeds(len(self.seeds)) if len(self.settings) > 1 else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,15 +52,14 @@ def ls(
 ) -> None:
     """List runs, newest first, and what the channels point at."""
     control = open_control()
-    statuses, live = control.ls(limit), control.live()
+    runs, live = control.ls(limit), control.live()
     records = {record.name: record for record in control.channels()}
     barred = control.recalled(*(entry.model_digest for entry in live))
     control.close()
     if output is Output.JSON:
-        runs = [{k: v for k, v in status.to_json().items() if k != "stages"} for status in statuses]
-        emit_json({"runs": runs, "channels": [asdict(entry) for entry in live]})
+        emit_json({"runs": [asdict(run) for run in runs], "channels": [asdict(entry) for entry in live]})
         return
-    if not statuses:
+    if not runs:
         say("no runs yet; next: posttrain run RUN.yaml")
         _say_channels(live, records, barred)
         return
@@ -72,14 +71,13 @@ def ls(
     table = Grid(
         [Column(), *(Column(title) for title in ("run", "state", "submitted", "took", "driver")), *words], heads=3
     )
-    for status in statuses:
-        run = status.run
+    for run in runs:
         mark = Text(glyph(run.state), style=style(run.state))
-        reason = status.trouble or status.under_way or (status.why if run.state != "succeeded" else run.reason)
-        action = "" if run.state == "succeeded" and not status.trouble else status.next_action
-        driver, took = str(status.driver or ""), duration(status.seconds)
+        reason = run.under_way or (run.message if run.state != "succeeded" else run.reason)
+        action = "" if run.state == "succeeded" else run.next_action
+        driver, took = str(run.driver or ""), duration(run.seconds)
         table.row(
-            mark, run.id, status.standing, ago(run.created_at), took, driver, " ".join(reason.split()), as_typed(action)
+            mark, run.id, run.standing, ago(run.created_at), took, driver, " ".join(reason.split()), as_typed(action)
         )
     console().print(table)
     _say_channels(live, records, barred)

@@ -72,6 +72,8 @@ def sweep(
     tell(f"{count}; ranked by {found.metric}, {found.better} is better")
     for note in found.notes:
         tell(f"note: {note}")
+    for warning in found.warnings:
+        tell(f"warning: {warning}")
     if dry_run:
         _show_points(found, output)
         control.close()
@@ -106,7 +108,8 @@ def _show_points(found: Sweep, output: Output) -> None:
         for point in found.points
     ]
     if output is Output.JSON:
-        emit_json({"metric": found.metric, "better": found.better, "runs": rows, "notes": list(found.notes)})
+        head = {"metric": found.metric, "better": found.better, "runs": rows, "notes": list(found.notes)}
+        emit_json(head | {"warnings": list(found.warnings)})
         return
     for point in found.points:
         say(f"{setting_words(point.setting)}, seed {point.seed}")
@@ -220,6 +223,8 @@ def _footnotes(found: Sweep, ranking: Ranking, troubles: Sequence[str]) -> Itera
     )
     for note in (*ranking.notes, *troubles):
         yield Text(f"note: {note}", style=style("warn"))
+    for warning in ranking.warnings:
+        yield Text(f"warning: {warning}", style=style("warn"))
 
 
 def _next(found: Sweep, ranking: Ranking) -> None:
@@ -329,6 +334,8 @@ def _notes_below(found: Comparison) -> Iterator[Text]:
     yield Text(f"{100 * found.confidence:g} % intervals, each by itself: {'; '.join(found.methods)}", style="dim")
     for note in found.notes:
         yield Text(f"note: {note}", style=style("warn"))
+    for warning in found.warnings:
+        yield Text(f"warning: {warning}", style=style("warn"))
 
 
 def parameter_table(found: Comparison) -> Grid:

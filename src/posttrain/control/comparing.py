@@ -15,9 +15,10 @@ from posttrain.control.stores import Stores
 from posttrain.data.importing import Curve
 from posttrain.decision.gates import Evidence
 from posttrain.decision.intervals import CONFIDENCE, Estimate, Paired, estimate, paired
+from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.manifest import InputRef, Manifest
-from posttrain.domain.measures import better
+from posttrain.domain.measures import better, few_seeds
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.store.ledger import Ledger
 
@@ -206,6 +207,7 @@ class Comparison:
     notes: tuple[str, ...]
     confidence: float = CONFIDENCE
     histories: tuple[ImportedHistory, ...] = ()
+    warnings: tuple[str, ...] = ()  # that fewer seeds than are enough were compared
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -242,6 +244,7 @@ class Comparison:
             ],
             "notes": list(self.notes),
             "histories": [asdict(one) for one in self.histories],
+            "warnings": list(self.warnings),
         }
 
 
@@ -293,13 +296,19 @@ def side_by_side(ledger: Ledger, subjects: Sequence[Subject], histories: Sequenc
         raise InputError(f"compare: what is compared must share a metric, got none: {told}; evaluate on one suite")
     for one in subjects[1:]:
         notes += _settings(subjects[0], one)
+    parameters, noted = tuple(_parameters(ledger, subjects)), tuple(dict.fromkeys(notes))
     return Comparison(
-        tuple(subjects),
-        tuple(rows),
-        tuple(_parameters(ledger, subjects)),
-        tuple(dict.fromkeys(notes)),
-        histories=tuple(histories),
+        tuple(subjects), tuple(rows), parameters, noted, histories=tuple(histories), warnings=_few_seeds(subjects)
     )
+
+
+def _few_seeds(subjects: Sequence[Subject]) -> tuple[str, ...]:
+    """A warning where models of several settings are compared, and one of them has fewer seeds than are enough."""
+    seeds: dict[tuple[str, str], set[int]] = {}
+    for one in subjects:
+        settings = digest_json(one.manifest.model_dump(mode="json", exclude={"name", "owner", "seed"}))
+        seeds.setdefault((settings, one.model), set()).add(one.manifest.seed)
+    return few_seeds(min(map(len, seeds.values()))) if len(seeds) > 1 else ()
 
 
 def _metrics(subjects: Sequence[Subject]) -> dict[str, Measured]:

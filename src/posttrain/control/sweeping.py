@@ -93,7 +93,8 @@ def ranking_json(ranking: Ranking, settings: Sequence[Mapping[str, Any]]) -> dic
         {"first": d.first, "second": d.second, "difference": d.value, "low": d.low, "high": d.high, "seeds": d.seeds}
         for d in ranking.differences
     ]
-    return {"confidence": ranking.confidence, "settings": rows, "differences": pairs, "notes": list(ranking.notes)}
+    told = {"notes": list(ranking.notes), "warnings": list(ranking.warnings)}
+    return {"confidence": ranking.confidence, "settings": rows, "differences": pairs, **told}
 
 
 def _evidence(stores: Stores, run_id: str, model: str, metric: str, troubles: list[str]) -> Evidence | None:

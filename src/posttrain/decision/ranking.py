@@ -24,9 +24,8 @@ import numpy as np
 from posttrain.decision.gates import Evidence
 from posttrain.decision.intervals import CONFIDENCE, Estimate, decimals, estimate, paired
 from posttrain.domain.errors import InputError
-from posttrain.domain.measures import ItemRange
+from posttrain.domain.measures import ENOUGH_SEEDS, ItemRange, few_seeds
 
-_ENOUGH = 3  # seeds
 Seeds = Mapping[int, Evidence]  # seed → what was measured of its model
 
 
@@ -74,6 +73,7 @@ class Ranking:
     differences: tuple[Difference, ...]
     confidence: float  # of each mean, and of all differences together
     notes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()  # that fewer seeds than are enough were compared
 
 
 def rank(metric: str, settings: Sequence[Seeds], better: str, confidence: float = CONFIDENCE) -> Ranking:
@@ -108,8 +108,11 @@ def rank(metric: str, settings: Sequence[Seeds], better: str, confidence: float 
         notes.append("with one seed the intervals are of these models; another seed may order the settings otherwise")
     few = sum(not one.enough for one in found)
     if few:
-        notes.append(f"{few} of {len(found)} pairs have fewer than {_ENOUGH} seeds in common, which decide nothing")
-    return Ranking(tuple(ranked), tuple(found), confidence, tuple(notes))
+        notes.append(
+            f"{few} of {len(found)} pairs have fewer than {ENOUGH_SEEDS} seeds in common, which decide nothing"
+        )
+    warnings = few_seeds(min(one.seeds for one in found)) if found else ()
+    return Ranking(tuple(ranked), tuple(found), confidence, tuple(notes), warnings)
 
 
 def _mean(metric: str, seeds: Seeds, confidence: float) -> Estimate:
@@ -139,7 +142,7 @@ def _difference(
         spread = _spread(gains, each)
     value = items.difference
     low, high = value - math.hypot(value - items.low, spread), value + math.hypot(items.high - value, spread)
-    return Difference(first, second, value, low, high, len(both), not several or len(both) >= _ENOUGH)
+    return Difference(first, second, value, low, high, len(both), not several or len(both) >= ENOUGH_SEEDS)
 
 
 def _over_seeds(found: Sequence[Evidence]) -> Evidence:

@@ -40,6 +40,7 @@ RATE = ItemRange(0.0, 1.0, binary=True)  # an item is right or wrong
 SHARE = ItemRange(0.0, 1.0)  # a share of an item's samples
 
 
+ENOUGH_SEEDS = 3  # of each setting: what two agree on, a third may not
 _COMPARED = ("accuracy", "sampled_accuracy")
 QUANTITIES = (*_COMPARED, "response_tokens", "truncated", "reward", "sampled_reward", "pass@1")  # pass@k: any k
 
@@ -72,3 +73,13 @@ def item_id(text: str, answer: str | None) -> str:
         answer: None: a reward scores it.
     """
     return digest_json({"prompt": text, "answer": answer})
+
+
+def few_seeds(seeds: int) -> tuple[str, ...]:
+    """A warning where so many seeds of each setting are compared; none where they are enough to tell settings apart."""
+    if seeds >= ENOUGH_SEEDS:
+        return ()
+    return (
+        f"{seeds} seed{'s' * (seeds != 1)} of each setting compared: on a steep learning curve seeds alone move a "
+        f"score more than settings do; compare {ENOUGH_SEEDS} or more (posttrain sweep --seeds {ENOUGH_SEEDS})",
+    )

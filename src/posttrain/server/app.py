@@ -44,7 +44,7 @@ from posttrain.server.calling import arguments, call, to_json
 from posttrain.server.console import routes as console
 from posttrain.server.entrance import Asker, Entrance
 from posttrain.server.forwarding import Peers
-from posttrain.server.limits import BODY, HEAVY, READ, RETRY_SECONDS, Limits, in_thread
+from posttrain.server.limits import BODY, HEAVY, LOOK, READ, RETRY_SECONDS, Limits, in_thread
 from posttrain.server.logs import facts, logged_problem
 from posttrain.server.metering import MEDIA_TYPE as METRICS_TYPE
 from posttrain.server.metering import Meters
@@ -138,8 +138,12 @@ def asker(request: Request) -> Asker:
 
 
 def _answering(server: Server, operation: Operation) -> Callable[[Request], Awaitable[Response]]:
+    light = READ if operation.unsafe else LOOK  # looks never keep a stop waiting
+
     async def answer(request: Request) -> Response:
-        who = await in_thread(READ, _admitted, server, operation, request)  # before anything of the body is read
+        who = await in_thread(
+            READ if operation.heavy else light, _admitted, server, operation, request
+        )  # before anything of the body is read
         async with server.limits.taken(who.identity.principal, BODY, weight(operation, request)):
             return await answered(request, who)
 
@@ -153,7 +157,7 @@ def _answering(server: Server, operation: Operation) -> Callable[[Request], Awai
             if elsewhere is not None:
                 return elsewhere
         given, key = _given(server, operation, request, who, body)
-        lane, number, size = HEAVY if operation.heavy else READ, request.state.id, len(body)
+        lane, number, size = HEAVY if operation.heavy else light, request.state.id, len(body)
 
         async def carry(asking: Asking) -> bytes:
             async with server.limits.taken(who.identity.principal, lane, size):

@@ -8,6 +8,8 @@ Threads for what blocks, by what it waits for: uploads, followers and workers ke
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -20,8 +22,18 @@ from posttrain.domain.errors import BusyError, LimitError
 
 T = TypeVar("T")
 READ, HEAVY, UPLOAD, ADOPT, FOLLOW, PASS_ON = "read", "heavy", "upload", "adopt", "follow", "pass on"
-_THREADS = {READ: 32, HEAVY: 16, UPLOAD: 16, ADOPT: 8, FOLLOW: 128, PASS_ON: 64}
-_WAITING = {READ: 1000, HEAVY: 100, UPLOAD: 200, ADOPT: 200, FOLLOW: 0, PASS_ON: 0}  # that may wait for a thread
+LOOK = "look"  # what only looks: who is turned away asks again, and nothing of a run waits for it
+_THREADS = {LOOK: 16, READ: 32, HEAVY: 16, UPLOAD: 16, ADOPT: 8, FOLLOW: 128, PASS_ON: 64}
+_WAITING = {
+    LOOK: 64,
+    READ: 1000,
+    HEAVY: 100,
+    UPLOAD: 200,
+    ADOPT: 200,
+    FOLLOW: 0,
+    PASS_ON: 0,
+}  # that may wait for a thread
+_PATIENCE = {LOOK: 2.0}  # seconds for which one may wait for it; others as long as it takes
 _limits: dict[str, anyio.CapacityLimiter] = {}
 RETRY_SECONDS = 1  # that whoever was refused is told to wait
 BODY, LOGIN = "body", "login"  # what takes no thread of its own: bodies from their first byte on, forms that log in
@@ -34,14 +46,38 @@ async def in_thread(lane: str, does: Callable[..., T], *words: Any) -> T:
     """What a function answers, in a thread of this lane; it waits for one without a thread.
 
     Raises:
-        BusyError: too many wait already.
+        BusyError: too many wait already, or it waited too long.
     """
     limit = _limits.get(lane)
     if limit is None:
         limit = _limits[lane] = anyio.CapacityLimiter(_THREADS[lane])
-    if not limit.available_tokens and limit.statistics().tasks_waiting >= _WAITING[lane]:
+    async with _turn(limit, lane):
+        return await run_sync(does, *words, limiter=_any_thread())
+
+
+@functools.cache
+def _any_thread() -> anyio.CapacityLimiter:
+    """Who has their turn waits for no thread."""
+    return anyio.CapacityLimiter(math.inf)
+
+
+@asynccontextmanager
+async def _turn(limit: anyio.CapacityLimiter, lane: str) -> AsyncIterator[None]:
+    """Have one of so many places, in the order in which they are asked for. Raises as `in_thread`."""
+    mine, patience = object(), _PATIENCE.get(lane)
+    if not limit.available_tokens and limit.statistics().tasks_waiting >= _WAITING.get(lane, math.inf):
         raise BusyError(f"the server has too much to do ({lane}); ask again in a while")
-    return await run_sync(does, *words, limiter=limit)
+    try:
+        with anyio.fail_after(patience):
+            await limit.acquire_on_behalf_of(mine)
+    except TimeoutError as error:
+        raise BusyError(
+            f"the server has too much to do ({lane}), and came to it within {patience} s no more"
+        ) from error
+    try:
+        yield
+    finally:
+        limit.release_on_behalf_of(mine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +89,11 @@ class Most:
 
 
 MOST = {
-    **{READ: Most(24, 500), HEAVY: Most(2, 16), UPLOAD: Most(12, 12), FOLLOW: Most(32, 32)},
+    **{LOOK: Most(12, 500), READ: Most(24, 500), HEAVY: Most(2, 16), UPLOAD: Most(12, 12), FOLLOW: Most(32, 32)},
     **{ADOPT: Most(4, 12), BODY: Most(600, 600), LOGIN: Most(4, 32), CHANNEL: Most(4, 16)},
 }
 _WORDS = {
-    **{READ: "requests", HEAVY: "requests that compute", UPLOAD: "uploads", FOLLOW: "followers"},
+    **{LOOK: "requests", READ: "requests", HEAVY: "requests that compute", UPLOAD: "uploads", FOLLOW: "followers"},
     **{ADOPT: "direct uploads that are looked at", BODY: "requests with bodies", LOGIN: "log-ins"},
     CHANNEL: "requests about a channel",
 }
@@ -89,7 +125,7 @@ class Limits:
             size: bytes of an upload or a body; a single one may be as large as it likes.
 
         Raises:
-            LimitError: they have too many already.
+            LimitError: they have too many already. BusyError: as `in_thread`.
         """
         key, most = (principal, lane), self.most[lane]
         held = self._held.get(key)
@@ -108,7 +144,7 @@ class Limits:
         held.known += 1
         held.bytes += size
         try:
-            async with held.turn:
+            async with _turn(held.turn, lane):
                 yield
         finally:
             held.known -= 1

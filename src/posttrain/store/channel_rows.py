@@ -78,6 +78,16 @@ class ChannelReading:
         query = select(func.max(releases.c.sequence)).where(releases.c.project == self._project)
         return int(self._connection.execute(query.where(releases.c.channel == name)).scalar() or 0)
 
+    def released(self, *run_ids: str) -> dict[str, str]:
+        """The last release of each of these runs that has one: `channel@sequence`."""
+        query = select(releases.c.run_id, releases.c.channel, releases.c.sequence).order_by(releases.c.at)
+        query = query.where(releases.c.project == self._project)
+        found: dict[str, str] = {}
+        for start in range(0, len(run_ids), _BATCH):
+            part = query.where(releases.c.run_id.in_(run_ids[start : start + _BATCH]))
+            found |= {run: f"{name}@{number}" for run, name, number in self._connection.execute(part)}
+        return found
+
     def quarantine(self, name: str) -> list[Quarantine]:
         """Models that may not be promoted to a channel again, the newest first."""
         query = select(quarantine, principals.c.name.label("actor"))
@@ -115,11 +125,13 @@ class ChannelReading:
             slots: how the slots of the data begin.
             output: of those stages, with the measurements.
         """
-        made = edges.alias("made")
+        # distinct, so that it is read once: joined to itself, SQLite reads every edge of the project for each result
+        left = select(edges.c.producer, edges.c.digest).where(edges.c.project == self._project).distinct()
+        made = left.where(edges.c.consumer == "", edges.c.output == output).subquery("made")
         query = select(edges.c.digest.label("items"), edges.c.slot, made.c.digest.label("results")).distinct()
-        query = query.join(made, (made.c.project == edges.c.project) & (made.c.producer == edges.c.consumer))
+        query = query.join(made, made.c.producer == edges.c.consumer)
         query = query.where(edges.c.project == self._project, edges.c.slot.startswith(slots, autoescape=True))
-        query = query.where(made.c.consumer == "", made.c.output == output, edges.c.consumer != "")
+        query = query.where(edges.c.consumer != "")
         return self._all(Measured, query.order_by("items", edges.c.slot, "results"))
 
     def channels(self) -> list[str]:

@@ -20,9 +20,11 @@ from sqlalchemy import (
     Text,
     and_,
     bindparam,
+    case,
     cast,
     exists,
     func,
+    literal,
     or_,
     select,
     tuple_,
@@ -30,6 +32,7 @@ from sqlalchemy import (
 )
 
 from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.kinds import OWN
 from posttrain.domain.lifecycle import AttemptState, RunState, is_final
 from posttrain.domain.records import (
     Artifact,
@@ -50,6 +53,7 @@ from posttrain.store.misnamed import no_run
 from posttrain.store.principals import PrincipalReading
 from posttrain.store.rows import Record, to_event, to_record
 from posttrain.store.schema import (
+    JsonText,
     artifacts,
     asset_status,
     assets,
@@ -76,11 +80,20 @@ from posttrain.store.waking import RUN
 _NAMES = 500  # of one statement
 _SHOWN = 5  # candidates named in an error
 _ENDED = [state for state in RunState if is_final("run", state)]
+_OVER = [state for state in AttemptState if is_final("attempt", state)]
 _DRIVEN = (work.c.project == runs.c.project) & (work.c.kind == RUN) & (work.c.object == runs.c.id)
 _RUN_ID: ColumnElement[str] = bindparam("run_id")
 _PROJECT: BindParameter[str] = bindparam("of_project")
 _STAGES = select(stages).where(of_project(stages, _PROJECT)).order_by(stages.c.run_id, stages.c.position, stages.c.name)
 _STAGES_OF_ONE = _STAGES.where(stages.c.run_id == _RUN_ID)
+_NOTHING = literal({}, JsonText)
+_TRAINS = [name for name, kind in OWN.items() if not (kind.measures or kind.judges)]
+_IN_BRIEF = select(
+    *(column for column in stages.c if column.name not in ("inputs", "outputs", "metrics")),
+    *(_NOTHING.label("inputs"), _NOTHING.label("outputs")),
+    type_coerce(case((stages.c.kind.in_(_TRAINS), "{}"), else_=stages.c.metrics), JsonText).label("metrics"),
+)
+_IN_BRIEF = _IN_BRIEF.where(of_project(stages, _PROJECT)).order_by(stages.c.run_id, stages.c.position, stages.c.name)
 _ATTEMPTS_OF_MANY = select(attempts).where(of_project(attempts, _PROJECT))
 _ATTEMPTS_OF_MANY = _ATTEMPTS_OF_MANY.order_by(attempts.c.run_id, attempts.c.stage, attempts.c.number)
 _ATTEMPTS = _ATTEMPTS_OF_MANY.where(attempts.c.run_id == _RUN_ID)
@@ -169,21 +182,26 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
             return self._all(StageRecord, _STAGES_OF_ONE, {"run_id": run_ids[0], "of_project": self._project})
         return self._each(StageRecord, _STAGES, stages.c.run_id, run_ids, {"of_project": self._project})
 
+    def stages_in_brief(self, *run_ids: str) -> list[StageRecord]:
+        """As `stages`, without inputs and outputs; metrics of gates and evaluations only."""
+        return self._each(StageRecord, _IN_BRIEF, stages.c.run_id, run_ids, {"of_project": self._project})
+
     def attempts(self, run_id: str, stage: str | None = None) -> list[AttemptRecord]:
         """The attempts of a run, or of one of its stages, oldest first."""
         query = _ATTEMPTS if stage is None else _ATTEMPTS.where(attempts.c.stage == stage)
         return self._all(AttemptRecord, query, {"run_id": run_id, "of_project": self._project})
 
-    def attempts_of(self, *run_ids: str) -> list[AttemptRecord]:
-        """The attempts of runs, by run, stage and number."""
-        return self._each(AttemptRecord, _ATTEMPTS_OF_MANY, attempts.c.run_id, run_ids, {"of_project": self._project})
+    def attempts_of(self, *run_ids: str, live: bool = False) -> list[AttemptRecord]:
+        """The attempts of runs, by run, stage and number; `live`: those that have not ended."""
+        query = _ATTEMPTS_OF_MANY.where(attempts.c.state.not_in(_OVER)) if live else _ATTEMPTS_OF_MANY
+        return self._each(AttemptRecord, query, attempts.c.run_id, run_ids, {"of_project": self._project})
 
     def occupying(self, host: str | None, now: float) -> tuple[int, list[AttemptRecord]]:
         """Attempts of this host that have not ended, in every project: how many belong to runs that somebody drives,
         and those of the other runs.
         """
         here = attempts.c.host.is_(None) if host is None else attempts.c.host == host
-        live = and_(here, attempts.c.state.in_([state for state in AttemptState if not is_final("attempt", state)]))
+        live = and_(here, attempts.c.state.not_in(_OVER))
         mine = (work.c.project == runs.c.project) & (work.c.object == runs.c.id)
         driven = exists().where(mine, work.c.kind == RUN, work.c.lease_until > now)
         of_runs = attempts.join(runs, runs.c.id == attempts.c.run_id)
@@ -195,11 +213,10 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
 
     def live_attempts(self) -> set[str]:
         """The names of attempts that have not ended, in every project."""
-        final = [state for state in AttemptState if is_final("attempt", state)]
         query = across(
-            select(attempts.c.name).where(attempts.c.state.not_in(final)), "scratch folders of every project"
+            select(attempts.c.name).where(attempts.c.state.not_in(_OVER)), "scratch folders of every project"
         )
-        return set(self._connection.execute(query.where(attempts.c.state.not_in(final))).scalars())
+        return set(self._connection.execute(query).scalars())
 
     def asset(self, kind: str, name: str, version: int | None = None) -> Asset:
         """One version of an asset; the latest without `version`.

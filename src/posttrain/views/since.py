@@ -9,7 +9,7 @@ Where a job runs that does not run here, in words.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from signal import Signals
@@ -133,11 +133,14 @@ def ended_unseen(workspace: OpenWorkspace, attempts: Sequence[AttemptRecord]) ->
     )
 
 
-def on_another_host(workspace: OpenWorkspace, attempts: Sequence[AttemptRecord]) -> tuple[str, str] | None:
+def on_another_host(
+    workspace: OpenWorkspace, attempts: Sequence[AttemptRecord], hosts: Callable[[], Sequence[Host]]
+) -> tuple[str, str] | None:
     """Why a stage is where it is whose live attempt another host has, and what a person would do next.
 
     Args:
         attempts: of the stage, oldest first.
+        hosts: those of the ledger.
 
     Returns:
         None: no other host has it.
@@ -145,7 +148,7 @@ def on_another_host(workspace: OpenWorkspace, attempts: Sequence[AttemptRecord])
     last = attempts[-1] if attempts else None
     if last is None or is_final("attempt", last.state) or not workspace.jobs.elsewhere(last) or not workspace.hosts:
         return None
-    host = next((one for one in workspace.hosts.all() if one.id == last.host), None)
+    host = next((one for one in hosts() if one.id == last.host), None)
     if host is not None and not host.gone:
         return f"attempt {last.number} is on host {named(host)}", "none needed"
     silent = f"was last heard of {span(host.silent)} ago" if host else "was never heard of"

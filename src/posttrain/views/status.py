@@ -4,12 +4,14 @@ report show. Reads only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from posttrain.control.budgets import spending
 from posttrain.control.channels import standings
+from posttrain.control.deciding import ADDED
 from posttrain.control.launching import trained_elsewhere
 from posttrain.control.selecting import choice_warnings, selection_words
 from posttrain.domain.approvals import Standing
@@ -22,6 +24,7 @@ from posttrain.domain.reasons import HELD_UP, Reason
 from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord
 from posttrain.domain.waits import waiting
 from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
+from posttrain.store.hosts import Host
 from posttrain.store.snapshot import Snapshot
 from posttrain.telemetry.progress import StageProgress, StageWatcher
 from posttrain.views.drawn import drawn_words
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 
 _OPEN = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)  # states of a run that has not ended
 STARTING = "starting"  # what a stage is called whose job has not said anything yet
+_SHOWN_WORDS = 200  # characters of a sentence in a list of runs
+_LOOKED_AT = 10  # of a list's runs that ask a person for something: those whose words are those of this moment
 _WAITS: Mapping[str, str] = {  # what a run is called of which nothing runs
     Reason.WAITING_FOR_APPROVAL: "waits for approval",
     Reason.WAITING_FOR_SIGNAL: "waits for a signal",
@@ -167,11 +172,6 @@ class RunStatus:
         return {f"{one.record.name}/{key}": value for one in self.stages for key, value in one.record.metrics.items()}
 
     @property
-    def measured(self) -> bool:
-        """Whether a stage of it measured something that runs can be compared by."""
-        return any(one.record.metrics and kind_of(one.record.kind).measures for one in self.stages)
-
-    @property
     def under_way(self) -> str:
         """`train 12/40, evaluate 3/8`: how far its jobs are that said so; empty where none runs."""
         running = [one for one in self.stages if one.record.state == StageState.RUNNING and one.progress.total]
@@ -211,6 +211,73 @@ class RunStatus:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """What a list shows of a run, in a kilobyte; `get` has the rest. Sentences are cut."""
+
+    id: str
+    name: str
+    state: str
+    standing: str  # see `RunStatus.standing`
+    reason: str  # see `RunStatus.reason`
+    message: str  # why it is where it is
+    next_action: str
+    owner: str
+    created_at: float
+    started_at: float | None
+    finished_at: float | None
+    seconds: float  # since it started, until it ended or now
+    tokens: int
+    driver: RunDriver | None  # None: it has ended
+    stages: Mapping[str, int]  # state → how many stages are in it
+    under_way: str  # `train 12/40`: how far its jobs are; empty where none runs
+    score: Mapping[
+        str, float
+    ]  # what its gate judged first by name, else the last evaluation's first metric; one, or none
+    release: str  # `prod@3`, the last one of it; empty: none
+
+    @classmethod
+    def of(cls, status: RunStatus, release: str = "") -> RunSummary:
+        """The summary of a status."""
+        run, driver = status.run, status.driver
+        return cls(
+            id=run.id,
+            name=run.name,
+            state=run.state,
+            standing=status.standing,
+            reason=status.reason,
+            message=_cut(status.trouble or status.why),
+            next_action=_cut(status.next_action),
+            owner=run.owner,
+            created_at=run.created_at,
+            started_at=run.started_at,
+            finished_at=run.finished_at,
+            seconds=round(status.seconds, 3),
+            tokens=status.tokens,
+            driver=driver and replace(driver, trouble=_cut(driver.trouble)),
+            stages=dict(Counter(stage.record.state for stage in status.stages)),
+            under_way=_cut(status.under_way),
+            score=_score(status.stages),
+            release=release,
+        )
+
+    @property
+    def at_work(self) -> bool:
+        """Whether a stage of it runs."""
+        return StageState.RUNNING in self.stages
+
+
+def _cut(words: str) -> str:
+    return words if len(words) <= _SHOWN_WORDS else f"{words[: _SHOWN_WORDS - 1]}…"
+
+
+def _score(stages: Sequence[StageStatus]) -> dict[str, float]:
+    rows = [stage.record for stage in stages if stage.record.metrics and not stage.record.name.startswith(ADDED)]
+    judged = [row for row in rows if kind_of(row.kind).judges]
+    measured = [row for row in rows if kind_of(row.kind).measures]
+    return dict(item for row in (judged or measured)[-1:] for item in [*row.metrics.items()][:1])
+
+
 class RunWatcher:
     """Reads one run again and again; each event segment is read once.
 
@@ -227,6 +294,8 @@ class RunWatcher:
         self._trouble = ""
         self._changed: dict[str, tuple[int, float | None]] = {}  # stage → generation of its row, and when it came
         self._begun: dict[str, str] = {}
+        self._hosts: Callable[[], Sequence[Host]] = workspace.hosts.all if workspace.hosts else list[Host]
+        self._listed = False  # nothing is read but what was given
 
     def read(self) -> RunStatus:
         """The run as it is now.
@@ -238,12 +307,13 @@ class RunWatcher:
             found = self._found(ledger)
         return self._told(*found)
 
-    def of(self, rows: Rows) -> RunStatus:
-        """The run by rows that were read already."""
-        return self._told(*self._found(rows))
+    def of(self, run: RunRecord, rows: Rows) -> RunStatus:
+        """The run by rows that were read already, in the words that they have; its manifest is not read."""
+        self._hosts, self._listed, stages = rows.hosts, True, rows.stages(run.id)
+        return self._told(run, stages, (), [rows.live(run.id, row.name) for row in stages])
 
     def _found(
-        self, ledger: Snapshot | Rows
+        self, ledger: Snapshot
     ) -> tuple[RunRecord, list[StageRecord], tuple[Signal, ...], list[list[AttemptRecord]]]:
         run = ledger.run(self._run_id)
         rows = ledger.stages(run.id)
@@ -251,9 +321,8 @@ class RunWatcher:
         signals = tuple(ledger.signals(run.id)) if waits else ()
         attempts = [self._attempts(ledger, row) for row in rows]
         for row in rows:
-            if self._changed.get(row.name, (-1, None))[0] != row.generation:  # a list of runs does not show the moment
-                said = ledger.last_said(f"{row.run_id}/{row.name}") if isinstance(ledger, Snapshot) else None
-                self._changed[row.name] = row.generation, said
+            if self._changed.get(row.name, (-1, None))[0] != row.generation:
+                self._changed[row.name] = row.generation, ledger.last_said(f"{row.run_id}/{row.name}")
         return run, rows, signals, attempts
 
     def _told(
@@ -264,8 +333,8 @@ class RunWatcher:
         attempts: Sequence[list[AttemptRecord]],
     ) -> RunStatus:
         now = self._workspace.ledger.clock.now()
-        asked = self._asked(run.id, rows)
-        if self._manifest is None and not self._trouble:
+        asked = () if self._listed else self._asked(run.id, rows)
+        if self._manifest is None and not self._trouble and not self._listed:
             self._manifest, self._trouble = self._workspace.manifest_or_trouble(run)
         if self._manifest is not None and any(asks(row) for row in rows):
             with self._workspace.ledger.snapshot() as ledger:
@@ -303,7 +372,7 @@ class RunWatcher:
         said = self._workspace.jobs.folders.of(attempts[-1]).channel.summary()
         return StageProgress(said.step, said.total, said.tokens, at=said.at) if said else StageProgress()
 
-    def _attempts(self, ledger: Snapshot | Rows, row: StageRecord) -> list[AttemptRecord]:
+    def _attempts(self, ledger: Snapshot, row: StageRecord) -> list[AttemptRecord]:
         if self._cached and row.cached_from:
             origin, _, name = row.cached_from.rpartition("/")
             return ledger.attempts(origin, name)
@@ -317,11 +386,13 @@ class RunWatcher:
         live = [attempt.launched_at for attempt in own if attempt.launched_at and attempt.finished_at is None]
         running = sum(max(0.0, now - launched) for launched in live)
         seconds = spending((), own, running=running).seconds  # what the budget is billed, or will be
-        words = on_another_host(self._workspace, own) or (alone and ended_unseen(self._workspace, own)) or None
+        words = (
+            on_another_host(self._workspace, own, self._hosts) or (alone and ended_unseen(self._workspace, own)) or None
+        )
         reason, action = words or stage_words(run, row, above, now)
-        if attempts and not self._begun.get(row.name):
+        if attempts and not self._listed and not self._begun.get(row.name):
             self._begun[row.name] = trained_elsewhere(self._workspace.stores, self._workspace.jobs.folders, attempts)
-        changed, begun = self._changed[row.name][1], self._begun.get(row.name, "")
+        changed, begun = self._changed.get(row.name, (0, None))[1], self._begun.get(row.name, "")
         planned = [one for one in self._manifest.stages if one.name == row.name] if self._manifest else []
         drawn = drawn_words(planned[0].params) if planned else ()
         return StageStatus(row, own, progress, seconds, reason, action, changed, begun, words is not None, drawn)
@@ -332,23 +403,41 @@ def read_status(workspace: OpenWorkspace, run_id: str, *, brief: bool = False) -
     return RunWatcher(workspace, run_id, brief=brief).read()
 
 
-def read_newest(workspace: OpenWorkspace, limit: int, before: str | None = None) -> list[RunStatus]:
-    """The newest runs in brief: as many statements however many they are, and more for those that ask a person.
+def read_newest(workspace: OpenWorkspace, limit: int, before: str | None = None) -> list[RunSummary]:
+    """The newest runs, in as many statements however many they are.
 
     Args:
         before: id of a run: only those that are older.
     """
     with workspace.ledger.snapshot() as ledger:
-        rows = Rows(ledger, ledger.runs(limit, before=before))
-        return [RunWatcher(workspace, run_id, brief=True).of(rows) for run_id in rows.ids]
+        rows = _rows(workspace, ledger, ledger.runs(limit, before=before))
+    return _summaries(workspace, rows)
 
 
-def read_unfinished(workspace: OpenWorkspace, limit: int) -> list[RunStatus]:
-    """Runs that have not ended, in brief: those that wait first, each kind newest first; at most `limit` of a kind."""
+def read_unfinished(workspace: OpenWorkspace, limit: int) -> list[RunSummary]:
+    """Runs that have not ended: those that wait first, each kind newest first; at most `limit` of a kind."""
     with workspace.ledger.snapshot() as ledger:
-        found = [run for state in _OPEN for run in ledger.runs(limit, state)]
-        rows = Rows(ledger, found)
-        return [RunWatcher(workspace, run_id, brief=True).of(rows) for run_id in rows.ids]
+        rows = _rows(workspace, ledger, [run for state in _OPEN for run in ledger.runs(limit, state)])
+    return _summaries(workspace, rows)
+
+
+def _rows(workspace: OpenWorkspace, ledger: Snapshot, runs: Sequence[RunRecord]) -> Rows:
+    return Rows(ledger, runs, workspace.hosts.all if workspace.hosts else list[Host])
+
+
+def _summaries(workspace: OpenWorkspace, rows: Rows) -> list[RunSummary]:
+    """Of runs that ask a person for something, which may have been done since, the first are looked at; others send to
+    `why`, which does.
+    """
+    asking = [run.id for run in rows.runs if any(asks(row) for row in rows.stages(run.id))]
+    looked_at, sent_on, found = set(asking[:_LOOKED_AT]), set(asking[_LOOKED_AT:]), []
+    for run in rows.runs:
+        watcher = RunWatcher(workspace, run.id, brief=True)
+        status = watcher.read() if run.id in looked_at else watcher.of(run, rows)
+        if run.id in sent_on:
+            status = replace(status, next_action=f"posttrain why {run.id}")
+        found.append(RunSummary.of(status, rows.released.get(run.id, "")))
+    return found
 
 
 def run_scores(workspace: OpenWorkspace, status: RunStatus) -> Scores:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from posttrain.views.logs import LogFile
     from posttrain.views.plans import PlanView
     from posttrain.views.reporting import Written
-    from posttrain.views.status import RunStatus, RunWatcher
+    from posttrain.views.status import RunStatus, RunSummary, RunWatcher
     from posttrain.views.tracing import RecordedSample, WrittenTrace
     from posttrain.views.vigil import Vigil
     from posttrain.web.report import ComparePage, RunReport
@@ -130,13 +130,13 @@ class Runs:
         """See `Runs.manifest`."""
         return self.workspace.stores.manifest(self.workspace.ledger.run(run_id))
 
-    def ls(self, limit: int, before: str | None = None) -> list[RunStatus]:
+    def ls(self, limit: int, before: str | None = None) -> list[RunSummary]:
         """See `Runs.ls`."""
         from posttrain.views.status import read_newest
 
         return read_newest(self.workspace, limit, before)
 
-    def queue(self, limit: int) -> list[RunStatus]:
+    def queue(self, limit: int) -> list[RunSummary]:
         """See `Runs.queue`."""
         from posttrain.views.status import read_unfinished
 

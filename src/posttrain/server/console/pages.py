@@ -10,11 +10,11 @@ from starlette.responses import Response
 
 from posttrain.decision.releases import rollback_target
 from posttrain.domain.errors import InputError, NotFoundError
-from posttrain.domain.lifecycle import ReleaseState, StageState, is_final
+from posttrain.domain.lifecycle import ReleaseState, is_final
 from posttrain.server.console.visiting import Visit, redirect
 
 if TYPE_CHECKING:
-    from posttrain.api.values import ChannelView, RunStatus
+    from posttrain.api.values import ChannelView, RunSummary
 
 COMPARED = 6  # runs side by side: more fit no window
 PAGE = 50  # runs, or moves of a channel, of a page
@@ -34,7 +34,7 @@ def run_list(visit: Visit) -> Response:
     before = words.get("before") or None
     newest = visit.control.ls(PAGE, before)
     queue = [] if before else visit.control.queue(_QUEUE)
-    ended = [one for one in newest if is_final("run", one.run.state)]
+    ended = [one for one in newest if is_final("run", one.state)]
     return visit.page(
         "runs",
         live="" if before else "runs",  # what is older stays as it is
@@ -42,13 +42,13 @@ def run_list(visit: Visit) -> Response:
         note=note,
         wanted=wanted,
         before=before,
-        older=newest[-1].run.id if len(newest) == PAGE else "",
+        older=newest[-1].id if len(newest) == PAGE else "",
     )
 
 
-def _waiting(queue: Sequence[RunStatus], waits: bool) -> list[RunStatus]:
+def _waiting(queue: Sequence[RunSummary], waits: bool) -> list[RunSummary]:
     """Those of the queue of which no stage runs, or the others."""
-    return [one for one in queue if waits != any(s.record.state == StageState.RUNNING for s in one.stages)]
+    return [one for one in queue if waits != one.at_work]
 
 
 def run(visit: Visit) -> Response:
@@ -83,8 +83,8 @@ def compare(visit: Visit) -> Response:
     chosen = [one[:200] for one in visit.request.query_params.getlist("runs") if one][:COMPARED]
     if len(chosen) < 2:
         newest = visit.control.ls(PAGE)
-        ended = [one for one in newest if is_final("run", one.run.state)]
-        scored = [one for one in ended if one.measured]
+        ended = [one for one in newest if is_final("run", one.state)]
+        scored = [one for one in ended if one.score]
         return visit.page("choose", newest=scored, chosen=chosen, others=len(ended) - len(scored))
     return visit.page("compare", chosen=chosen, drawn=visit.drawn("compare", words=chosen))
 

@@ -33,12 +33,12 @@ from posttrain.domain.lifecycle import is_final
 from posttrain.server.console import pages, visiting
 from posttrain.server.console.pages import PAGE
 from posttrain.server.console.visiting import ASSETS, HEADERS, Visit, asset, failed, html, redirect
-from posttrain.server.limits import FOLLOW, HEAVY, LOGIN, READ, in_thread
+from posttrain.server.limits import FOLLOW, HEAVY, LOGIN, LOOK, READ, in_thread
 from posttrain.server.streams import Followed, is_ending
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
-    from posttrain.api.values import RunStatus
+    from posttrain.api.values import RunSummary
     from posttrain.server.app import Server
 
 MOST = 200  # browsers that follow at a time; the others ask again and again
@@ -151,8 +151,8 @@ class Live:
             self.followers -= 1
 
 
-def _brief(one: RunStatus) -> Any:
-    return one.run.id, one.run.state, one.why, one.under_way, one.tokens, str(one.driver)
+def _brief(one: RunSummary) -> Any:
+    return one.id, one.state, one.message, one.under_way, one.tokens, str(one.driver)
 
 
 def _runs(control: Control, _: str) -> Any:
@@ -166,7 +166,8 @@ def _run(control: Control, run_id: str) -> Any:
         for one in status.stages
     ]
     over = is_final("run", status.run.state)
-    return status.run.generation, over, _brief(status), stages, status.signals, status.approvals
+    said = status.why, status.under_way, status.tokens, str(status.driver)
+    return status.run.generation, over, said, stages, status.signals, status.approvals
 
 
 def _channels(control: Control, _: str) -> Any:
@@ -194,7 +195,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
     app.add_route("/", functools.partial(_first, server), methods=["GET"])
     app.add_route("/login", functools.partial(_login_page, server), methods=["GET"])
     app.add_route("/login", functools.partial(_log_in, server), methods=["POST"])
-    for lane, known in ((READ, _READ), (HEAVY, _HEAVY)):
+    for lane, known in ((LOOK, _READ), (HEAVY, _HEAVY)):
         for path, page in known.items():
             app.add_route(PROJECT + path, _shown(server, page, lane), methods=["GET"])
     for path, page in _FORMS.items():

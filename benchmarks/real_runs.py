@@ -1,0 +1,288 @@
+"""A workspace of runs as the reconciler leaves them: what a list, a look and a server really have to read.
+
+    python -m benchmarks.real_runs FOLDER [--runs N] [--steps N] [--tiny]
+
+Plans, submits and drives N runs of eleven stages with the product's own planner and reconciler, and its own store; only
+the jobs are scripted: in a moment they write what jobs write, facts of every step, a summary, a result, models and
+measurements of 200 items. So every stage has its inputs, attempts, outputs and metrics, every run its gate report, its
+release and some hundred events. Every fourth run passes its gates and moves the channel; every twentieth fails once,
+every fiftieth three times and for good. Prints the seconds and bytes of a run. A folder that has a workspace already is
+left as it is, so one that was made once serves several benchmarks (`--keep` of theirs).
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import struct
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from posttrain.app.workspace import Workspace, init_workspace
+from posttrain.control.jobs import AttemptFolders, Jobs
+from posttrain.control.planning import plan_run
+from posttrain.control.reconciler import Reconciler
+from posttrain.control.stores import Stores
+from posttrain.control.submission import submit
+from posttrain.domain.errors import FailureClass
+from posttrain.domain.facts import Metric, Progress
+from posttrain.domain.jobs import Failure, JobOrder, JobResult, Output
+from posttrain.domain.requests import JobRequest
+from posttrain.domain.runspec import parse_run_spec
+from posttrain.execution.executors.fake import FakeExecutor
+from posttrain.execution.trainers.native import NativeTrainer
+from posttrain.store.attempts import AttemptFolder
+from posttrain.store.event_writer import EventWriter
+from posttrain.store.ledger import Ledger
+
+RUNS, STEPS, ITEMS, TRIES, HELDOUTS = 2_000, 40, 200, 3, 20
+_APART = 300.0  # seconds from one run to the next, at least
+_SUITES: dict[str, Any] = {"heldout": {"data": "heldout"}}
+RUN: dict[str, Any] = {
+    "name": "bench",
+    "owner": "bench",
+    "model": "model:tiny",
+    "rewards": {"exact": "reward:exact"},
+    "stages": {
+        "sft": {"kind": "sft", "data": "train", "steps": STEPS},
+        "more": {"kind": "sft", "model": "sft", "data": "train", "steps": STEPS},
+        "grpo": {"kind": "grpo", "model": "more", "data": "train", "reward": "exact", "steps": STEPS},
+        "polish": {"kind": "grpo", "model": "grpo", "data": "train", "reward": "exact", "steps": STEPS},
+        "evaluate-sft": {"kind": "evaluate", "model": "sft", "suites": _SUITES},
+        "evaluate-grpo": {"kind": "evaluate", "model": "grpo", "suites": _SUITES},
+        "evaluate": {"kind": "evaluate", "model": "polish", "suites": _SUITES},
+    },
+    "gates": [
+        {"name": "accuracy", "metric": "heldout/accuracy", "at_least": 0.7},
+        {"name": "learned", "metric": "heldout/accuracy", "better_than": "base"},
+        {"name": "steady", "metric": "heldout/accuracy", "not_worse_than": "channel", "margin": 0.05,
+         "if_channel_empty": "pass"},
+    ],
+    "budget": {"tokens": 1_000_000, "wall_clock": "2h"},
+    "release": {"channel": "prod", "model": "polish"},
+}  # fmt: skip
+
+
+class Clock:
+    """Time that also passes, at once, for whoever sleeps.
+
+    Args:
+        behind: seconds that it begins before now.
+    """
+
+    def __init__(self, behind: float) -> None:
+        self._ahead = -behind
+
+    def now(self) -> float:
+        """See `Clock.now`."""
+        return time.time() + self._ahead
+
+    def sleep(self, seconds: float) -> None:
+        """See `Clock.sleep`."""
+        self._ahead += seconds
+
+
+class Builder:
+    """A reconciler over scripted jobs, in a workspace of its own."""
+
+    def __init__(self, workspace: Workspace, runs: int, steps: int = STEPS) -> None:
+        self._workspace, self._steps = workspace, steps
+        self.clock = Clock(_APART * runs)
+        self._executor = FakeExecutor(self._job, self.clock.now)
+        ledger = Ledger(workspace.ledger.database, self.clock)
+        self.stores = Stores(ledger, workspace.blobs, self.clock, workspace.actor)
+        self.jobs = Jobs(
+            self._executor,
+            {"native": NativeTrainer()},
+            AttemptFolders(workspace.root),
+            slots=4,
+            workspace=workspace.place,
+        )
+        self.reconciler = Reconciler(self.stores, self.jobs, "here")
+        self._number = self._models = 0
+        self._resolve = workspace.catalog.resolver(workspace.root)
+
+    def assets(self, scratch: Path) -> None:
+        """Register the data, the model and the reward that the runs name."""
+        catalog = self._workspace.catalog
+        heldouts = [(f"heldout-{number}", ITEMS) for number in range(HELDOUTS)]
+        for name, count in (("train", 400), *heldouts):
+            rows = [
+                {"prompt": f"{name} {n}: sort 31{n}", "completion": f"13{n}", "answer": f"{n}"} for n in range(count)
+            ]
+            path = scratch / f"{name}.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            catalog.add_dataset(path, name)
+        _write_model(scratch / "base", 0)
+        catalog.add_model(scratch / "base", "tiny")
+        (scratch / "reward.py").write_text('"""Exact."""\n\n\ndef score(completion, answer):\n    return 1.0\n')
+        catalog.add_reward(scratch / "reward.py", "exact")
+
+    def run(self, number: int) -> str:
+        """Submit run `number` and drive it to its end; its id."""
+        self._number = number
+        raw = {
+            **RUN,
+            "seed": number,
+            "data": {"train": "dataset:train", "heldout": f"dataset:heldout-{number % HELDOUTS}"},
+        }
+        planned = plan_run(parse_run_spec(raw, "run.yaml"), "run.yaml", self._resolve, self.jobs.trainers)
+        run_id = submit(self.stores, planned.manifest).run.id
+        self.reconciler.drive(run_id, interval=1.0, timeout=36_000)
+        return run_id
+
+    def _job(self, request: JobRequest) -> int:
+        """What a job leaves: of one in twenty runs its first GRPO fails once, of one in fifty whenever it is tried."""
+        folder = AttemptFolder(Path(request.attempt_dir))
+        order, tried = folder.read_order(), int(folder.path.name)
+        folder.log.write_text(f"{order.kind}: {self._steps} steps\n")
+        self.clock.sleep(15.0)
+        broken = TRIES if self._number % 50 == 49 else 1 if self._number % 20 == 19 else 0
+        if folder.path.parent.name == "grpo" and tried <= broken:
+            self._train(folder, order, self._steps // 2)
+            failure = Failure(FailureClass.INFRASTRUCTURE, "a worker was lost", "a worker was lost")
+            folder.write_result(JobResult("failed", tokens=500, failure=failure))
+            return 1
+        self._evaluate(folder, order) if order.kind == "evaluate" else self._finish(folder, order)
+        return 0
+
+    def _train(self, folder: AttemptFolder, order: JobOrder, steps: int) -> dict[str, float]:
+        values: dict[str, float] = {}
+        with EventWriter(folder) as tell:
+            for step in range(1, steps + 1):
+                values = {"loss": 1 / step, "grad_norm": 0.5, "learning_rate": 1e-3, "tokens_per_second": 9e3}
+                if order.kind == "grpo":
+                    values |= {f"reward/{name}": step / (steps + 1) for name in ("mean", "std", "min", "max")}
+                    values |= {f"rollout/{name}": 1.0 for name in ("rows", "preemptions", "tokens", "seconds")}
+                tell(Metric(step, values, self.clock.now()))
+                tell(Progress(step, self._steps, order.kind, 100 * step, self.clock.now()))
+        return values
+
+    def _finish(self, folder: AttemptFolder, order: JobOrder) -> None:
+        values = self._train(folder, order, self._steps)
+        self._models += 1
+        _write_model(folder.outputs / "model", self._models)
+        folder.write_result(
+            JobResult("succeeded", {"model": Output("outputs/model", "tree")}, values, 100 * self._steps, 30.0)
+        )
+
+    def _evaluate(self, folder: AttemptFolder, order: JobOrder) -> None:
+        right = 170 if self._number % 4 == 0 else 120
+        right = 20 if folder.path.parent.name == "baseline-base.evaluate" else right
+        folder.outputs.mkdir(exist_ok=True)
+        (folder.outputs / "metrics.parquet").write_bytes(_measured(right))
+        (folder.outputs / "items.parquet").write_bytes(_items(right))
+        outputs = {name: Output(f"outputs/{name}.parquet", "file") for name in ("metrics", "items")}
+        values = {"heldout/accuracy": right / ITEMS, "heldout/length": 12.0, "heldout/truncated": 0.0}
+        folder.write_result(JobResult("succeeded", outputs, values, 2_000, 5.0))
+
+
+def build(folder: Path, runs: int, steps: int = STEPS) -> list[str]:
+    """Make a workspace of so many runs in a folder; the runs' ids, the oldest first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    workspace = init_workspace(folder)
+    try:
+        builder = Builder(workspace, runs, steps)
+        with tempfile.TemporaryDirectory() as scratch:
+            builder.assets(Path(scratch))
+        ids = []
+        for number in range(runs):
+            ids.append(builder.run(number))
+            if number % 50 == 49:
+                workspace.seal()
+        workspace.seal()
+        return ids
+    finally:
+        workspace.close()
+
+
+def built(folder: Path, runs: int) -> list[str]:
+    """The ids of the runs of a workspace that `build` made here, now or before, the oldest first."""
+    if not (folder / ".posttrain").exists():
+        return build(folder, runs)
+    workspace = Workspace(folder / ".posttrain")
+    try:
+        return [run.id for run in reversed(workspace.ledger.runs())]
+    finally:
+        workspace.close()
+
+
+def _write_model(folder: Path, number: int) -> None:
+    folder.mkdir(parents=True)
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 60}
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 512}))
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    words = struct.pack("<Q", len(header)) + header + struct.pack("<f", float(number))
+    (folder / "model.safetensors").write_bytes(words)
+
+
+def _table(columns: Mapping[str, list[Any]]) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.table(columns), sink)
+    return sink.getvalue()
+
+
+def _measured(right: int) -> bytes:
+    return _table(
+        {
+            "metric": ["heldout/accuracy"] * ITEMS,
+            "item_id": [f"i{number}" for number in range(ITEMS)],
+            "value": [1.0] * right + [0.0] * (ITEMS - right),
+            "binary": [True] * ITEMS,
+            "low": [0.0] * ITEMS,
+            "high": [1.0] * ITEMS,
+        }
+    )
+
+
+def _items(right: int) -> bytes:
+    items = range(ITEMS)
+    return _table(
+        {
+            "suite": ["heldout"] * ITEMS,
+            "item_id": [f"i{number}" for number in items],
+            "prompt": [f"heldout {number}: sort 31{number}" for number in items],
+            "answer": [f"{number}" for number in items],
+            "kind": ["greedy"] * ITEMS,
+            "sample_index": [0] * ITEMS,
+            "response": [f"13{number}" for number in items],
+            "extracted": [f"{number}" for number in items],
+            "correct": [number < right for number in items],
+            "tokens": [12] * ITEMS,
+            "truncated": [False] * ITEMS,
+            "logprob": [-0.5] * ITEMS,
+        }
+    )
+
+
+def main() -> None:
+    """Build, and say what a run took."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.real_runs", description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", help="where; by default a folder that is removed again")
+    parser.add_argument("--runs", type=int, default=RUNS)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a training job")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--tiny", action="store_true", help="two runs: that it runs, no figures")
+    given = parser.parse_args()
+    runs = 2 if given.tiny else given.runs
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = given.folder or Path(scratch)
+        began, spent = time.perf_counter(), time.process_time()
+        build(folder, runs, given.steps)
+        seconds, cpu = time.perf_counter() - began, time.process_time() - spent
+        ledger = sum(path.stat().st_size for path in (folder / ".posttrain").glob("ledger.db*"))
+    print(f"{runs} runs: {seconds:.1f} s, {cpu:.1f} s of processor time; a run: {1e3 * cpu / runs:.0f} ms, ", end="")
+    print(f"{ledger / runs / 1024:.0f} KiB of ledger")
+    if given.json:
+        given.json.write_text(json.dumps({"runs": runs, "seconds": seconds, "cpu": cpu, "ledger": ledger}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
