@@ -227,11 +227,15 @@ def plan_attempt(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRec
         host=jobs.host,
     )
     _, unwatched = taken_slots(stores, jobs)
-    taken_over = tokens_taken_over(stores, jobs.folders, [*stores.ledger.attempts(stage.run_id), attempt])
+    limited = budgets.limited(manifest)  # else nothing is counted, and no row is read for that
+    every = [*stores.ledger.attempts(stage.run_id), attempt] if limited else []
+    taken_over = tokens_taken_over(stores, jobs.folders, every)
     with stores.ledger.transaction(stores.actor) as transaction:
         transaction.lock_run(stage.run_id)
-        state, attempts = transaction.snapshot.run(stage.run_id).state, transaction.snapshot.attempts(stage.run_id)
-        spent = budgets.spending(transaction.snapshot.stages(stage.run_id), attempts, taken_over=taken_over)
+        state = transaction.snapshot.run(stage.run_id).state
+        attempts = transaction.snapshot.attempts(stage.run_id) if limited else []
+        stages = transaction.snapshot.stages(stage.run_id) if limited else []
+        spent = budgets.spending(stages, attempts, taken_over=taken_over)
         driven, _ = transaction.snapshot.occupying(jobs.host, now)
         free = jobs.slots - driven - unwatched
         held = hold_back(manifest, stage, attempts, spent, free=free, rivals=rivals)
@@ -355,11 +359,12 @@ def record_launch(stores: Stores, attempt: AttemptRecord, handle: str, stage: St
 
 
 def _order(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord) -> JobOrder:
-    attempts = stores.ledger.attempts(stage.run_id)
+    limited = budgets.limited(manifest)
+    attempts = stores.ledger.attempts(stage.run_id) if limited else []
     inherited = tokens_inherited(stores.blobs, attempt)
     origin, step = origin_of(stores, jobs.folders, stage, attempt)
-    taken_over = tokens_taken_over(stores, jobs.folders, attempts) if budgets.limited(manifest) else 0
-    spent = budgets.spending(stores.ledger.stages(stage.run_id), attempts, taken_over=taken_over)
+    taken_over = tokens_taken_over(stores, jobs.folders, attempts)
+    spent = budgets.spending(stores.ledger.stages(stage.run_id) if limited else [], attempts, taken_over=taken_over)
     share = budgets.share_of(manifest, attempt, spent)
     plan = manifest.stage(stage.name)
     image = manifest.image_of(plan)

@@ -110,8 +110,8 @@ def start_ready(
         said = f"{twin} computes the same; its result will be reused"
         _wait(stores, stage, Reason.WAITING_FOR_IDENTICAL_STAGE, said, key)
         return
-    attempts = stores.ledger.attempts(run.id)
-    taken_over = tokens_taken_over(stores, jobs.folders, attempts) if budgets.limited(manifest) else 0
+    attempts = stores.ledger.attempts(run.id) if budgets.limited(manifest) else []
+    taken_over = tokens_taken_over(stores, jobs.folders, attempts)
     spent = budgets.spending(list(stages.values()), attempts, taken_over=taken_over)
     held = hold_back(manifest, stage, attempts, spent, free=jobs.slots - sum(taken_slots(stores, jobs)))
     if isinstance(held, tuple):

@@ -54,6 +54,7 @@ _STILL = "(SELECT id FROM principals WHERE id = :author AND name = coalesce(:cal
 _EVENT = insert(events).values(principal=text(_STILL))
 _PAYLOAD, _UNSEALED = insert(payloads), insert(unsealed)
 _EVENTS = insert(events).returning(events.c.id, sort_by_parameter_order=True)
+_EVENTS_IN_ORDER = insert(events).returning(events.c.id)  # SQLite numbers the rows of one statement in their order
 _PRINCIPAL_BYTES, _REQUEST_BYTES = 8, 16
 # An event of one run, as most are, in one question to the server instead of four: each is a way there and back.
 _AT_ONCE = text(
@@ -290,7 +291,8 @@ class Journal:
             return
         key = self._connection.execute(_EVENT, self._signed(rows[0])).inserted_primary_key
         assert key is not None
-        ids = [key.id, *(self._connection.execute(_EVENTS, rows[1:]).scalars() if rows[1:] else ())]
+        several = _EVENTS if self._connection.dialect.name == "postgresql" else _EVENTS_IN_ORDER
+        ids = [key.id, *(sorted(self._connection.execute(several, rows[1:]).scalars()) if rows[1:] else ())]
         told = [
             {"event": event, "retention": payload.retention, "salt": payload.salt, "body": payload.body}
             for event, payload in zip(ids, said, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from sqlalchemy import Connection, Insert, Table, insert, update
@@ -62,13 +63,14 @@ class Writing:
         self._journal.tell(kind, subject, self._added(table, columns, what), *noted(), facts=facts)
 
     def _added(self, table: Table, columns: Mapping[str, Any], what: str) -> Change:
-        """Add a row; what an event is to tell of it.
+        """Add a row; what an event is to tell of it. A refused row leaves the rest of a transaction as it was: SQLite
+        takes back the statement alone, PostgreSQL needs a savepoint for that.
 
         Raises:
             ConflictError: there is one of this key.
         """
         try:
-            with self._connection.begin_nested():
+            with self._connection.begin_nested() if self._connection.dialect.name == "postgresql" else nullcontext():
                 self._connection.execute(_insertion(table), dict(columns))
         except ConstraintError as error:
             said = " ".join(str(error.orig).split())
