@@ -28,17 +28,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.real_runs import RUNS, built
-from posttrain.app.workspace import init_workspace
+from posttrain.app.embedded.control import control_of
+from posttrain.app.workspace import Workspace, init_workspace
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.runspec import Budget
+from posttrain.server.calling import to_json
 
 ROUNDS, PER_TRANSACTION = 3, 200
 STAGES = ("sft", "grpo", "evaluate", "baseline", "gate")
 ROWS = 3 + 3 * len(STAGES)  # events of a run's rows: itself three times, each stage three times
 COMMANDS = ("ls", "get", "why", "verify", "lineage", "doctor", "gc")
 OF_A_RUN = ("get", "why", "verify", "lineage")
+LIMITS, _LISTS = (20, 100), 15  # runs of a list; how often it is asked for
 MORE = {"gc": ("--dry-run",)}
 
 
@@ -72,15 +75,18 @@ def main() -> None:
                 fill(place, count, arguments.events)
         newest = {place: built(place, count)[-1] for place, count in places.items()}
         rows = measure(newest, rounds, ("ls", "verify") if arguments.tiny else COMMANDS)
-        events = least(folder)[1]
+        events, lists = least(folder)[1], {limit: listed(folder, limit) for limit in LIMITS}
     print(f"{runs} runs, {events} events")
     print(f"{'command':8s} {'seconds':>8s} {'(min-max)':>14s} {'beyond':>7s} {'bound':>7s}  reached")
     for row in rows:
         span = f"({row.fastest:.2f}-{row.slowest:.2f})"
         bound = f"{row.bound:7.2f}  {row.bound / row.seconds:6.0%}" if row.bound else ""
         print(f"{row.command:8s} {row.seconds:8.2f} {span:>14s} {row.beyond:7.2f} {bound}")
+    for limit, (cpu, size) in lists.items():
+        print(f"a list of {limit}: {cpu:.1f} ms of CPU in the server, {size} bytes a run")
     if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+        found = {"rows": [asdict(row) for row in rows], "lists": lists}
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def fill(folder: Path, runs: int, events: int) -> None:
@@ -139,6 +145,19 @@ def measure(newest: Mapping[Path, str], rounds: int, names: Sequence[str]) -> li
         )
         for name, taken in times.items()
     ]
+
+
+def listed(folder: Path, limit: int) -> tuple[float, int]:
+    """Milliseconds of CPU for a list of so many runs as a server answers with it, and its bytes for each."""
+    workspace = Workspace(folder / ".posttrain")
+    control, times, body = control_of(workspace), list[float](), b""
+    for _ in range(_LISTS):
+        started = time.process_time()
+        body = to_json(control.ls(limit))
+        times.append(time.process_time() - started)
+    shown = len(control.ls(limit))
+    workspace.close()
+    return statistics.median(times) * 1e3, len(body) // shown
 
 
 def _seconds(words: list[str], folder: Path) -> float:
