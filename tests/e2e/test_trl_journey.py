@@ -176,7 +176,7 @@ def test_audit_25_two_trl_scripts_become_compared_approved_and_rolled_back_relea
     ann, ben = journey.ann, journey.ben
     alone = {"POSTTRAIN_SERVER": "", "POSTTRAIN_TOKEN": ""}
     ann.write("reward.py", REWARD)
-    data = {"data": {"train": "./train.jsonl", "heldout": "./heldout.jsonl"}}
+    data = {"data": {"train": "./train.jsonl", "heldout": "dataset:heldout"}}
     release = {"release": {"channel": "prod"}}
     worse = {"name": "no-regression", "metric": "heldout/accuracy", "not_worse_than": "base", "margin": 0.02}
 
