@@ -107,7 +107,7 @@ WRITTEN = {  # what each script sets → where its report must name it: carried,
 }
 POLICY = {
     "gates": [{"name": "accuracy", "metric": "heldout/accuracy", "at_least": 0.05}],
-    "suites": {"heldout": {"data": "dataset:heldout@1", "evaluators": "any"}},
+    "suites": {"heldout": {"data": "dataset:digits@1", "evaluators": "any"}},
     "approvers": ["user:ben"],
 }
 SUITE = {"suites": {"heldout": {"data": "heldout", "max_new_tokens": 4}}}
@@ -141,7 +141,7 @@ def journey(empty: Workbench, tmp_path: Path) -> Iterator[Journey]:
     """The team's server. Its admin gave the channel a policy, and protected it."""
     made = Journey(empty, tmp_path)
     make_what_the_reader_has(made.ann)
-    empty.run("asset", "add", "dataset:heldout", str(made.ann.folder / "heldout.jsonl"))
+    empty.run("asset", "add", "dataset:digits", str(made.ann.folder / "heldout.jsonl"))
     empty.run("channel", "set-policy", "prod", str(empty.write("policy.yaml", POLICY)))
     empty.run("channel", "protect", "prod")
     yield made
@@ -176,7 +176,7 @@ def test_audit_25_two_trl_scripts_become_compared_approved_and_rolled_back_relea
     ann, ben = journey.ann, journey.ben
     alone = {"POSTTRAIN_SERVER": "", "POSTTRAIN_TOKEN": ""}
     ann.write("reward.py", REWARD)
-    data = {"data": {"train": "./train.jsonl", "heldout": "dataset:heldout"}}
+    data = {"data": {"train": "./train.jsonl", "heldout": "dataset:digits"}}
     release = {"release": {"channel": "prod"}}
     worse = {"name": "no-regression", "metric": "heldout/accuracy", "not_worse_than": "base", "margin": 0.02}
 
