@@ -60,6 +60,9 @@ def test_a_batch_is_the_rectangle_that_fits() -> None:
     assert len(rectangles) == 1
 
 
-def test_a_row_that_the_cache_cannot_hold_is_refused_before_anything_is_decoded() -> None:
+@pytest.mark.parametrize("engine", [NativeRollout, ModuleRollout])
+def test_a_row_that_the_cache_cannot_hold_is_refused_before_anything_is_decoded(
+    engine: type[NativeRollout | ModuleRollout],
+) -> None:
     with pytest.raises(InputError, match=r"kv_cache must hold generation .* of 11 tokens \(2816 bytes\), got 2560"):
-        generate(NativeRollout(made(), 2560), PROMPTS, samples=1, sampling=SAMPLING)
+        generate(engine(made(), 2560), PROMPTS, samples=1, sampling=SAMPLING)

@@ -6,6 +6,7 @@ is `tests/e2e/test_sizes.py`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -266,6 +267,10 @@ def test_plan_shows_the_arithmetic_of_every_default(world: World, machine: list[
     assert "activation_checkpointing: on" in shown
     assert "70.7 GiB of 79.6 GiB usable on one GPU less" in shown
     assert "at 128 KiB" in shown
+    (numbers,) = re.findall(r"kv_cache: ([\d.]+) GiB: ([\d.]+) GiB of 79.6 GiB usable on one GPU less ([\d.]+)", shown)
+    cache, usable, held = map(float, numbers)
+    assert cache == pytest.approx(usable - held, abs=0.2)
+    assert held > 13.0, "the weights"
     assert "reward_timeout: 51.2 s: 10 s, or 20 µs for each of at most 2560000 tokens" in shown
     planned = world.json("plan", name)["stages"]
     sizes = {size["name"]: size for size in planned[2]["sizes"]}
