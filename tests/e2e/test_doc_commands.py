@@ -48,6 +48,7 @@ SUITES = {
     "starting",
     "transitions",
     "ledger",
+    "real_runs",
     "gates",
     "serving",
     "watching",

@@ -83,6 +83,14 @@ def pasted(world: World, said: str) -> str:
     return [world.ok(*command.split()) for command in commands][-1]
 
 
+def met(world: World, user: As, *names: str) -> None:
+    """People whom the project knows, since they did something in it."""
+    for name in names:
+        user(name)
+        world.ok("asset", "add", f"dataset:of-{name}", "train.jsonl")
+    user("eve")
+
+
 def ends(world: World, run: str, code: int = 0) -> Any:
     """Drive it to its end."""
     result = world("attach", run)
@@ -415,6 +423,7 @@ def test_what_is_not_judged_cannot_be_approved(world: World, user: As) -> None:
 
 def test_a_protected_channel_changes_by_approval(world: World, user: As) -> None:
     world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
+    met(world, user, "ann", "bob")
     world.ok("channel", "protect", "prod")
     user("ann")
     document = policy_file(world, "next.yaml", gates=[{**ACCURACY, "at_least": 0.95}], **ONE)
@@ -461,6 +470,7 @@ def test_a_change_that_was_approved_and_undone_needs_another_approval(world: Wor
     first = policy_file(world, "first.yaml", **ONE)
     second = policy_file(world, "second.yaml", gates=[ACCURACY], **ONE)
     world.ok("channel", "set-policy", "prod", first)
+    met(world, user, "ann")
     world.ok("channel", "protect", "prod")
 
     def changed(document: str) -> None:
@@ -477,8 +487,10 @@ def test_a_change_that_was_approved_and_undone_needs_another_approval(world: Wor
 
 
 def test_a_freeze_wipes_nothing_that_was_said_of_a_change(bench: Bench) -> None:
-    channels.protect(bench.stores, "prod", protected=True)
     eve, ann, bob = (by(bench, f"user:{name}") for name in ("eve", "ann", "bob"))
+    for frozen in (channels.RELEASES, ""):
+        channels.freeze(ann, "prod", frozen)
+    channels.protect(bench.stores, "prod", protected=True)
 
     def unprotects(says: str) -> None:
         with pytest.raises(ApprovalError, match=says):
@@ -520,7 +532,7 @@ def test_a_quarantine_is_lifted_by_approval(world: World, user: As, protected: b
         ends(world, run)
     if protected:
         world.ok("channel", "protect", "prod")
-    world.ok("rollback", "prod")
+    world.ok("rollback", "prod", "--reason", "a slip")
     lifting = ("rollback", "prod", "--to", run, "--lift-quarantine", "a slip")
     assert "--lift-quarantine REASON brings it back" in refused(world, *lifting[:4], code=9)
     assert "rollback to a quarantined model" in refused(world, *lifting, code=9)
@@ -863,13 +875,16 @@ def test_audit_3_a_workspace_of_one_principal_protects_nothing(world: World, use
     assert "posttrain serve" in said
     assert world.json("get", "prod") == before
     world.ok("channel", "set-policy", "prod", policy_file(world, approvers=["user:ann"]))
+    assert "got user:eve alone" in refused(world, "channel", "protect", "prod", code=2), "a name may be a slip"
+    met(world, user, "ann")
     world.ok("channel", "protect", "prod")
     assert world.json("get", "prod")["protected"]
 
 
-def test_audit_3_a_policy_lets_nobody_approve_their_own_run_on_a_protected_channel(world: World) -> None:
+def test_audit_3_a_policy_lets_nobody_approve_their_own_run_on_a_protected_channel(world: World, user: As) -> None:
     approvers = {"approvers": ["user:eve", "user:ann"], "self_approval": True}
     world.ok("channel", "set-policy", "prod", policy_file(world, **approvers))
+    met(world, user, "ann")
     world.ok("channel", "protect", "prod")
     run = waits(world)
     assert "must be approved by somebody else" in refused(world, "approve", run, code=13)
@@ -988,6 +1003,7 @@ def test_audit_28_a_rollback_of_a_protected_channel_needs_a_reason(world: World,
     world.ok("run", "run.yaml")
     better(world, 0.97)
     world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
+    met(world, user, "ann", "bob")
     world.ok("channel", "protect", "prod")
     assert "a protected channel needs --reason, got none" in refused(world, "rollback", "prod", code=2)
     assert len(world.json("get", "prod")["history"]) == 2

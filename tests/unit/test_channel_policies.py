@@ -531,7 +531,7 @@ def test_a_channel_that_an_older_version_protected_is_changed_by_nobody_until_it
         transaction.set_channel(transaction.snapshot.channel_record("prod"), "channel.protected", protected=True)
     workspace.close()
     assert "protected: releases and changes" in world.ok("get", "prod")
-    world.ok("rollback", "prod")
+    world.ok("rollback", "prod", "--reason", "it was worse")
     for words in (
         ("set-policy", "prod", policy_file(world, gates=[ACCURACY])),
         ("remove-policy", "prod"),

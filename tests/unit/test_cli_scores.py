@@ -155,22 +155,18 @@ def test_audit_26_a_model_worse_than_before_is_the_first_thing_said(world: World
     last = world.ok("run", "run.yaml")
     assert world.json("get", "prod")["live"] is not None
     words = "warning: stage grpo is significantly worse than stage sft: heldout/accuracy 0.5 → 0.3, -0.20 [-0.26"
-    gate = "metric: heldout/accuracy, not_worse_than: sft, margin: 0.1"
+    gate = "{name: no-regression, metric: heldout/accuracy, not_worse_than: sft, margin: 0.02}"
     for shown in (world.ok("get", "sort"), world.ok("why", "sort")):
         assert " ".join(shown.split()).startswith(words), shown
         assert gate in " ".join(shown.split())
-    assert words in " ".join(last.split())
+    assert " ".join(last.split()).index(words) < " ".join(last.split()).index("stage kind state")
     (line,) = world.json("get", "sort")["scores"]["regressions"]
-    assert "a gate: {" + gate + "}" in line
+    assert f"add to gates: {gate}" in line
     world.ok("get", "sort", "--report")
     page = (world.root / ".posttrain" / "runs" / world.newest() / "report.html").read_text()
     assert page.index("significantly worse than stage sft") < page.index("Scores</h2>")
-    world.write(
-        "run.yaml",
-        (world.root / "run.yaml")
-        .read_text()
-        .replace("at_least: 0.1}", f"at_least: 0.1}}\n  - {{name: no-regression, {gate}}}"),
-    )
+    text = (world.root / "run.yaml").read_text()
+    world.write("run.yaml", text.replace("at_least: 0.1}", f"at_least: 0.1}}\n  - {gate}"))
     result = world("run", "run.yaml")
     assert (result.exit_code, world.json("get", world.newest())["reason"]) == (3, "GateFailed"), (
         "it would have stopped it"

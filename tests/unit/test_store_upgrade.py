@@ -11,6 +11,7 @@ import sys
 import tarfile
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_world import World, make_world
@@ -86,7 +87,13 @@ def test_lineages_are_what_they_were_before_there_were_edges(old: World) -> None
     old.ok("upgrade")
     kept = json.loads(LINEAGES.read_text())
     assert len(kept) == 10
-    assert {target: old.json("lineage", target) for target in kept} == kept
+    assert {target: older(old.json("lineage", target)) for target in kept} == kept
+
+
+def older(node: dict[str, Any]) -> dict[str, Any]:
+    """A lineage without what was added since: verdicts, and of runs their gate reports and releases."""
+    added = {"gate", "report", "release"} if node["kind"] == "run" else {"gate"}
+    return node | {"children": [older(one) for one in node["children"] if one["kind"] not in added]}
 
 
 def test_what_was_under_way_goes_on_and_what_was_done_is_known(old: World, monkeypatch: pytest.MonkeyPatch) -> None:

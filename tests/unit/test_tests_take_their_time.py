@@ -30,6 +30,9 @@ TURN = "others have their turn; no time passes"
 ALLOWED = {
     ("e2e/test_fuzz.py", "time.sleep(0.02)"): "a reward's own work",
     ("e2e/test_budget.py", "time.sleep(0.01)"): POLL,
+    ("contract/test_reward_cell.py", "time.sleep(0.05)"): "the reward's own work",
+    ("contract/test_starved_jobs.py", "time.sleep(0.05)"): POLL,
+    ("contract/test_starved_jobs.py", "time.sleep(0.1)"): POLL,
     ("e2e/test_confined.py", "time.sleep(0.01)"): POLL,
     ("sink_servers.py", "while not known.over.wait(0.05):"): "a slow receiver's own work",
     ("contract/device_job.py", "_SPELL_SECONDS = 0.2"): "the job's own work",

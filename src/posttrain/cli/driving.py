@@ -297,10 +297,10 @@ def _summary(control: Control, status: RunStatus) -> None:
     )
 
     screen, run_id = console(), status.run.id
-    screen.print(stage_table(status))
     found = control.why(run_id)
+    screen.print(*regression_lines(found.scores), stage_table(status), sep="\n")
     verdicts = verdict_lines(found.report.verdicts if found.report else ())
-    for line in (*regression_lines(found.scores), *verdicts, *score_lines(found.scores)):
+    for line in (*verdicts, *score_lines(found.scores)):
         screen.print(line)
     screen.print(*warning_lines(status), sep="\n", end="\n" if status.warnings else "")
     say(f"run {run_id}: {status.run.state} after {duration(status.seconds)}")

@@ -208,9 +208,9 @@ def approve(
 ) -> None:
     """Approve a release, or another request, as an approver that the channel's policy names. Not one's own."""
     control = open_control()
-    found = control.approve(_named(control, what), channel, reason)
-    run_id = found.request.run_id if output is Output.TEXT else None
-    card = control.why(run_id) if run_id else None
+    named = _named(control, what)
+    card = None if output is Output.JSON or named.startswith(DIGEST_PREFIX) else control.why(named)  # before it is said
+    found = control.approve(named, channel, reason)
     control.close()
     if output is Output.JSON:
         emit_json(found.to_json())

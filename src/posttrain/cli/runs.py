@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,12 +27,13 @@ from posttrain.cli.console import (
     style,
 )
 from posttrain.cli.driving import RunArgument, TimeoutOption
-from posttrain.domain.errors import InputError, NotFoundError, meant
+from posttrain.domain.errors import InputError, NotFoundError, PosttrainError, meant
 from posttrain.domain.lifecycle import ReleaseState, is_final
 from posttrain.domain.reasons import meaning
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
+    from posttrain.api.values import Why
     from posttrain.domain.approvals import Standing
     from posttrain.domain.records import AssetStatus, ChannelRecord, ReleaseEntry
 
@@ -174,7 +175,7 @@ def _get_channel(control: Control, name: str, output: Output) -> None:
     states, record, live = channel.states, channel.record, channel.live
     barred, looks = channel.quarantine, channel.looks
     recall = control.recalled(live.model_digest).get(live.model_digest) if live else None
-    cards = {} if output is Output.JSON else {one: control.why(one) for one in _asked_runs(asked)}
+    cards = {} if output is Output.JSON else dict(_cards(control, asked))
     control.close()
     if output is Output.JSON:
         rows = [move.to_json() for move in reversed(history)]
@@ -205,8 +206,13 @@ def _get_channel(control: Control, name: str, output: Output) -> None:
     console().print(history_table(history), *lines, as_typed(f"next:   {back}posttrain lineage {name}"), sep="\n")
 
 
-def _asked_runs(asked: Iterable[Standing]) -> list[str]:
-    return list(dict.fromkeys(one.request.run_id for one in asked if one.request.run_id))
+def _cards(control: Control, asked: Iterable[Standing]) -> Iterator[tuple[str, Why]]:
+    """What an approver reads of each run; one that cannot be read hides no other."""
+    for run_id in dict.fromkeys(one.request.run_id for one in asked if one.request.run_id):
+        try:
+            yield run_id, control.why(run_id)
+        except PosttrainError as error:
+            aside(f"warning: run {run_id}: {error}")
 
 
 def logs(

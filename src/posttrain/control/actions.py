@@ -228,14 +228,14 @@ def rollback(
         check_weights(stores.blobs, named, f"channel {channel} stays at release {live.sequence}")
         return live
     seen = stores.ledger.channel_record(channel)  # before its policy is read: a change of it is a conflict
-    if seen.protected and not (reason or lift_quarantine):
-        raise InputError(f"rollback {channel}: a protected channel needs --reason, got none; write why it goes back")
     pinned = policy_of(stores, channel)
     barred = {one.model_digest: one for one in stores.ledger.quarantine(channel)}
     digest = rollback_target(history, live, barred, named)
     refuse_lift(stores.ledger, channel, digest, pinned)
     if digest in barred and not lift_quarantine:
         raise quarantined(barred[digest], f"posttrain rollback {channel} --to {to} --lift-quarantine REASON")
+    if seen.protected and not (reason.strip() or lift_quarantine.strip()):
+        raise InputError(f"rollback {channel}: a protected channel needs --reason, got none; write why it goes back")
     check_weights(stores.blobs, digest, f"channel {channel} stays at release {live.sequence}")
     request = approvals.lift_request(stores, seen, pinned, digest, live.sequence)
     approvals.require(stores, request, pinned)

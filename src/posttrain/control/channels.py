@@ -93,15 +93,16 @@ def protect(stores: Stores, channel: str, *, protected: bool, why: str = "") -> 
 
 
 def _refuse_alone(stores: Stores, record: ChannelRecord) -> None:
-    """Refuse to protect a channel for which only one principal could approve."""
+    """Refuse to protect a channel for which only one principal of the project could approve."""
     pinned = policy_of(stores, record.name)
     with stores.ledger.snapshot() as now:
         asked = approvals.terms(now, replace(record, protected=True), pinned, stores.actor)
-    if asked is None or not asked.others(stores.actor):
+        known = now.people()  # a name that a policy has, and nobody else does, may be a slip
+    if asked is None or not known.intersection(asked.others(stores.actor)):
         raise InputError(
             f"channel {record.name}: must have a second principal who can approve before it is protected, got "
-            f"{stores.actor} alone; give somebody the role approver (posttrain member set), name approvers in its "
-            "policy, or serve the workspace (posttrain serve)"
+            f"{stores.actor} alone; give somebody the role approver (posttrain member set) and serve the workspace "
+            "(posttrain serve), where they can log in"
         )
 
 

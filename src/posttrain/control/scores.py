@@ -25,6 +25,7 @@ from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import StageRecord
 from posttrain.domain.rewards import JUDGES
 
+_MARGIN = 0.02  # of the gate that a regression names, at most; `plan` prints what it can tell on the items there are
 JUDGED = ("reward", "sampled_reward")  # metrics of a suite that its reward decides
 
 
@@ -165,9 +166,11 @@ def _regressions(scores: Iterable[Score]) -> Iterator[str]:
                 continue
             rival = {"channel": "channel", "base": "base"}.get(before.of.split()[0], before.of.partition(" ")[2])
             lower = ", direction: lower" if direction == "lower" else ""
-            gate = f"metric: {score.metric}{lower}, not_worse_than: {rival}, margin: {abs(pair.difference) / 2:.2g}"
+            margin = f"margin: {min(_MARGIN, abs(pair.difference) / 2):.2g}"
+            gate = f"name: no-regression, metric: {score.metric}{lower}, not_worse_than: {rival}, {margin}"
             values = f"{before.estimate.value:.3g} → {score.estimate.value:.3g}, {pair} on {pair.items} items"
-            yield f"{score.of} is significantly worse than {before.of}: {score.metric} {values}; a gate: {{{gate}}}"
+            worse = f"{score.of} is significantly worse than {before.of}: {score.metric} {values}"
+            yield f"{worse}; to stop such a release, add to gates: {{{gate}}}"
 
 
 def measurements(
