@@ -157,6 +157,9 @@ def test_processes_of_the_same_numbers_outside_live_on(write: Callable[[str], Pa
     assert report["died"] == []
 
 
+PEM = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBg\nkqhkiG9w0BAQ\n-----END PRIVATE KEY-----"
+
+
 class TestBounds:
     def test_hang_while_imported(self, opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("posttrain.engine.rewards.process.LOAD_TIMEOUT", 1.0)
@@ -447,6 +450,43 @@ class TestGiven:
             assert key[:9] not in text
         other = opened("import os\ndef score(completion):\n    return float('JUDGE_KEY' in os.environ)\n")
         assert other.score(call("x"))[0].score == 0.0
+
+    @pytest.mark.parametrize(
+        ("key", "code"),
+        [
+            ("eyJhbGciOi" + "A1b2C3d4E5" * 60, "raise ValueError(f'Client error 401 for Bearer {key}')"),
+            ("sk-live-0123456789abcdef", "raise ValueError('x' * 270 + f' https://judge/?key={key}')"),
+            (PEM, "raise ValueError(f'bad key {key}')"),
+            (PEM, "raise KeyError(key)"),
+            (PEM, "raise ValueError(json.dumps({'sent': [repr({'key': key})]}))"),
+            (PEM, "raise ExceptionGroup('both', [ValueError(key), KeyError(key)])"),
+            ("pa\\ss-word'123\"456", "raise KeyError(key)"),
+            ("pa\\ss-word'123\"456", "raise KeyError({'key': [key], 'quote': \"'\"})"),
+            ("A1b2C3d4E5" * 61, "return {'score': 1.0, 'x' * 20 + key: 1.0}"),
+            ("A1b2C3d4E5" * 61, "return {'y': 1.0, 'x' * 600 + key: 1.0}"),
+            ("A1b2C3d4E5" * 61, "return {'token_scores': {'x' * 20 + key: 1.0}}"),
+        ],
+    )
+    def test_audit_29_no_part_of_a_secret_is_left_where_a_text_is_cut_collapsed_or_escaped(
+        self, write: Callable[[str], Path], capfd: pytest.CaptureFixture[str], key: str, code: str
+    ) -> None:
+        source = f"""
+            import json, os
+            def score(completion):
+                key = os.environ['JUDGE_KEY']
+                if completion:
+                    {code}
+                return 1.0
+        """
+        with open_reward(
+            write(source), timeout=PATIENCE, provision=Provision({}, secrets={"JUDGE_KEY": key})
+        ) as reward:
+            answer, _ = reward.score(call("x", ""), allowed=1)
+        printed = capfd.readouterr().err
+        assert "[JUDGE_KEY]" in str(answer) + printed
+        for part in ("A1b2C3d4E5", "hbGciOi", "sk-live", "0123456789", "MIIEvQI", "kqhkiG9", "ss-word", "456"):
+            assert part not in str(answer)
+            assert part not in printed
 
     def test_random_numbers_are_those_of_the_call(self, opened: Opener) -> None:
         source = "import random\ndef score(completion):\n    return random.random()\n"

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from control_bench import TRAIN_ONLY, Bench, train
 
 from posttrain.control import requests
+from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Cause, JobSpec
 from posttrain.domain.requests import JobRequest, PodGroup
+from posttrain.events.admitting import SECRETS
 from posttrain.execution.trainers.native import NativeTrainer
+from posttrain.store.attempts import AttemptFolder
 
 
 @pytest.fixture
@@ -143,3 +148,35 @@ def test_a_malformed_request_is_refused(words: dict[str, Any], what: str) -> Non
 def test_a_group_has_pods(least: int, most: int) -> None:
     with pytest.raises(InputError, match=f"got {least}, {most}"):
         PodGroup(min=least, max=most)
+
+
+def test_audit_29_a_request_that_somebody_else_wrote_gets_no_secret(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = dies_before_submitting(bench, monkeypatch)
+    path = bench.jobs.folders.of(bench.ledger.attempts(run_id)[0]).path / "request.json"
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), "secrets": ["AWS_SECRET_ACCESS_KEY"]}))
+    assert bench.drive(run_id).state == "failed"
+    message = bench.stage(run_id, "sft").message
+    assert "request.json names secrets that its run does not: 'AWS_SECRET_ACCESS_KEY'" in message
+    assert (bench.executor.launched, "\n" in message) == ([], False)
+
+
+def test_audit_29_a_secret_that_the_operator_took_back_reaches_no_later_attempt(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken_back(_: AttemptFolder) -> int:
+        monkeypatch.setenv(SECRETS, "default/OTHER_KEY,bens/JUDGE_KEY")
+        return -9
+
+    monkeypatch.setenv(SECRETS, "default/JUDGE_KEY")
+    bench.scripts["grpo"] = [taken_back, train()]
+    bench.jobs = replace(bench.jobs, access=SimpleNamespace(give=lambda *_, **__: None))  # type: ignore[arg-type]
+    bench.reconciler = Reconciler(bench.stores, bench.jobs, "here")
+    grpo = {"kind": "grpo", "data": "train", "reward": "exact", "steps": 2, "max_new_tokens": 8}
+    rewards = {"exact": {"ref": "reward:sort", "secrets": ["JUDGE_KEY"]}}
+    run_id = bench.submit(**{**TRAIN_ONLY, "stages": {"grpo": grpo}, "rewards": rewards})
+    assert bench.drive(run_id).state == "failed"
+    assert [asked.secrets for asked in bench.executor.launched] == [("JUDGE_KEY",)]
+    message = bench.stage(run_id, "grpo").message
+    assert f"whoever runs the server adds default/JUDGE_KEY to {SECRETS}, then posttrain retry" in message

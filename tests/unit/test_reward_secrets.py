@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from posttrain.data.confining import confined
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import InputBlob, JobOrder, JobResult
 from posttrain.domain.requests import JobRequest
-from posttrain.events.admitting import SECRETS
+from posttrain.events.admitting import SECRETS, secrets_of
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.processes import of_a_server
 from posttrain.jobs import entry
@@ -90,11 +91,43 @@ def test_audit_29_a_server_gives_a_secret_to_the_project_that_its_configuration_
             refuse_missing_secrets(workspace, manifest, Path("run.yaml"))
 
 
-@pytest.mark.parametrize("name", ["judge_key", "PYTHONPATH", "POSTTRAIN_SINK_CHAT", "LD_PRELOAD", "PGPASSWORD", "A-B"])
-def test_audit_29_names_that_are_no_secrets_of_a_reward_are_refused(world: World, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "judge_key",
+            "PYTHONPATH",
+            "POSTTRAIN_SINK_CHAT",
+            "LD_PRELOAD",
+            "PGPASSWORD",
+            "A-B",
+            "PATH",
+            "HOME",
+            "HF_HOME",
+        ),
+        *("AWS_SECRET_ACCESS_KEY", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HTTPS_PROXY"),
+    ],
+)
+def test_audit_29_names_that_are_no_secrets_of_a_reward_are_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(SECRETS, f"default/{name}")
+    with pytest.raises(InputError, match=f"got default/{name}; correct it") if "SINK" not in name else nullcontext():
+        secrets_of("default")
     world.write("run.yaml", JUDGED.replace("JUDGE_KEY", name))
     told = world("plan", "run.yaml")
     assert (told.exit_code, len(told.stderr.splitlines()), "secrets" in told.stderr) == (2, 1, True)
+
+
+def test_audit_29_a_lock_does_not_name_what_a_run_file_may_not(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    world.ok("run", "run.yaml")
+    with contextlib.closing(open_workspace()) as workspace:
+        manifest = workspace.stores.manifest(workspace.ledger.run(world.newest()))
+        stages = [stage for stage in manifest.stages if stage.name == "grpo"]
+        stages[0].inputs["reward"].meta["secrets"][:] = ["PATH"]
+        with pytest.raises(InputError, match="secrets: PATH: programs or stores read that variable"):
+            refuse_missing_secrets(workspace, manifest, Path("run.lock.json"))
 
 
 def test_audit_29_a_job_gets_the_secrets_that_it_names_and_no_others(

@@ -20,7 +20,7 @@ from posttrain.control import budgets, environments
 from posttrain.control.codes import deciding_code
 from posttrain.control.decide import hold_back
 from posttrain.control.jobs import AttemptFolders, Jobs
-from posttrain.control.requests import job_of, request_of
+from posttrain.control.requests import job_of, request_of, secrets_of_rewards
 from posttrain.control.stalls import phase_seconds, stall_after
 from posttrain.control.stores import Stores
 from posttrain.data.external import external_versions, local_copy
@@ -44,6 +44,7 @@ from posttrain.domain.ports import BlobStore
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.domain.shapes import count
+from posttrain.events.admitting import SECRETS, secrets_of
 from posttrain.execution.ports import Trainer
 from posttrain.store.atomic import ANSWER, make_folder
 from posttrain.store.attempts import AttemptFolder, unclaimed
@@ -265,7 +266,9 @@ def launch_attempt(
     folder = jobs.folders.of(attempt)
     if waits_for_devices(stores, jobs, manifest, stage, trainer):
         return None
-    refused = _fetch_elsewhere(stores, stage, _cache(jobs, manifest, stage, attempt))
+    secrets = secrets_of_rewards(manifest.stage(stage.name))
+    refused = _foreign_secrets(jobs, stores.ledger.project, secrets)
+    refused = refused or _fetch_elsewhere(stores, stage, _cache(jobs, manifest, stage, attempt))
     if refused:
         return refused
     # whoever wrote an order before may have died a day ago, when the workspace lay elsewhere or trusted its rewards
@@ -276,7 +279,7 @@ def launch_attempt(
     _lay_down(folder, order)
     if jobs.access is not None:
         jobs.access.give(attempt, folder.path, boxed=bool(order.image))
-    request = request_of(jobs, attempt, order, trainer)
+    request = request_of(jobs, attempt, order, trainer, secrets)
     crashpoint("attempt.after_intent")
     try:
         answer = jobs.executor.submit(request)
@@ -420,6 +423,14 @@ def _cache(jobs: Jobs, manifest: Manifest, stage: StageRecord, attempt: AttemptR
     """Where a job keeps what it fetched: what an image's programs write there, no other job reads."""
     boxed = manifest.image_of(manifest.stage(stage.name))
     return jobs.folders.of(attempt).path / PRIVATE_CACHE if boxed else jobs.folders.root / "cache"
+
+
+def _foreign_secrets(jobs: Jobs, project: str, named: frozenset[str]) -> Failure | None:
+    """Why a server does not give a job the secrets of its rewards, as it is configured now; None when it does."""
+    other = sorted(named - secrets_of(project)) if named and jobs.access is not None else []
+    wanted = ", ".join(f"{project}/{name}" for name in other)
+    said = f"secrets: whoever runs the server adds {wanted} to {SECRETS}, then posttrain retry"
+    return Failure(FailureClass.BAD_INPUT, said, "launch") if other else None
 
 
 def _fetch_elsewhere(stores: Stores, stage: StageRecord, cache: Path) -> Failure | None:

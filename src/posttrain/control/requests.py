@@ -5,6 +5,7 @@ from __future__ import annotations
 from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.domain.errors import IntegrityError
 from posttrain.domain.jobs import JobOrder
+from posttrain.domain.manifest import StageManifest
 from posttrain.domain.records import AttemptRecord
 from posttrain.domain.requests import RUN, STAGE, WORKSPACE, Job, JobRequest, PodGroup
 from posttrain.execution.ports import Trainer
@@ -19,20 +20,29 @@ def job_of(folders: AttemptFolders, attempt: AttemptRecord) -> Job:
     return Job(attempt.name, str(folders.of(attempt).path), folders.known(attempt))
 
 
-def request_of(jobs: Jobs, attempt: AttemptRecord, order: JobOrder, trainer: Trainer) -> JobRequest:
+def secrets_of_rewards(plan: StageManifest) -> frozenset[str]:
+    """The names of variables that a stage's rewards get."""
+    return frozenset(str(name) for ref in plan.inputs.values() for name in ref.meta.get("secrets", ()))
+
+
+def request_of(
+    jobs: Jobs, attempt: AttemptRecord, order: JobOrder, trainer: Trainer, of_rewards: frozenset[str]
+) -> JobRequest:
     """The attempt's request; of several processes that write one at once, the first's.
+
+    Args:
+        of_rewards: the secrets that its manifest names. A job of the same run can write into the folder.
 
     Raises:
         InputError: it asks for something malformed, or another version wrote it.
-        IntegrityError: what was written cannot be read.
+        IntegrityError: what was written cannot be read, or names other secrets than its manifest and its trainer.
         WorkspaceError: the disk is full or read-only.
     """
     folder = jobs.folders.of(attempt)
     path = folder.path / _FILE
+    spec = trainer.compile(order, folder.path)
     if not path.exists():
-        spec = trainer.compile(order, folder.path)
         allowed = order.seconds_allowance
-        of_rewards = {str(name) for blob in order.inputs.values() for name in blob.meta.get("secrets", ())}
         request = JobRequest(
             attempt.name,
             spec.module,
@@ -47,8 +57,15 @@ def request_of(jobs: Jobs, attempt: AttemptRecord, order: JobOrder, trainer: Tra
         )
         create_json(path, request.to_json())
     try:
-        return JobRequest.from_json(read_json(path), str(folder.path))
+        found = JobRequest.from_json(read_json(path), str(folder.path))
     except (KeyError, TypeError, AttributeError) as error:
         raise IntegrityError(
             f"{path} cannot be read: {error!r}; it is damaged: posttrain retry makes another"
         ) from error
+    other = set(found.secrets) - of_rewards - set(spec.secrets)
+    if other:
+        raise IntegrityError(
+            f"{path} names secrets that its run does not: {', '.join(sorted(other))[:200]!a}; somebody else wrote it: "
+            "posttrain retry makes another"
+        )
+    return found

@@ -107,7 +107,16 @@ _MOST_HOSTS = 64
 _LONGEST_WORD = 60  # characters of a wrong word that an error shows
 _ADDRESS = re.compile(r"^(?!127\.0\.0\.1:)[0-9.]+:")
 _SECRET = r"^[A-Z][A-Z0-9_]{0,99}$"
-NO_SECRETS = ("POSTTRAIN_", "PYTHON", "LD_", "PG", "WANDB_", "MLFLOW_")  # what jobs do not get, or programs obey
+_NO_SECRETS = re.compile(  # what jobs do not get; what a process, its libraries or the store read: a job gives it up
+    r"(POSTTRAIN_|WANDB_|MLFLOW_|PG|AWS_|AZURE_|GOOGLE_|S3_|HF_|HUGGING|TRANSFORMERS_|TOKENIZERS_|PYTHON|LD_|LC_|XDG_|SSL_"
+    r"|MALLOC_|CUDA_|NVIDIA_|NCCL_|ROCR_|HIP_|HSA_|GPU_|OMP_|MKL_|KMP_|GOMP_|OPENBLAS_|NUMEXPR_|TORCH|PYTORCH_|TRITON_"
+    r"|RAY_)|((HTTPS?|ALL|NO)_PROXY|PATH|HOME|USER|LOGNAME|SHELL|PWD|LANG|LANGUAGE|TZ|TMPDIR|VIRTUAL_ENV|IFS|ENV)$"
+)
+
+
+def may_be_secret(name: str) -> bool:
+    """Whether a reward's secret may be called so: by no name that jobs, programs, their libraries or stores read."""
+    return _NO_SECRETS.match(name) is None and re.fullmatch(_SECRET, name) is not None
 
 
 def _plain(value: str) -> str:
@@ -150,9 +159,12 @@ class RewardUse(Frozen):
             raise ValueError(
                 f"network: must be at most {_MOST_HOSTS} different hosts and ports, got {len(self.network)}"
             )
-        other = next((name for name in self.secrets if name.startswith(NO_SECRETS)), None)
+        other = next((name for name in self.secrets if not may_be_secret(name)), None)
         if other is not None:
-            raise ValueError(f"secrets: must name variables of its own, got {other!r}; call it JUDGE_KEY, for example")
+            raise ValueError(
+                f"secrets: must name variables of its own, which no program or store reads, got {other!r}; call it "
+                "JUDGE_KEY, for example"
+            )
         number = next((word for word in self.network if _ADDRESS.match(word)), None)
         if number is not None:
             raise ValueError(

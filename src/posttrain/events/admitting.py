@@ -18,7 +18,7 @@ from typing import Any
 
 from posttrain.domain.errors import InputError, SinkError
 from posttrain.domain.principals import is_project
-from posttrain.domain.runspec import NO_SECRETS
+from posttrain.domain.runspec import may_be_secret
 from posttrain.events.ports import ANSWER_SECONDS, CONNECT_SECONDS, VARIABLES, Admit, Patience, one_line
 
 VARIABLE = "POSTTRAIN_PRIVATE_SINKS"  # networks beside the public ones: 10.1.0.0/16,127.0.0.1/32
@@ -69,8 +69,8 @@ def secrets_of(project: str, environ: Mapping[str, str] = os.environ) -> frozens
     """
     pairs = [word.strip().partition("/") for word in environ.get(SECRETS, "").split(",") if word.strip()]
     for of, _, variable in pairs:
-        taken = variable.startswith(NO_SECRETS) and not variable.startswith(VARIABLES)
-        if not is_project(of) or not variable.isidentifier() or taken:
+        good = variable.isidentifier() if variable.startswith(VARIABLES) else may_be_secret(variable)
+        if not is_project(of) or not good:
             raise InputError(
                 f"{SECRETS} must be PROJECT/VARIABLE with commas between them, got {of}/{variable}; correct it"
             )

@@ -28,6 +28,7 @@ from posttrain.domain.rewards import (
     refuse_missing,
     refuse_nameless,
 )
+from posttrain.domain.runspec import may_be_secret
 from posttrain.events.admitting import SECRETS, secrets_of
 from posttrain.store.trees import tree_listing
 from posttrain.workspace.opened import OpenWorkspace
@@ -46,6 +47,8 @@ def refuse_missing_secrets(workspace: OpenWorkspace, manifest: Manifest, source:
         for ref in stage.inputs.values():
             for name in ref.meta.get("secrets", ()):
                 value, where = os.environ.get(name, ""), f"{source}: stages.{stage.name}: {ref.name}: secrets: {name}"
+                if not may_be_secret(name):  # in a lock, which somebody may have changed
+                    raise InputError(f"{where}: programs or stores read that variable; call it JUDGE_KEY, for example")
                 if is_confined() and name not in secrets_of(project):
                     raise InputError(f"{where}: whoever runs the server adds {project}/{name} to {SECRETS}")
                 if manifest.image_of(stage):

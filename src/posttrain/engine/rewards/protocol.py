@@ -31,6 +31,7 @@ MAX_REQUEST = 256 * 2**20  # bytes
 MAX_ANSWER = 4 * 2**20  # bytes of one message: places of a long response
 FULL = 2**16  # bytes of answers that are worth a message
 MAX_TEXT = 1000  # characters of a line
+_TELLING = 8  # characters of a line of a secret
 FAULTS = ("load", "raised", "answer", "memory")
 
 
@@ -93,6 +94,41 @@ class Fault:
 
     kind: str
     message: str
+
+
+class Redactor:
+    """Puts the names of secrets in the place of their values, in whatever a reward prints or answers.
+
+    A value is found as it is, with its whitespace collapsed, each of its longer lines, and any of these as JSON, as
+    `repr` and as JSON of `repr`, whichever quotes stand around it.
+    """
+
+    def __init__(self, secrets: Mapping[str, str]) -> None:
+        written = {
+            form: f"[{name}]"
+            for name, value in secrets.items()
+            for text in (value, " ".join(value.split()), *filter(_is_telling, map(str.strip, value.splitlines())))
+            for once in (text, repr(text)[1:-1], repr(text + "'\"")[1:-4], json.dumps(text)[1:-1])
+            for form in (once, repr(once)[1:-1], json.dumps(once)[1:-1])
+        }
+        self._texts = [(form, written[form]) for form in sorted(filter(None, written), key=len)[::-1]]
+        self._forms = [(form.encode(errors="surrogateescape"), name.encode()) for form, name in self._texts]
+        self.held = max((len(form) for form, _ in self._forms), default=1) - 1  # bytes that may begin a value
+
+    def __call__(self, data: bytes) -> bytes:
+        for form, name in self._forms:
+            data = data.replace(form, name)
+        return data
+
+    def text(self, text: str) -> str:
+        """As of bytes, before anything of the text is cut or collapsed."""
+        for form, name in self._texts:
+            text = text.replace(form, name)
+        return text
+
+
+def _is_telling(line: str) -> bool:
+    return len(line) >= _TELLING
 
 
 Message = Ready | Opened | Answers | End | Fault

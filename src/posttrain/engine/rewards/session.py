@@ -71,24 +71,6 @@ class Log:
         self.dropped = 0
 
 
-class Redactor:
-    """Puts the names of secrets in the place of their values, in whatever a reward prints or answers."""
-
-    def __init__(self, secrets: Mapping[str, str]) -> None:
-        written = {
-            form: name
-            for name, value in secrets.items()
-            for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1])
-        }
-        self._forms = [(form.encode(), f"[{written[form]}]".encode()) for form in sorted(written, key=len)[::-1]]
-        self.held = max((len(form) for form, _ in self._forms), default=1) - 1  # bytes that may begin a value
-
-    def __call__(self, data: bytes) -> bytes:
-        for form, name in self._forms:
-            data = data.replace(form, name)
-        return data
-
-
 class Session:
     """A started and confined worker.
 
@@ -109,7 +91,7 @@ class Session:
         log: Log | None = None,
         secrets: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self._clean = Redactor(secrets)
+        self._clean = protocol.Redactor(secrets)
         self._process, self._channel, self._output, self._marker = _start(plan, secrets)
         self._printed = threading.Thread(target=_copy, args=(self._output, log or Log(), self._clean), daemon=True)
         self._printed.start()
@@ -248,7 +230,7 @@ def _start(plan: CellPlan, secrets: Mapping[str, str]) -> tuple[subprocess.Popen
     }
     cell = json.dumps(asdict(plan))
     command = [sys.executable, "-s", "-P", "-m", worker.__name__, str(theirs.fileno()), str(shared), cell]
-    command.append(str(os.getpid()))
+    command += [str(os.getpid()), *secrets]  # their names: the worker keeps their values out of what it answers
     try:
         with theirs:
             process = subprocess.Popen(
@@ -268,7 +250,7 @@ def _start(plan: CellPlan, secrets: Mapping[str, str]) -> tuple[subprocess.Popen
     return process, ours, output, marker
 
 
-def _copy(output: int, log: Log, clean: Redactor) -> None:
+def _copy(output: int, log: Log, clean: protocol.Redactor) -> None:
     """Copy what the reward prints to stderr up to a limit; read on, so that it never waits for its log."""
     with contextlib.suppress(OSError):
         rest = b""

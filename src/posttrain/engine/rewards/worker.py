@@ -34,13 +34,14 @@ from posttrain.domain.rewards import DIALECTS, SignatureError, detect, entry_nam
 from posttrain.engine.rewards.answers import AnswerError, Spans, plain
 from posttrain.engine.rewards.cell import CellPlan, Confinement, enter
 from posttrain.engine.rewards.dialects import BATCHED, SINGLE, Binder
-from posttrain.engine.rewards.protocol import receive_request, send, send_answers
+from posttrain.engine.rewards.protocol import Redactor, receive_request, send, send_answers
 from posttrain.engine.rewards.rubrics import NoRewardError, as_function
 
 PACKAGES = Path(__file__).resolve().parents[3]  # the folder that holds posttrain
 
 
 MAX_LINE = 900  # characters of an error
+_SECRETS: dict[str, str] = {}  # variable → value, as they were before the reward's code ran
 
 
 class ReportedError(Exception):
@@ -141,8 +142,17 @@ def place(error: BaseException, path: Path) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """`ValueError: text` without line breaks."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300].rstrip(": ")
+    """`ValueError: text` without line breaks, and without what the reward must keep to itself."""
+    return " ".join(_without_secrets(f"{type(error).__name__}: {error}").split())[:300].rstrip(": ")
+
+
+def _without_secrets(value: Any) -> Any:
+    """A text, or the texts of nested maps, before anything cuts them."""
+    if isinstance(value, str):
+        return Redactor(_SECRETS).text(value)
+    if isinstance(value, Mapping):
+        return {_without_secrets(name): _without_secrets(inner) for name, inner in dict(value).items()}
+    return value
 
 
 # --- scoring ----------------------------------------------------------------------------------------------------------
@@ -239,7 +249,7 @@ class Scorer:
         try:
             if self.dialect == "verl" and isinstance(answer, (list, tuple)) and answer:
                 answer = answer[0]  # as verl takes it: what follows is for its own log
-            return plain(answer, subject, spans)
+            return plain(_without_secrets(answer) if _SECRETS else answer, subject, spans)
         except AnswerError as error:
             raise ReportedError("answer", f"{self.where} must return {error}") from error
         except Exception as error:
@@ -357,9 +367,11 @@ def confine(parent: int, cell: str) -> Confinement:
 
 
 def main() -> None:
-    """Entry point. Arguments: descriptors of socket and marker, a `CellPlan` as JSON, the parent's process id."""
+    """Entry point. Arguments: descriptors of socket and marker, a `CellPlan` as JSON, the parent's process id,
+    names of secrets."""
     os.dup2(2, 1)
-    descriptor, shared, cell, parent = sys.argv[1:]
+    descriptor, shared, cell, parent, *secrets = sys.argv[1:]
+    _SECRETS.update((name, os.environ[name]) for name in secrets)
     marker = mmap.mmap(int(shared), 8)
     sys.meta_path.insert(0, SEEDS)
     os.close(int(shared))
