@@ -171,3 +171,10 @@ def test_audit_34_a_head_costs_one_object_and_is_never_taken_back(
     keep_head(workspace.ledger, workspace.blobs, workspace.log)
     assert larger in workspace.blobs.notes(log)
     workspace.close()
+
+
+@pytest.mark.parametrize("said", ["[" * 200_000, '{"a":' * 200_000, "[]", "\0", '"'])
+def test_audit_34_an_order_that_cannot_be_read_is_one_without_a_head(world: World, said: str) -> None:
+    next((world.root / ".posttrain" / "runs").glob("*/*/*/job.json")).write_text(said)
+    assert heads(world)["state"] == "ok"
+    assert "everything matches" in world.ok("verify")

@@ -146,7 +146,8 @@ def _folders(root: Path, run_id: str) -> Iterator[tuple[str, str]]:
     for path in (root / "runs").glob(f"{run_id}/*/[0-9]*/job.json"):
         run, stage, number = path.parts[-4:-1]
         said: object = ""
-        with suppress(OSError, ValueError, IntegrityError, AttributeError):  # its job may write anything there
+        # its job may write anything there
+        with suppress(OSError, ValueError, IntegrityError, AttributeError, RecursionError):
             said = json.loads(read_left(path, ANSWER)).get("log_head", "")
         if number.isdecimal():
             yield f"{run}/{stage}/{int(number)}", said if isinstance(said, str) and _HEAD.fullmatch(said) else ""
