@@ -224,3 +224,19 @@ def test_audit_34_doctor_reports_that_no_head_is_kept(world: World, monkeypatch:
         assert heads(world)["state"] == "warn"
         assert "no head of the event log is kept" in heads(world)["finding"]
     assert heads(world)["state"] == "ok"
+
+
+def test_audit_34_verify_names_no_runs_where_there_are_several_projects(world: World) -> None:
+    lost = world.root / ".posttrain" / "runs" / "secret-abcdefg2" / "sft" / "001"
+    lost.mkdir(parents=True)
+    (lost / "job.json").write_text("{}")
+    told = world("verify")
+    assert (told.exit_code, "secret" in told.output) == (8, True)
+    world.ok("project", "add", "other")
+    for scope in ((), ("--project", "other")):
+        told = world(*scope, "verify")
+        said = " ".join((told.output + told.stderr).split())
+        assert told.exit_code == 8
+        assert "attempts that the ledger does not have: 1 (posttrain doctor names the runs)" in said
+        assert "secret" not in said
+    assert "secret-abcdefg2" in heads(world)["finding"]

@@ -48,6 +48,7 @@ class Lost:
     heads: tuple[str, ...] = ()
     attempts: tuple[str, ...] = ()
     kept: int = 0  # heads in the store, of any log
+    named: bool = True  # whether lines name runs: not to members of one project where there are several
 
     def __bool__(self) -> bool:
         return bool(self.heads or self.attempts)
@@ -63,7 +64,9 @@ class Lost:
         if self.attempts:
             runs = sorted({attempt.partition("/")[0] for attempt in self.attempts})
             more = f" and {len(runs) - _SHOWN} more" if len(runs) > _SHOWN else ""
-            yield f"runs/ holds attempts that the ledger does not have: of {', '.join(runs[:_SHOWN])}{more}; {_REMEDY}"
+            number = f"{len(self.attempts)} (posttrain doctor names the runs)"
+            said = f"of {', '.join(runs[:_SHOWN])}{more}" if self.named else number
+            yield f"runs/ holds attempts that the ledger does not have: {said}; {_REMEDY}"
 
 
 def sealed_head(ledger: Ledger) -> str:
