@@ -13,6 +13,7 @@ import pytest
 from cli_world import World, make_world
 
 from posttrain.app.workspace import Workspace
+from posttrain.domain.errors import WorkspaceError
 from posttrain.store.heads import find_lost, keep_head, sealed_head
 from posttrain.store.merkle import EMPTY, Tree
 from posttrain.store.schema import leaves, tiles
@@ -171,3 +172,71 @@ def test_audit_34_a_head_costs_one_object_and_is_never_taken_back(
     keep_head(workspace.ledger, workspace.blobs, workspace.log)
     assert larger in workspace.blobs.notes(log)
     workspace.close()
+
+
+@pytest.mark.parametrize("said", ["[" * 200_000, '{"a":' * 200_000, "[]", "\0", '"'])
+def test_audit_34_an_order_that_cannot_be_read_is_one_without_a_head(world: World, said: str) -> None:
+    next((world.root / ".posttrain" / "runs").glob("*/*/*/job.json")).write_text(said)
+    assert heads(world)["state"] == "ok"
+    assert "everything matches" in world.ok("verify")
+
+
+def test_audit_34_only_what_submission_names_counts_as_an_attempt(world: World) -> None:
+    runs, run = world.root / ".posttrain" / "runs", world.newest()
+    shutil.copytree(runs / run, runs / f"{run}.bak")
+    shutil.copytree(runs / run / "sft", runs / run / "sft.old")
+    for stray in ("a\nrun evil-1\x1b[31m: everything is fine/s/001", "notes/s/001", f"{run}/sft/1"):
+        (runs / stray).mkdir(parents=True)
+        (runs / stray / "job.json").write_text("{}")
+    assert heads(world)["state"] == "ok"
+    assert "everything matches" in world.ok("verify")
+    (runs / "lost-abcdefg2" / "sft" / "001").mkdir(parents=True)
+    (runs / "lost-abcdefg2" / "sft" / "001" / "job.json").write_text("{}")
+    assert "lost-abcdefg2" in heads(world)["finding"]
+
+
+def test_audit_34_strange_and_forged_objects_do_not_stop_newer_heads(world: World) -> None:
+    workspace = Workspace(world.root / ".posttrain")
+    log, forged = f"heads/{workspace.log}", f"{'9' * 16}-{'0' * 64}"
+    for name in ("x.tmp", f"{'9' * 60}-{'0' * 64}", "1-2"):
+        workspace.blobs.note(f"{log}/{name}", name)
+    assert heads(world)["state"] == "ok"
+    assert "everything matches" in world.ok("verify")
+    workspace.blobs.note(f"{log}/{forged}", forged)
+    world.ok("channel", "freeze", "prod")
+    assert {forged, sealed_head(workspace.ledger)} <= set(workspace.blobs.notes(log))
+    assert workspace.lost().heads == (forged,)
+    assert heads(world)["state"] == "fail"
+    workspace.close()
+
+
+def test_audit_34_doctor_reports_that_no_head_is_kept(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace = Workspace(world.root / ".posttrain")
+    for head in workspace.blobs.notes(f"heads/{workspace.log}"):
+        workspace.blobs.drop_note(f"heads/{workspace.log}/{head}")
+    workspace.close()
+
+    def refuse(*_: object) -> None:
+        raise WorkspaceError("the store is read-only")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(workspace.blobs), "note", refuse)
+        assert heads(world)["state"] == "warn"
+        assert "no head of the event log is kept" in heads(world)["finding"]
+    assert heads(world)["state"] == "ok"
+
+
+def test_audit_34_verify_names_no_runs_where_there_are_several_projects(world: World) -> None:
+    lost = world.root / ".posttrain" / "runs" / "secret-abcdefg2" / "sft" / "001"
+    lost.mkdir(parents=True)
+    (lost / "job.json").write_text("{}")
+    told = world("verify")
+    assert (told.exit_code, "secret" in told.output) == (8, True)
+    world.ok("project", "add", "other")
+    for scope in ((), ("--project", "other")):
+        told = world(*scope, "verify")
+        said = " ".join((told.output + told.stderr).split())
+        assert told.exit_code == 8
+        assert "attempts that the ledger does not have: 1 (posttrain doctor names the runs)" in said
+        assert "secret" not in said
+    assert "secret-abcdefg2" in heads(world)["finding"]

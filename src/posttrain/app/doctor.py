@@ -262,7 +262,13 @@ def _ledger(workspace: Workspace) -> Check:
 
 def _heads(workspace: Workspace, accepted: Lost) -> Check:
     """Whether the ledger has what is kept outside it."""
-    found = [*accepted.lines(), *workspace.lost().lines()]
+    lost = workspace.lost()
+    found = [*accepted.lines(), *lost.lines()]
+    if not found and not lost.kept:
+        workspace.seal()  # a new or restored one has none yet
+        if not workspace.lost().kept:
+            said = "no head of the event log is kept in the artifact store: the loss of its tail would not show"
+            return Check("log heads", "warn", said, "make the artifact store writable")
     if not found:
         return Check("log heads", "ok", "the ledger goes on from every head that is kept outside it")
     said, _, remedy = found[0].partition("; ")

@@ -2,7 +2,7 @@
 
 A ledger that lost its tail (its write-ahead log was removed) or that was replaced by an older copy is whole and its log
 holds: only what lies elsewhere shows the loss. The store has one small object, `heads/LOG/SIZE-ROOT`, written when a
-command or a run ends; of several the largest counts, so no writer takes the log back. An order (`job.json`) holds the
+command or a run ends; each of several counts, so no writer takes the log back. An order (`job.json`) holds the
 head at its launch. A job owns its folder, so what an order says raises suspicion and never lowers it. The run folders
 themselves show runs and attempts that the ledger lacks.
 
@@ -21,6 +21,7 @@ from pathlib import Path
 from sqlalchemy import Connection, Text, select, type_coerce
 
 from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.domain.ids import TYPES
 from posttrain.store.atomic import ANSWER, read_left
 from posttrain.store.blobs import ObjectBlobs
 from posttrain.store.ledger import Ledger
@@ -30,6 +31,11 @@ from posttrain.store.sealer import root_at
 ACCEPTED, SUBJECT = "ledger.loss_accepted", "ledger"
 _FOLDER, _DIGITS, _SHOWN = "heads", 16, 10
 _HEAD = re.compile(rf"[0-9]{{{_DIGITS}}}-[0-9a-f]{{64}}")
+_ATTEMPT = (
+    re.compile(  # RUN/STAGE/NUMBER as submission makes them: what else lies below runs/ is a copy or somebody's own
+        rf"(?=[^/]+-[a-z0-9]{{8}}/){TYPES['RunId'].pattern}/{TYPES['StageName'].pattern}/[0-9]{{3,9}}"
+    )
+)
 _WHY = "the log is of every project"
 _REMEDY = "restore the newest copy of the ledger, or accept the loss: posttrain doctor --accept-loss REASON"
 
@@ -41,6 +47,8 @@ class Lost:
     size: int  # of the ledger's log
     heads: tuple[str, ...] = ()
     attempts: tuple[str, ...] = ()
+    kept: int = 0  # heads in the store, of any log
+    named: bool = True  # whether lines name runs: not to members of one project where there are several
 
     def __bool__(self) -> bool:
         return bool(self.heads or self.attempts)
@@ -56,7 +64,9 @@ class Lost:
         if self.attempts:
             runs = sorted({attempt.partition("/")[0] for attempt in self.attempts})
             more = f" and {len(runs) - _SHOWN} more" if len(runs) > _SHOWN else ""
-            yield f"runs/ holds attempts that the ledger does not have: of {', '.join(runs[:_SHOWN])}{more}; {_REMEDY}"
+            number = f"{len(self.attempts)} (posttrain doctor names the runs)"
+            said = f"of {', '.join(runs[:_SHOWN])}{more}" if self.named else number
+            yield f"runs/ holds attempts that the ledger does not have: {said}; {_REMEDY}"
 
 
 def sealed_head(ledger: Ledger) -> str:
@@ -71,7 +81,7 @@ def _present(connection: Connection) -> str:
 
 
 def keep_head(ledger: Ledger, blobs: ObjectBlobs, log: str) -> None:
-    """Keep the head in the store, if it is larger than the one there, and drop smaller ones that it contains.
+    """Keep the head in the store, and drop smaller ones that it contains; others stay, whatever their size.
 
     Args:
         log: what tells this ledger from others that keep heads in the same store.
@@ -81,9 +91,9 @@ def keep_head(ledger: Ledger, blobs: ObjectBlobs, log: str) -> None:
     """
     folder = f"{_FOLDER}/{log}"
     with ledger.database.read(across=_WHY) as connection:
-        head, known = _present(connection), blobs.notes(folder)
+        head, known = _present(connection), _kept(blobs, log)
         smaller = [one for one in known if one < head and _contains(connection, one)]
-    if known and head <= max(known):
+    if head in known:
         return
     blobs.note(f"{folder}/{head}", head)
     for one in smaller:
@@ -99,7 +109,8 @@ def find_lost(ledger: Ledger, blobs: ObjectBlobs, log: str, root: Path, run_id: 
         run_id: the only run whose folder is looked at; `*`: all.
     """
     folders = dict(_folders(root, run_id))  # first of all: the log only grows
-    heads = {*blobs.notes(f"{_FOLDER}/{log}"), *filter(None, folders.values())}
+    kept = _kept(blobs, log)
+    heads = {*kept, *filter(None, folders.values())}
     with ledger.database.read(across=_WHY) as connection:
         gone, missed = _accepted(connection, "heads"), _accepted(connection, "attempts")
         size = int(_present(connection).partition("-")[0])
@@ -107,7 +118,7 @@ def find_lost(ledger: Ledger, blobs: ObjectBlobs, log: str, root: Path, run_id: 
         rows = select(attempts.c.run_id, attempts.c.stage, attempts.c.number)
         rows = rows if run_id == "*" else rows.where(attempts.c.run_id == run_id)
         known = {f"{run}/{stage}/{number}" for run, stage, number in connection.execute(rows)}
-    return Lost(size, bad, tuple(sorted(folders.keys() - known - missed)))
+    return Lost(size, bad, tuple(sorted(folders.keys() - known - missed)), len(kept))
 
 
 def accept_loss(ledger: Ledger, blobs: ObjectBlobs, log: str, root: Path, actor: str, reason: str) -> Lost:
@@ -124,9 +135,14 @@ def accept_loss(ledger: Ledger, blobs: ObjectBlobs, log: str, root: Path, actor:
     with ledger.transaction(actor) as transaction:
         facts = {"heads": list(lost.heads), "attempts": list(lost.attempts)}
         transaction.append_event(ACCEPTED, SUBJECT, facts, {"reason": reason})
-    for head in blobs.notes(f"{_FOLDER}/{log}").keys() & set(lost.heads):
+    for head in _kept(blobs, log) & set(lost.heads):
         blobs.drop_note(f"{_FOLDER}/{log}/{head}")
     return lost
+
+
+def _kept(blobs: ObjectBlobs, log: str) -> set[str]:
+    """The heads in the store; objects of other names there are somebody else's."""
+    return set(filter(_HEAD.fullmatch, blobs.notes(f"{_FOLDER}/{log}")))
 
 
 def _contains(connection: Connection, head: str) -> bool:
@@ -145,8 +161,10 @@ def _folders(root: Path, run_id: str) -> Iterator[tuple[str, str]]:
     """Every attempt that has a folder, and the head that its order names; empty: it names none."""
     for path in (root / "runs").glob(f"{run_id}/*/[0-9]*/job.json"):
         run, stage, number = path.parts[-4:-1]
+        if not _ATTEMPT.fullmatch(f"{run}/{stage}/{number}"):
+            continue
         said: object = ""
-        with suppress(OSError, ValueError, IntegrityError, AttributeError):  # its job may write anything there
+        # its job may write anything there
+        with suppress(OSError, ValueError, IntegrityError, AttributeError, RecursionError):
             said = json.loads(read_left(path, ANSWER)).get("log_head", "")
-        if number.isdecimal():
-            yield f"{run}/{stage}/{int(number)}", said if isinstance(said, str) and _HEAD.fullmatch(said) else ""
+        yield f"{run}/{stage}/{int(number)}", said if isinstance(said, str) and _HEAD.fullmatch(said) else ""

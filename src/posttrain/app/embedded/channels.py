@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -262,7 +263,9 @@ class Records:
         stores = self.workspace.stores
         channel = target.startswith(_CHANNEL) or target in stores.ledger.channels()
         run_id = "" if not target or channel or target.partition(":")[0] in KINDS else self._run_id(target)
-        lost = self.workspace.lost(run_id or "*")
+        with stores.ledger.snapshot() as now:
+            named = bool(run_id) or now.projects() == [DEFAULT_PROJECT]  # run ids of other projects are not told
+        lost = replace(self.workspace.lost(run_id or "*"), named=named)
         return verify(stores, lambda: self.lineage(target), lost, run_id) if target else verify_live(stores, lost)
 
     def dead(self, within: str | None) -> list[Dead]:
