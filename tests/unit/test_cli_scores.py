@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -162,6 +163,10 @@ def test_audit_26_a_model_worse_than_before_is_the_first_thing_said(world: World
     assert " ".join(last.split()).index(words) < " ".join(last.split()).index("stage kind state")
     (line,) = world.json("get", "sort")["scores"]["regressions"]
     assert f"add to gates: {gate}" in line
+    world.ok("export", "prod", "out")
+    card = (world.root / "out" / "README.md").read_text()
+    assert "**Warning**: stage grpo is significantly worse than stage sft" in card
+    assert json.loads((world.root / "out" / "lineage.json").read_text())["regressions"] == [line]
     world.ok("get", "sort", "--report")
     page = (world.root / ".posttrain" / "runs" / world.newest() / "report.html").read_text()
     assert page.index("significantly worse than stage sft") < page.index("Scores</h2>")

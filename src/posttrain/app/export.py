@@ -18,6 +18,7 @@ from posttrain.app.workspace import Workspace
 from posttrain.control.budgets import spending
 from posttrain.control.explain import explain_run
 from posttrain.control.lineage import MadeModel, Node, asset_lineage, model_lineage
+from posttrain.control.scores import run_scores
 from posttrain.control.selecting import selected
 from posttrain.data.assets import floating_types
 from posttrain.data.refs import Source
@@ -166,6 +167,7 @@ def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *
     manifest, rows = workspace.stores.manifest(run), {row.name: row for row in workspace.ledger.stages(run.id)}
     chain = list(_chain(manifest, made.stage))
     report = explain_run(workspace.stores, run.id).report
+    worse = run_scores(workspace.blobs, manifest, rows).regressions
     tree = _public(model_lineage(workspace.stores, made))
     approved = "".join(f", approved by {words}" for key, words in tree.details if key == "approved by")
     card = ModelCard(
@@ -185,6 +187,7 @@ def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *
         seed=manifest.seed,
         stages=tuple(_stage_line(workspace, stage, rows[stage.name]) for stage in chain),
         scores=tuple(_scores(manifest, made.digest, rows)),
+        regressions=tuple(line for line in worse if line.startswith(f"stage {made.word} ")),
         gates=report.verdicts if report and report.candidate == made.digest else (),
         lineage=tuple(tree_lines(tree)),
         version=__version__,
@@ -193,7 +196,7 @@ def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *
     said = {"posttrain": __version__, "model": asdict(made), "dtype": dtype, "cast": cast, "lineage": asdict(tree)}
     verdicts = [verdict.model_dump(mode="json") for verdict in card.gates]
     scores = {f"{s.stage}/{s.metric}": s.value if math.isfinite(s.value) else None for s in card.scores}
-    said |= {"state": run.state, "scores": scores, "gates": verdicts}
+    said |= {"state": run.state, "scores": scores, "gates": verdicts, "regressions": list(card.regressions)}
     _write_lineage(folder, said)
     return True
 

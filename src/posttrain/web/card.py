@@ -60,6 +60,7 @@ class ModelCard:
     version: str  # of Posttrain
     state: str = "succeeded"  # of the run
     chosen: str = ""  # "probe/accuracy 0.91 at step 40": the best model by the stage's probe; empty: the last one
+    regressions: tuple[str, ...] = ()  # a line for each metric that is significantly worse than before
     judge: bool = False  # a reward model: a sequence classifier of one label
 
     @property
