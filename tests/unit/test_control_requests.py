@@ -170,6 +170,7 @@ def test_audit_29_a_secret_that_the_operator_took_back_reaches_no_later_attempt(
         return -9
 
     monkeypatch.setenv(SECRETS, "default/JUDGE_KEY")
+    monkeypatch.setenv("JUDGE_KEY", "sk-0123456789")
     bench.scripts["grpo"] = [taken_back, train()]
     bench.jobs = replace(bench.jobs, access=SimpleNamespace(give=lambda *_, **__: None))  # type: ignore[arg-type]
     bench.reconciler = Reconciler(bench.stores, bench.jobs, "here")
@@ -180,3 +181,17 @@ def test_audit_29_a_secret_that_the_operator_took_back_reaches_no_later_attempt(
     assert [asked.secrets for asked in bench.executor.launched] == [("JUDGE_KEY",)]
     message = bench.stage(run_id, "grpo").message
     assert f"whoever runs the server adds default/JUDGE_KEY to {SECRETS}, then posttrain retry" in message
+
+
+@pytest.mark.parametrize("value", ["short", "a            b"])
+def test_audit_29_a_short_secret_is_refused_by_whoever_drives_before_the_first_stage_computes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", value)
+    grpo = {"kind": "grpo", "model": "sft", "data": "train", "reward": "exact", "steps": 2, "max_new_tokens": 8}
+    rewards = {"exact": {"ref": "reward:sort", "secrets": ["JUDGE_KEY"]}}
+    stages = {**TRAIN_ONLY["stages"], "grpo": grpo}  # type: ignore[dict-item]
+    run_id = bench.submit(**{**TRAIN_ONLY, "stages": stages, "rewards": rewards})
+    assert bench.drive(run_id).state == "failed"
+    assert bench.executor.launched == []
+    assert "secrets: JUDGE_KEY: must have 8 characters or more" in bench.stage(run_id, "sft").message

@@ -232,3 +232,24 @@ def test_python_is_told_what_a_run_asks_of_a_person(tmp_path: Path, monkeypatch:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert run.wait().state == "succeeded"
+
+
+@pytest.mark.parametrize(
+    ("word", "what"),
+    [
+        ("~nosuchuser/x", "model ~nosuchuser/x: is no path that can be read"),
+        ("./nowhere", "no such file or folder"),
+        ("DEEP", "must have at most 16 folders in each other"),
+        ("EMPTY", "config.json"),
+    ],
+)
+def test_audit_41_a_word_that_is_no_model_folder_is_refused_before_its_files_are_read(
+    bench: ServerBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, what: str
+) -> None:
+    monkeypatch.setattr("posttrain.client.remote.tree_digest", lambda *_, **__: pytest.fail("it was read"))
+    (tmp_path / "DEEP" / "/".join("d" * 17)).mkdir(parents=True)
+    (tmp_path / "EMPTY").mkdir()
+    named = str(tmp_path / word) if word.isupper() else word
+    with pytest.raises(PosttrainError, match=what) as raised:
+        bench.control(KEY).compare([named, named])
+    assert (raised.value.exit_code in (2, 4), "\n" in str(raised.value)) == (True, False)

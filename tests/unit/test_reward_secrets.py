@@ -39,7 +39,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return made
 
 
-@pytest.mark.parametrize("value", [None, "", "short"])
+@pytest.mark.parametrize("value", [None, "", "short", "  a\n     b "])
 def test_audit_29_a_secret_that_is_not_set_is_refused_before_anything_is_submitted(
     world: World, monkeypatch: pytest.MonkeyPatch, value: str | None
 ) -> None:
@@ -126,7 +126,7 @@ def test_audit_29_a_lock_does_not_name_what_a_run_file_may_not(world: World, mon
         manifest = workspace.stores.manifest(workspace.ledger.run(world.newest()))
         stages = [stage for stage in manifest.stages if stage.name == "grpo"]
         stages[0].inputs["reward"].meta["secrets"][:] = ["PATH"]
-        with pytest.raises(InputError, match="secrets: PATH: programs or stores read that variable"):
+        with pytest.raises(InputError, match="secrets: PATH: programs or stores read it"):
             refuse_missing_secrets(workspace, manifest, Path("run.lock.json"))
 
 

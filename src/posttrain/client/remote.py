@@ -221,8 +221,7 @@ class RemoteControl:
 
     def compare(self, words: Sequence[str], page: Path | None = None) -> Comparison:
         """See `Runs.compare`: a page is made by the server, and fetched."""
-        paths = {word: Path(word).expanduser() for word in words if word.startswith((".", "~", "/"))}
-        folders = {word: tree_digest(path, skip=beside_model) for word, path in paths.items()}
+        folders = {word: _model_digest(word) for word in words if word.startswith((".", "~", "/"))}
         sent = {"words": [folders.get(word, word) for word in words], "page": page is not None}
         said = json.loads(self._body(OPERATIONS["compare"], sent))
         if page is not None:
@@ -343,6 +342,16 @@ def _plain(value: Any) -> Any:
     if isinstance(value, FileRef | RunFile | Override):
         return asdict(value)
     return value
+
+
+def _model_digest(word: str) -> str:
+    """Of a model folder of this machine, once it is seen to be one."""
+    from posttrain.data.assets import inspect_model
+    from posttrain.data.refs import local_path, parse_ref
+
+    path = local_path(parse_ref(word, "model"), Path.cwd())
+    inspect_model(path)
+    return tree_digest(path, skip=beside_model)
 
 
 def _cache() -> Path:

@@ -38,11 +38,12 @@ from posttrain.domain.errors import (
 )
 from posttrain.domain.identity import job_identity
 from posttrain.domain.jobs import CheckpointCommit, Failure, InputBlob, JobOrder, Observation, Unknown
-from posttrain.domain.lifecycle import AttemptState, RunState, StageState
+from posttrain.domain.lifecycle import AttemptState, RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, StageRecord
+from posttrain.domain.requests import secret_fault
 from posttrain.domain.shapes import count
 from posttrain.events.admitting import SECRETS, secrets_of
 from posttrain.execution.ports import Trainer
@@ -266,8 +267,7 @@ def launch_attempt(
     folder = jobs.folders.of(attempt)
     if waits_for_devices(stores, jobs, manifest, stage, trainer):
         return None
-    secrets = secrets_of_rewards(manifest.stage(stage.name))
-    refused = _foreign_secrets(jobs, stores.ledger.project, secrets)
+    refused = _refused_secrets(stores, jobs, manifest, stage)
     refused = refused or _fetch_elsewhere(stores, stage, _cache(jobs, manifest, stage, attempt))
     if refused:
         return refused
@@ -279,7 +279,7 @@ def launch_attempt(
     _lay_down(folder, order)
     if jobs.access is not None:
         jobs.access.give(attempt, folder.path, boxed=bool(order.image))
-    request = request_of(jobs, attempt, order, trainer, secrets)
+    request = request_of(jobs, attempt, order, trainer, secrets_of_rewards(manifest.stage(stage.name)))
     crashpoint("attempt.after_intent")
     try:
         answer = jobs.executor.submit(request)
@@ -425,12 +425,23 @@ def _cache(jobs: Jobs, manifest: Manifest, stage: StageRecord, attempt: AttemptR
     return jobs.folders.of(attempt).path / PRIVATE_CACHE if boxed else jobs.folders.root / "cache"
 
 
-def _foreign_secrets(jobs: Jobs, project: str, named: frozenset[str]) -> Failure | None:
-    """Why a server does not give a job the secrets of its rewards, as it is configured now; None when it does."""
-    other = sorted(named - secrets_of(project)) if named and jobs.access is not None else []
-    wanted = ", ".join(f"{project}/{name}" for name in other)
-    said = f"secrets: whoever runs the server adds {wanted} to {SECRETS}, then posttrain retry"
-    return Failure(FailureClass.BAD_INPUT, said, "launch") if other else None
+def _refused_secrets(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord) -> Failure | None:
+    """Why a run does not get the secrets that its rewards still need, before anything computes; None when it does.
+
+    They are looked for where and as whoever drives it is now: a server may be configured otherwise than it was.
+    """
+    left = [one.name for one in stores.ledger.stages(stage.run_id) if not is_final("stage", one.state)]
+    named = sorted({name for one in left for name in secrets_of_rewards(manifest.stage(one))})
+    if not named:
+        return None
+    project = stores.ledger.project
+    other = set(named) - secrets_of(project) if jobs.access is not None else set()
+    faults = [
+        f"secrets: whoever runs the server adds {project}/{name} to {SECRETS}" if name in other else secret_fault(name)
+        for name in named
+    ]
+    fault = next(filter(None, faults), "")
+    return Failure(FailureClass.BAD_INPUT, f"{fault}, then posttrain retry", "launch") if fault else None
 
 
 def _fetch_elsewhere(stores: Stores, stage: StageRecord, cache: Path) -> Failure | None:

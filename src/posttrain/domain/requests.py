@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,6 +12,7 @@ from posttrain.domain.errors import InputError
 
 REQUEST_SCHEMA = 1
 WORKSPACE, RUN, STAGE = "workspace", "run", "stage"  # labels that every request has
+SHORTEST_SECRET = 8  # characters, whitespace collapsed
 SECRET_NAME = re.compile(  # of a variable whose value nobody writes down; TOKENIZERS_PARALLELISM is none
     r"(TOKENS?|SECRETS?|PASSW(OR)?D|PASSPHRASE|CREDENTIALS?|AUTHORIZATION|KEYS?)(_|$)|(^|_)(PAT|AUTH|PASS)(_|$)",
     re.IGNORECASE,
@@ -31,6 +33,16 @@ class JobRef(Protocol):
     @property
     def channel(self) -> str | None:
         """URL of the attempt's channel; empty: its folder; None: as its order says, of a release before."""
+
+
+def secret_fault(name: str) -> str:
+    """Why a variable of this process's environment holds no secret of a reward; empty: it holds one.
+
+    A shorter value could not be told from ordinary text in what a reward prints.
+    """
+    got = len(" ".join(os.environ.get(name, "").split()))
+    wanted = f"{SHORTEST_SECRET} characters or more in the environment of whoever drives the run"
+    return "" if got >= SHORTEST_SECRET else f"secrets: {name}: must have {wanted}, got {got}; export it"
 
 
 @dataclass(frozen=True, slots=True)

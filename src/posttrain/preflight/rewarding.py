@@ -5,7 +5,6 @@ Its source is parsed, never executed (`data.signatures`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from posttrain.data.refs import Source, local_path, parse_ref
 from posttrain.data.signatures import imported_reward
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.manifest import InputRef, Manifest
+from posttrain.domain.requests import secret_fault
 from posttrain.domain.rewards import (
     AUTO,
     DIALECTS,
@@ -33,8 +33,6 @@ from posttrain.events.admitting import SECRETS, secrets_of
 from posttrain.store.trees import tree_listing
 from posttrain.workspace.opened import OpenWorkspace
 
-_SHORTEST = 8  # characters of a secret; a shorter one is not told from what a reward prints anyway
-
 
 def refuse_missing_secrets(workspace: OpenWorkspace, manifest: Manifest, source: Path) -> None:
     """Refuse a reward that names a secret which is not set here, or which a server does not give to its project.
@@ -46,18 +44,19 @@ def refuse_missing_secrets(workspace: OpenWorkspace, manifest: Manifest, source:
     for stage in manifest.stages:
         for ref in stage.inputs.values():
             for name in ref.meta.get("secrets", ()):
-                value, where = os.environ.get(name, ""), f"{source}: stages.{stage.name}: {ref.name}: secrets: {name}"
+                where = f"{source}: stages.{stage.name}: {ref.name}"
                 if not may_be_secret(name):  # in a lock, which somebody may have changed
-                    raise InputError(f"{where}: programs or stores read that variable; call it JUDGE_KEY, for example")
-                if is_confined() and name not in secrets_of(project):
-                    raise InputError(f"{where}: whoever runs the server adds {project}/{name} to {SECRETS}")
-                if manifest.image_of(stage):
-                    raise InputError(f"{where}: a reward in an image gets no secrets; leave image out")
-                if len(value) < _SHORTEST:
                     raise InputError(
-                        f"{where}: must have {_SHORTEST} characters or more in the environment of whoever drives the "
-                        f"run, got {len(value)}; export it"
+                        f"{where}: secrets: {name}: programs or stores read it; call it JUDGE_KEY, for example"
                     )
+                if is_confined() and name not in secrets_of(project):
+                    raise InputError(
+                        f"{where}: secrets: {name}: whoever runs the server adds {project}/{name} to {SECRETS}"
+                    )
+                if manifest.image_of(stage):
+                    raise InputError(f"{where}: secrets: {name}: a reward in an image gets no secrets; leave image out")
+                if fault := secret_fault(name):
+                    raise InputError(f"{where}: {fault}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,13 +25,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from posttrain.domain.requests import SHORTEST_SECRET
 from posttrain.engine.rewards.answers import MAX_COMPONENTS, MAX_PLACES, MOST
 
 MAX_REQUEST = 256 * 2**20  # bytes
 MAX_ANSWER = 4 * 2**20  # bytes of one message: places of a long response
 FULL = 2**16  # bytes of answers that are worth a message
 MAX_TEXT = 1000  # characters of a line
-_TELLING = 8  # characters of a line of a secret
 FAULTS = ("load", "raised", "answer", "memory")
 
 
@@ -107,7 +107,7 @@ class Redactor:
         written = {
             form: f"[{name}]"
             for name, value in secrets.items()
-            for text in (value, " ".join(value.split()), *filter(_is_telling, map(str.strip, value.splitlines())))
+            for text in (value, *filter(_is_telling, (" ".join(value.split()), *map(str.strip, value.splitlines()))))
             for once in (text, repr(text)[1:-1], repr(text + "'\"")[1:-4], json.dumps(text)[1:-1])
             for form in (once, repr(once)[1:-1], json.dumps(once)[1:-1])
         }
@@ -128,7 +128,7 @@ class Redactor:
 
 
 def _is_telling(line: str) -> bool:
-    return len(line) >= _TELLING
+    return len(line) >= SHORTEST_SECRET
 
 
 Message = Ready | Opened | Answers | End | Fault
