@@ -311,8 +311,9 @@ def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observat
     """A job that is gone without a result."""
     detail = seen.why
     declared = view.manifest.budget.wall_clock is not None
-    asked = attempt.stop_requested_at is not None  # then a code may be that of what did not survive the stop
-    ended = seen.cause or (None if asked else _SAID_BY_CODE.get(seen.exit_code or 0))
+    ended = seen.cause or _SAID_BY_CODE.get(seen.exit_code or 0)
+    if attempt.stop_requested_at is not None and ended in _SAID_BY_CODE.values():
+        ended = None  # it may not have survived the stop
     if ended in _ENDED_FOR and (ended is not Cause.OVERTIME or declared):
         kind, why, cause = _ENDED_FOR[ended]
         over = Failure(kind, f"{why} ({detail})", ended.value)
