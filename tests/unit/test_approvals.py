@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import re
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -419,6 +421,30 @@ def test_what_is_not_judged_cannot_be_approved(world: World, user: As) -> None:
     assert "its gates have not been judged" in refused(world, "approve", world.newest(), code=2)
     assert "must have at least 8 digits" in refused(world, "approve", "sha256:12", code=2)
     assert "there is no approval request" in refused(world, "approve", f"sha256:{'0' * 12}", code=2)
+
+
+def test_audit_38_verify_of_a_run_finds_edited_approvals(world: World, user: As) -> None:
+    world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
+    run = waits(world)
+    user("ann")
+    world.ok("approve", run)
+    ends(world, run)
+    world.ok("verify", run)
+    for table, column, value in (
+        ("approvals", "principal", "x"),
+        ("approvals", "verdict", "rejected"),
+        ("approval_requests", "run_id", None),
+    ):
+        with closing(sqlite3.connect(world.root / ".posttrain" / "ledger.db")) as ledger:
+            ((before,),) = ledger.execute(f"SELECT {column} FROM {table}").fetchall()
+            ledger.execute(f"UPDATE {table} SET {column} = ?", (value,))
+            ledger.commit()
+            said = world("verify", run)
+            ledger.execute(f"UPDATE {table} SET {column} = ?", (before,))
+            ledger.commit()
+        assert said.exit_code == 8, column
+        assert f"approval{' request' if value is None else ''} " in said.output + said.stderr
+    world.ok("verify", run)
 
 
 def test_a_protected_channel_changes_by_approval(world: World, user: As) -> None:

@@ -134,3 +134,13 @@ def test_audit_35_36_a_job_that_could_not_even_say_so_is_not_tried_again_blindly
     actions.retry(bench.stores, bench.jobs.folders, run_id)
     assert bench.drive(run_id).state == "succeeded"
     assert len(bench.ledger.attempts(run_id)) == 2
+
+
+@pytest.mark.parametrize("code", [NO_MEMORY, NO_SPACE])
+def test_audit_36_the_code_of_a_job_that_was_asked_to_stop_is_no_full_disk(bench: Bench, code: int) -> None:
+    run_id, attempt = begun(bench)
+    with bench.ledger.transaction("ann") as transaction:
+        transaction.update_attempt(attempt, stop_requested_at=bench.clock.now(), stop_cause="preempted")
+    bench.executor.finish(attempt.name, code)
+    assert bench.drive(run_id).state == "succeeded"
+    assert "JobFailed" not in bench.ledger.attempts(run_id)[0].reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,13 +15,15 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import latest_checkpoint
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from posttrain.domain.canonical import digest_bytes
-from posttrain.domain.errors import BudgetExceededError, FailureClass, InputError
+from posttrain.domain.errors import BudgetExceededError, FailureClass, InputError, WorkspaceError
 from posttrain.domain.facts import Note, Progress, Span
 from posttrain.domain.jobs import ANOTHER_RUNS, InputBlob, JobOrder, JobResult
 from posttrain.engine.config import InitModelConfig
+from posttrain.engine.rewards.port import RewardError
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.jobs import entry
 from posttrain.jobs.bodies import init_model, training
@@ -277,7 +280,7 @@ class TestJobs:
         (OSError(30, "Read-only file system", "f"), FailureClass.INFRASTRUCTURE, "cannot write f: Read-only"),
         (RuntimeError("CUDA error: out of memory"), FailureClass.OUT_OF_MEMORY, "CUDA error"),
         (OSError(12, "Cannot allocate memory"), FailureClass.OUT_OF_MEMORY, "Cannot allocate"),
-        (RuntimeError("shard: No space left on device"), FailureClass.DISK_FULL, "No space left"),
+        (RuntimeError("CUDA out of memory. Tried to allocate"), FailureClass.OUT_OF_MEMORY, "CUDA"),
         (KeyError("k"), FailureClass.BUG, "KeyError at"),
     ],
 )
@@ -289,3 +292,53 @@ def test_failures_are_classified(error: Exception, kind: FailureClass, message: 
     assert failure.kind is kind
     assert message in failure.message
     assert failure.signature == f"{type(error).__name__}@test_train_job.py:test_failures_are_classified"
+
+
+def caused(error: Exception, cause: BaseException) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (InputError("x: must be 1, got 'the disk is full'"), FailureClass.BAD_INPUT),
+        (ValueError("answer 'No space left on device' is no number"), FailureClass.BUG),
+        (RewardError("reward:r: OSError: [Errno 28] No space left on device"), FailureClass.BAD_INPUT),
+        (RuntimeError("my shard: No space left on device"), FailureClass.BUG),
+        (WorkspaceError("the server said: the disk is full"), FailureClass.INFRASTRUCTURE),
+        (caused(WorkspaceError("cannot write f"), OSError(28, "No space")), FailureClass.DISK_FULL),
+        (caused(WorkspaceError("cannot write f"), OSError(122, "Quota")), FailureClass.DISK_FULL),
+        (sqlite3.OperationalError("database or disk is full"), FailureClass.DISK_FULL),
+        (sqlite3.OperationalError("no such table: x"), FailureClass.BUG),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), FailureClass.DISK_FULL),
+    ],
+)
+def test_audit_36_only_errors_of_writers_are_a_full_disk(error: Exception, kind: FailureClass) -> None:
+    assert entry.failure_of(error).kind is kind
+
+
+class OutOfMemoryError(Exception):
+    """Somebody's own."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("the answer 'out of memory' is no number"), FailureClass.BUG),
+        (RuntimeError("my cache can't allocate memory"), FailureClass.BUG),
+        (ValueError("CUDA out of memory"), FailureClass.BUG),
+        (RewardError("CUDA out of memory"), FailureClass.BAD_INPUT),
+        (OutOfMemoryError("mine"), FailureClass.BUG),
+        (torch.AcceleratorError("CUDA error: out of memory"), FailureClass.OUT_OF_MEMORY),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"), FailureClass.OUT_OF_MEMORY),
+    ],
+)
+def test_audit_35_only_errors_of_allocators_are_out_of_memory(error: Exception, kind: FailureClass) -> None:
+    assert entry.failure_of(error).kind is kind
+
+
+def test_audit_35_an_allocation_that_torch_refuses_is_out_of_memory() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 50)
+    assert entry.failure_of(caught.value).kind is FailureClass.OUT_OF_MEMORY

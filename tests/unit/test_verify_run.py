@@ -83,6 +83,16 @@ def test_audit_38_what_is_read_of_a_run_does_not_grow_with_the_log(
             "UPDATE edges SET digest = replace(digest, 'a', 'b') WHERE consumer LIKE '%/grpo' AND slot = 'data'",
             "edge",
         ),
+        ("UPDATE releases SET action = 'rollback', at = at - 1000000", "release 1 of channel prod"),
+        ("UPDATE releases SET run_id = NULL", "release 1 of channel prod"),
+        ("DELETE FROM releases", "release 1 of channel prod"),
+        ("UPDATE deployments SET weight = 0.5", "deployment of channel prod"),
+        ("UPDATE channels SET frozen = 'all'", "channel prod"),
+        (
+            "INSERT INTO approval_requests SELECT project, 'sha256:' || hex(zeroblob(32)), 'prod', id, '{}', owner, 1.0"
+            " FROM runs",
+            "approval request",
+        ),
         ("UPDATE assets SET meta = '{}' WHERE kind = 'dataset' AND name = 'train'", "asset dataset:train@1"),
         ("UPDATE events SET kind = 'stage.failed' WHERE kind = 'stage.succeeded'", "its envelope does not match"),
         (

@@ -312,6 +312,8 @@ def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observat
     detail = seen.why
     declared = view.manifest.budget.wall_clock is not None
     ended = seen.cause or _SAID_BY_CODE.get(seen.exit_code or 0)
+    if attempt.stop_requested_at is not None and ended in _SAID_BY_CODE.values():
+        ended = None  # it may not have survived the stop
     if ended in _ENDED_FOR and (ended is not Cause.OVERTIME or declared):
         kind, why, cause = _ENDED_FOR[ended]
         over = Failure(kind, f"{why} ({detail})", ended.value)

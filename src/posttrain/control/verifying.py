@@ -9,7 +9,7 @@ from posttrain.control.lineage import Node, release_lineage
 from posttrain.control.stores import Stores
 from posttrain.data.external import check_where_it_lies, external_versions, place_of
 from posttrain.domain.errors import InfrastructureError, IntegrityError, NotFoundError, PosttrainError, WorkspaceError
-from posttrain.store.audit import verify_rows
+from posttrain.store.audit import channels_of, verify_rows
 from posttrain.store.external import EXTERNAL
 from posttrain.store.heads import Lost
 from posttrain.store.sealer import TreeReport, verify_chain, verify_part
@@ -100,10 +100,12 @@ def _check_ledger(stores: Stores, lost: Lost, names: Set[str] = frozenset()) -> 
     """The event log, where it could be read, and what is wrong with it, the rows or the database.
 
     Args:
-        names: runs and assets, of which alone it is read; none: the whole.
+        names: runs, with the channels that they were released to, and assets, of which alone it is read; none: the
+            whole.
     """
     chain, problems = None, list(lost.lines())
     try:
+        names = names | channels_of(stores.ledger, names) if names else names
         problems += (
             [] if names else [f"ledger: {line}; restore it from a copy" for line in stores.ledger.database.check()]
         )

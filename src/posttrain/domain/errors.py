@@ -244,14 +244,23 @@ class FailureClass(StrEnum):
         return (known | {FailureClass.DISK_FULL: WorkspaceError}).get(self, JobFailedError)
 
 
+_WRITERS = ("sqlite3", "sqlalchemy", "obstore", "safetensors")
+_SAID = ("database or disk is full", "No space left on device")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a write failed for want of space; libraries tell it in words alone."""
-    said = "the disk is full", "No space left on device"
-    return (isinstance(error, OSError) and error.errno in _FULL) or any(words in str(error) for words in said)
+    """Whether a write failed for want of space: it or a cause of it is the operating system's error, or that of a
+    library of `_WRITERS`, which tell it in words. Words in any other error may be anybody's."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, OSError) and found.errno in _FULL:
+            return True
+        if type(found).__module__.partition(".")[0] in _WRITERS and any(words in str(found) for words in _SAID):
+            return True
+        found = found.__cause__
+    return False
 
 
 def unwritable(path: Path | str, error: OSError) -> WorkspaceError:

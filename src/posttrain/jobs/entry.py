@@ -16,6 +16,7 @@ import errno
 import gc
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -62,7 +63,11 @@ from posttrain.store.trees import materialise
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _BROKEN = (errno.EROFS, errno.EIO)
-_NO_ROOM = ("can't allocate memory", "out of memory")  # as torch says it
+# as torch begins it, where it raises no OutOfMemoryError
+_NO_ROOM = re.compile(
+    r"(\[enforce fail at [^]]+\][^:]*)?DefaultCPUAllocator: |(CUDA|HIP|XPU|MPS)( error:| backend)? out of mem"
+)
+_MEMORY = ("torch", "ray", "vllm")
 _PR_SET_PDEATHSIG = 1
 Program = Callable[[Mapping[str, Any]], Iterator[Mapping[str, Any]]]
 
@@ -310,8 +315,9 @@ def _class_of(error: BaseException) -> FailureClass:
     if isinstance(error, OSError) and error.errno in _BROKEN:
         return FailureClass.INFRASTRUCTURE
     lacks = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-    said = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_ROOM)
-    if lacks or said or type(error).__name__ == "OutOfMemoryError":
+    kind, library = type(error), type(error).__module__.partition(".")[0]
+    said = (kind is RuntimeError or library == "torch") and _NO_ROOM.match(str(error))
+    if lacks or said or (kind.__name__ == "OutOfMemoryError" and library in _MEMORY):
         return FailureClass.OUT_OF_MEMORY
     classes: Mapping[type[BaseException], FailureClass] = {
         BudgetExceededError: FailureClass.BUDGET,

@@ -8,22 +8,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Text, and_, or_, select, type_coerce
+from sqlalchemy import ColumnElement, Connection, Text, and_, literal, or_, select, type_coerce
 
-from posttrain.domain.edges import run_end, stage_end
+from posttrain.domain.edges import release_of, run_end, stage_end
 from posttrain.domain.errors import IntegrityError
 from posttrain.store.database import schema_version
 from posttrain.store.journal import ADDED, ERASED, REMOVED, TABLES, auditable
 from posttrain.store.ledger import Ledger
-from posttrain.store.schema import SCHEMA_VERSION, JsonText, events, leaves, payloads
+from posttrain.store.schema import (
+    SCHEMA_VERSION,
+    JsonText,
+    approval_requests,
+    edges,
+    events,
+    leaves,
+    payloads,
+    releases,
+    stages,
+)
 from posttrain.store.sealer import of_subjects
 
 _BATCH = 1000
 _VERSIONS = ("assets", "asset_status")
-_PART = ("runs", "stages", "attempts", "signals", "edges", *_VERSIONS)  # what lineages of runs are read from
+_OF_CHANNELS = ("releases", "channels", "deployments", "quarantine")
+_APPROVING = ("approval_requests", "approvals")
+# what lineages of runs are read from
+_PART = ("runs", "stages", "attempts", "signals", "edges", *_VERSIONS, *_OF_CHANNELS, *_APPROVING)
 _Key = tuple[Any, ...]
 _Rows = dict[str, dict[_Key, dict[str, Any]]]  # table → key → columns
 
@@ -35,7 +48,8 @@ def verify_rows(ledger: Ledger, names: Collection[str] = ()) -> int:
     that this one does not know are left to that one.
 
     Args:
-        names: ids of runs and refs of assets: only their own rows, from their own events; none: everything.
+        names: ids of runs, refs of assets and names of channels: only their own rows, from their own events; none:
+            everything.
 
     Returns:
         How many rows were compared.
@@ -51,26 +65,48 @@ def verify_rows(ledger: Ledger, names: Collection[str] = ()) -> int:
         for event, audited, body in _said(connection, *(part.events(connection) if part else ())):
             words = json.loads(body).get("rows", ()) if body else ()
             for place, row in enumerate(json.loads(audited).get("rows", ())):
-                if part and not part.has(row[1], row[2]):
+                if part and not part.has(row[1], row[2], row[3]):
                     continue
                 if row[1] in told or schema <= SCHEMA_VERSION:
                     _take(told, event, row, words[place] if place < len(words) else {})
-        stages = list(told["stages"]) if part else []
+        staged = list(told["stages"]) if part else []
         for name, rows in told.items():
-            where = part.rows(name, stages) if part else ()
+            where = part.rows(name, staged) if part else ()
             compared += _compare(connection, name, rows, TABLES[name].columns_of(schema), where, part)
     return compared
 
 
+def channels_of(ledger: Ledger, names: Collection[str]) -> set[str]:
+    """The channels that runs were released to, or ask approvals of, as releases, requests or edges tell."""
+    ended, asked = (
+        (one.c.project == ledger.project) & one.c.run_id.in_(names) for one in (releases, approval_requests)
+    )
+    made = literal(run_end("")) + stages.c.run_id + "/" + stages.c.name  # as `stage_end`
+    served = select(edges.c.consumer).join(stages, edges.c.producer == made)
+    served = served.where(edges.c.project == ledger.project, stages.c.run_id.in_(names), edges.c.consumer != "")
+    with ledger.database.read(across="stages name no project") as connection:
+        found = {end[0] for end in map(release_of, connection.execute(served).scalars()) if end}
+        for query in (select(releases.c.channel).where(ended), select(approval_requests.c.channel).where(asked)):
+            found |= set(connection.execute(query).scalars())
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The rows of some runs and assets of a project."""
+    """The rows of some runs, assets and channels of a project."""
 
     project: str
     names: frozenset[str]
+    requests: set[str] = field(default_factory=set)  # digests of the approvals that the runs asked for, as they are met
 
-    def has(self, table: str, key: Sequence[Any]) -> bool:
+    def has(self, table: str, key: Sequence[Any], row: Mapping[str, Any]) -> bool:
         """Whether a row is one of them."""
+        if table in _OF_CHANNELS:
+            return key[0] == self.project and key[1] in self.names
+        if table in _APPROVING:
+            if row.get("run_id") in self.names:
+                self.requests.add(key[1])
+            return key[0] == self.project and key[1] in self.requests
         if table == "edges":  # of its consumer; an edge without one is its producer's
             end = str(key[1] or key[3])
             return (end.removeprefix("run:").partition("/")[0] if end.startswith("run:") else end) in self.names
@@ -96,6 +132,14 @@ class _Part:
             ends = {*self.names, *map(run_end, self.names), *(stage_end(*stage) for stage in stages)}
             made = and_(columns.consumer == "", columns.producer.in_(ends))
             yield and_(columns.project == self.project, or_(columns.consumer.in_(ends), made))
+        elif table in _OF_CHANNELS:
+            yield and_(
+                columns.project == self.project, columns["name" if table == "channels" else "channel"].in_(self.names)
+            )
+        elif table in _APPROVING:
+            own = columns["digest" if table == "approval_requests" else "request"].in_(self.requests)
+            asked = [columns.run_id.in_(self.names)] if table == "approval_requests" else []
+            yield and_(columns.project == self.project, or_(own, *asked))
         else:
             yield columns["id" if table == "runs" else "run_id"].in_(self.names)
 
@@ -150,7 +194,7 @@ def _compare(
         for column in kept:
             row[column] = _read(row[column], f"{spec.name(row)}: {column}")
         key = tuple(row[column] for column in spec.key)
-        if part and not part.has(name, key):
+        if part and not part.has(name, key, row):
             continue
         expected = told.pop(key, None)
         if expected is None:

@@ -32,10 +32,11 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
+from types import FrameType
 from typing import Any, NoReturn
 
 from posttrain.domain.crashpoints import crashpoint
@@ -50,6 +51,8 @@ _CANNOT_EXECUTE = 127
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 _RESERVE = ".reserve"  # space for the record of the end
 _CGROUPS = Path("/sys/fs/cgroup")
+_COUNTS = ("memory.events", "memory.oom_control")
+_DYING_SECONDS = 10.0  # from when the kernel kills a process until it has given its memory back and is gone
 _PR_SET_PDEATHSIG = 1
 _BOX = "container"  # the key of spec.json, as `containers` has it
 _FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -62,7 +65,7 @@ def main(attempt_dir: str, spec_file: str, start: Start | None = None) -> int:
     Args:
         start: how the forked process becomes the job; by default `execute`.
     """
-    folder, asked = Path(attempt_dir), Path(spec_file).absolute()
+    folder, asked, launchers = Path(attempt_dir), Path(spec_file).absolute(), {os.getpid(), os.getppid()}
     reading, writing = os.pipe()
     if os.fork():
         os.close(writing)
@@ -82,7 +85,7 @@ def main(attempt_dir: str, spec_file: str, start: Start | None = None) -> int:
     os.close(writing)
     if claimed is not None:
         lock, spec, taken = claimed
-        _supervise(folder, spec, contain if _BOX in spec else start or execute, taken)
+        _supervise(folder, spec, contain if _BOX in spec else start or execute, taken, launchers)
         taken.close()
         os.close(lock)  # after exit.json: whoever sees the lock free finds the record
     os._exit(0)
@@ -117,13 +120,15 @@ def _self() -> dict[str, Any]:
     return {"pid": os.getpid(), "identity": identity(os.getpid())}
 
 
-def _supervise(folder: Path, spec: dict[str, Any], start: Start, taken: devices.Taken) -> None:
+def _supervise(
+    folder: Path, spec: dict[str, Any], start: Start, taken: devices.Taken, launchers: Collection[int]
+) -> None:
     record = {**_self(), **devices.signature(spec), "token": devices.show(spec, taken)}
     taken.sign(record)
     spec["taken"] = taken.names
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     os.umask(0o077)  # what a job leaves is its owner's alone
-    before = _oom_kills()
+    kills = OomKills(folder_of_cgroup(), launchers)
     with suppress(OSError):
         (folder / _RESERVE).write_bytes(bytes(4096))
     crashpoint("supervisor.before_spawn")
@@ -135,13 +140,23 @@ def _supervise(folder: Path, spec: dict[str, Any], start: Start, taken: devices.
     taken.sign({**record, **claim})  # before the job may touch a device
     os.write(release, b"1")
     os.close(release)
+
+    def forward(number: int, _: FrameType | None) -> None:
+        kills.asked()
+        os.kill(job, number)
+
     for number in _FORWARDED:
-        signal.signal(number, lambda n, _frame: os.kill(job, n))
+        signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     crashpoint("supervisor.after_spawn")
     most = spec.get("max_seconds")
     limit = _Limit(math.inf if most is None else most, spec.get("grace_seconds", 0.0), begun, folder / "log.txt")
-    code = _wait(job, folder / "result.json", lambda: _beat(folder, started, begun, taken), limit)
+
+    def beat() -> None:
+        _beat(folder, started, begun, taken)
+        kills.look()
+
+    code = _wait(job, folder / "result.json", beat, limit)
     box = spec.get(_BOX)
     if box:
         from posttrain.execution.executors.local import containers  # here: other jobs need none of it
@@ -153,8 +168,8 @@ def _supervise(folder: Path, spec: dict[str, Any], start: Start, taken: devices.
     ended: dict[str, Any] = {"exit_code": code, "at": time.time(), "seconds": time.monotonic() - begun}
     ended["overtime"] = limit.over
     ended |= {"word": box["word"], "said": said} if box else {}
-    if code in _KILLED and _oom_kills() > before:
-        ended["oom"] = getrusage(RUSAGE_CHILDREN).ru_maxrss * 1024  # bytes of the largest process
+    if code in _KILLED and not limit.over:
+        ended |= kills.told(code)
     with suppress(OSError):  # the record of the end fits on a disk that is full
         (folder / _RESERVE).unlink()
     crashpoint("supervisor.before_exit_record")
@@ -163,17 +178,78 @@ def _supervise(folder: Path, spec: dict[str, Any], start: Start, taken: devices.
     write_json(folder / "exit.json", ended)
 
 
-def _oom_kills() -> int:
-    """How many processes of this one's cgroup the kernel killed for memory; 0 where nothing counts them."""
+def folder_of_cgroup() -> Path | None:
+    """The cgroup of this process that counts whom the kernel killed for memory; None: nothing counts."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, place = line.split(":", 2)
         if controllers in ("", "memory"):
-            events = "memory.events" if not controllers else "memory.oom_control"
             for folder in (_CGROUPS / controllers / place.strip("/"), _CGROUPS / controllers):
-                with suppress(OSError, ValueError, StopIteration):
-                    said = (folder / events).read_text().splitlines()
-                    return int(next(line.split()[1] for line in said if line.startswith("oom_kill ")))
-    return 0
+                if any((folder / name).is_file() for name in _COUNTS):
+                    return folder
+    return None
+
+
+class OomKills:
+    """Whether the kernel killed a job for memory, as far as the counter of its cgroup shows it.
+
+    Where other processes share the cgroup the counter may be of one of them.
+
+    Args:
+        folder: of the cgroup; None: nothing counts.
+        launchers: processes that may be there besides this one and what it starts.
+    """
+
+    def __init__(self, folder: Path | None, launchers: Collection[int] = ()) -> None:
+        self._folder, self._own, self._launchers = folder, {os.getpid()}, launchers
+        self._shared = self._asked = False
+        self._seen: list[tuple[float, int]] = []
+        self.look()
+
+    def look(self) -> None:
+        """Note how many were killed and who is there; called again and again while the job runs."""
+        now = time.monotonic()
+        while len(self._seen) > 1 and self._seen[1][0] < now - _DYING_SECONDS:
+            del self._seen[0]
+        self._seen.append((now, self._count()))
+        self._shared = self._shared or self._others()
+
+    def asked(self) -> None:
+        """Somebody wants the job to end: that it was killed shows nothing."""
+        self._asked = True
+
+    def told(self, code: int) -> dict[str, Any]:
+        """What the record of the end holds of it, of a job that was killed."""
+        if self._asked or self._count() <= self._seen[0][1]:
+            return {}
+        if self._shared:
+            hint = "the kernel killed a process of its cgroup for memory, perhaps this one: others share the cgroup"
+            return {"said": f"exit code {code}; {hint}"}
+        return {"oom": getrusage(RUSAGE_CHILDREN).ru_maxrss * 1024}  # bytes of the largest process
+
+    def _count(self) -> int:
+        for name in _COUNTS if self._folder else ():
+            with suppress(OSError, ValueError, StopIteration):
+                said = (self._folder / name).read_text().splitlines()  # type: ignore[operator]
+                return int(next(line.split()[1] for line in said if line.startswith("oom_kill ")))
+        return 0
+
+    def _others(self) -> bool:
+        """Whether a process is there that this one did not start."""
+        if self._folder is None:
+            return False
+        with suppress(OSError, ValueError):
+            there = set(map(int, (self._folder / "cgroup.procs").read_text().split())) - {*self._launchers}
+            self._own |= {pid for pid in there - self._own if self._descends(pid)}
+            return not there <= self._own
+        return True
+
+    def _descends(self, pid: int) -> bool:
+        while pid > 1 and pid not in self._own:
+            try:
+                pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+                return True
+        return pid in self._own
 
 
 def _beat(folder: Path, started: float, begun: float, taken: devices.Taken) -> None:
