@@ -144,6 +144,11 @@ def test_audit_25_what_stands_behind_two_stars_is_read(world: World, kwargs: str
         "kwargs = {'max_steps': 7}\nkwargs['max_steps'] = 9",
         "kwargs = {'max_steps': 7}\nkwargs.update(found)",
         "kwargs = {'max_steps': 7}\nif big:\n    kwargs = {'max_steps': 9}",
+        "kwargs = {'max_steps': 7}\nother = kwargs\nother['max_steps'] = 9",
+        "kwargs = {'max_steps': 7}\nothers = [kwargs]\nothers[0]['max_steps'] = 9",
+        "kwargs = dict(max_steps=7)\ntweak(kwargs)",
+        "other = {'max_steps': 7}\nkwargs = other\nother['max_steps'] = 9",
+        "def tweak():\n    found = kwargs\n    found['max_steps'] = 9\nkwargs = {'max_steps': 7}",
         "def train(**kwargs): pass",
     ],
 )
@@ -153,6 +158,15 @@ def test_audit_25_what_cannot_be_read_behind_two_stars_is_reported_and_no_defaul
     draft, _ = read(world, f"{before}\nSFTTrainer(model='org/base', args=SFTConfig(output_dir='o', **kwargs))\n")
     assert any(line.startswith("**kwargs (line ") and "cannot be read" in line for line in draft.changed)
     assert draft.carried == ["model: org/base → model: hf:org/base@main"]
+
+
+def test_audit_25_a_list_that_has_another_name_is_computed(world: World) -> None:
+    text = "weights = [1.0]\nother = weights\nother[0] = 9.0\nRATE = 3e-4\nprint(RATE)\n"
+    config = "GRPOConfig(max_steps=3, learning_rate=RATE, reward_weights=weights)"
+    draft, stage = read(world, f"{text}GRPOTrainer(model='org/base', reward_funcs=mine, args={config})\n")
+    assert any(line.startswith("reward_weights: weights: the file does not say") for line in draft.changed)
+    assert not any(line.startswith("reward_weights") for line in draft.carried)
+    assert stage["optimizer"]["learning_rate"] == 3e-4, "a number is nothing that another name changes"
 
 
 def test_audit_25_the_report_lists_every_carried_setting_and_no_default(world: World) -> None:

@@ -35,6 +35,7 @@ _FUNCTIONS = ("reward_funcs", "reward_func")  # a name there is a function's, no
 _PARTS = ("LoraConfig", "BitsAndBytesConfig", "GenerationConfig")  # the argument that they are is reported whole
 _LOADED = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split", "data_files": "data_files"}
 _IN_PLACE = ("update", "setdefault", "pop", "append")
+_READ = ("Config", "Arguments", "Trainer", "from_pretrained", "load_dataset")  # calls whose arguments are settings
 _DEEP = 8  # names that stand for names
 _WIDTH = 118
 _ABSENT: tuple[Any, ...] = (False, [], {}, "")  # what asks for nothing
@@ -243,7 +244,8 @@ class _Script:
         assigned = [(node.targets, node.value) for node in self._nodes if isinstance(node, ast.Assign)]
         bound = [(one.id, value) for targets, value in assigned for one in targets if isinstance(one, ast.Name)]
         times = Counter(name for name, _ in bound) + _changed(self._nodes)
-        self._names = {name: value for name, value in bound if times[name] == 1}
+        used = _used(self._nodes)
+        self._names = {n: value for n, value in bound if times[n] == 1 and not (n in used and _is_mutable(value))}
 
     def read(self, settings: Iterable[tuple[str | None, ast.expr]], prefix: str = "") -> None:
         """Keywords, and those behind `**` where a dict of the script says which; others are noted by name."""
@@ -310,6 +312,25 @@ def _changed(nodes: list[ast.AST]) -> Counter[str]:
     parts += [node.value for node in nodes if isinstance(node, ast.Attribute) and node.attr in _IN_PLACE]
     parts += [node.target for node in nodes if isinstance(node, ast.AugAssign | ast.For)]
     return Counter(part.id for part in parts if isinstance(part, ast.Name))
+
+
+def _is_mutable(node: ast.expr) -> bool:
+    made = isinstance(node, ast.Call) and ast.unparse(node.func) in ("dict", "list")
+    return made or isinstance(node, ast.Dict | ast.List)
+
+
+def _used(nodes: list[ast.AST]) -> set[str]:
+    """Names that are read anywhere but behind `**` and as an argument of what settings are read from: as another name
+    or in a function the script may change what they stand for.
+    """
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    read = [call for call in calls if ast.unparse(call.func).rpartition(".")[2].endswith(_READ)]
+    plain = {id(one) for call in read for one in (*call.args, *(word.value for word in call.keywords))}
+    plain |= {id(word.value) for call in calls for word in call.keywords if word.arg is None}
+    maps = [node for node in nodes if isinstance(node, ast.Dict)]
+    plain |= {id(value) for one in maps for key, value in zip(one.keys, one.values, strict=True) if key is None}
+    names = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    return {name.id for name in names if id(name) not in plain}
 
 
 def _starts(module: ast.Module) -> bool:
