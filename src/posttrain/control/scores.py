@@ -150,27 +150,43 @@ def run_scores(blobs: BlobStore, manifest: Manifest, rows: Mapping[str, StageRec
     final = f"stage {released(manifest)}"
     ranked = tuple(sorted(shown, key=lambda score: score.of != final))
     judged = [score for score in ranked if score.trained and (manifest.release is None or score.of == final)]
-    return Scores(ranked, tuple(troubles), regressions=tuple(_regressions(judged)))
+    return Scores(ranked, tuple(troubles), regressions=tuple(_regressions(manifest, judged)))
 
 
-def _regressions(scores: Iterable[Score]) -> Iterator[str]:
-    """A line for each score whose interval of the difference to a model before it lies on the worse side of 0.
+def _regressions(manifest: Manifest, scores: Iterable[Score]) -> Iterator[str]:
+    """A line for each model before whose scores are better: where an interval of the difference is on the worse side.
 
-    The gate that a line names fails on such results: a confidence limit is never better than the estimate.
+    The metric of a gate comes before others. The gate that a line names fails on such results: a confidence limit is
+    never better than the estimate.
     """
+    found: dict[str, list[tuple[Score, Before, Paired]]] = {}
     for score in scores:
-        direction = better(score.metric)
         for before in score.before:
-            pair = before.paired
-            if pair is None or direction is None or (pair.low <= 0 if direction == "lower" else pair.high >= 0):
-                continue
-            rival = {"channel": "channel", "base": "base"}.get(before.of.split()[0], before.of.partition(" ")[2])
-            lower = ", direction: lower" if direction == "lower" else ""
-            margin = f"margin: {min(_MARGIN, abs(pair.difference) / 2):.2g}"
-            gate = f"name: no-regression, metric: {score.metric}{lower}, not_worse_than: {rival}, {margin}"
-            values = f"{before.estimate.value:.3g} → {score.estimate.value:.3g}, {pair} on {pair.items} items"
-            worse = f"{score.of} is significantly worse than {before.of}: {score.metric} {values}"
-            yield f"{worse}; to stop such a release, add to gates: {{{gate}}}"
+            if before.paired is not None and _worse(score.metric, before.paired):
+                found.setdefault(f"{score.of} is significantly worse than {before.of}", []).append(
+                    (score, before, before.paired)
+                )
+    judged = {rule.metric for rule in manifest.gates}
+    for words, rows in found.items():
+        score, before, pair = min(rows, key=lambda row: row[0].metric not in judged)
+        values = f"{before.estimate.value:.3g} → {score.estimate.value:.3g}, {pair} on {pair.items} items"
+        others = [other.metric for other, _, _ in rows if other is not score]
+        also = f"; so it is by {', '.join(others)}" if others else ""
+        guarded = any(rule.needs_baseline and rule.metric == score.metric for rule in manifest.gates)
+        advice = "" if guarded else f"; to stop such a release, add to gates: {{{_gate(score, before, pair)}}}"
+        yield f"{words}: {score.metric} {values}{also}{advice}"
+
+
+def _worse(metric: str, pair: Paired) -> bool:
+    direction = better(metric)
+    return direction is not None and (pair.low > 0 if direction == "lower" else pair.high < 0)
+
+
+def _gate(score: Score, before: Before, pair: Paired) -> str:
+    rival = {"channel": "channel", "base": "base"}.get(before.of.split()[0], before.of.partition(" ")[2])
+    lower = ", direction: lower" if better(score.metric) == "lower" else ""
+    margin = f"margin: {min(_MARGIN, abs(pair.difference) / 2):.2g}"
+    return f"name: no-regression, metric: {score.metric}{lower}, not_worse_than: {rival}, {margin}"
 
 
 def measurements(
