@@ -167,13 +167,17 @@ def _regressions(manifest: Manifest, scores: Iterable[Score]) -> Iterator[str]:
                     (score, before, before.paired)
                 )
     judged = {rule.metric for rule in manifest.gates}
+    compared = {rule.metric for rule in manifest.gates if rule.needs_baseline}
     for words, rows in found.items():
-        score, before, pair = min(rows, key=lambda row: row[0].metric not in judged)
+        score, before, pair = min(rows, key=lambda row: (row[0].metric not in compared, row[0].metric not in judged))
         values = f"{before.estimate.value:.3g} → {score.estimate.value:.3g}, {pair} on {pair.items} items"
         others = [other.metric for other, _, _ in rows if other is not score]
         also = f"; so it is by {', '.join(others)}" if others else ""
-        guarded = any(rule.needs_baseline and rule.metric == score.metric for rule in manifest.gates)
-        advice = "" if guarded else f"; to stop such a release, add to gates: {{{_gate(score, before, pair)}}}"
+        advice = (
+            ""
+            if score.metric in compared
+            else f"; to stop such a release, add to gates: {{{_gate(score, before, pair)}}}"
+        )
         yield f"{words}: {score.metric} {values}{also}{advice}"
 
 
