@@ -337,12 +337,13 @@ def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None, sett
     )
     warnings = [*ahead.warnings, *planned.warnings]
     warnings += [*repeated(planned, ahead.datasets), *seen_in_training(planned, ahead.datasets)]
-    warnings += [*wide_steps(planned, ahead.datasets), *unguarded(planned.manifest)]
+    warnings += wide_steps(planned, ahead.datasets)
     warnings += [f"{name}: {warning}" for name, seen in found.items() for warning in seen.warnings]
     warnings += slower(planned, spec, workspace, path)
     run = existing[0] if existing else None
     trackers = tuple(describe(planned.trackers or of_workspace(workspace)))
     gates = tuple((rule.name, origin(rule, planned.policy)) for rule in planned.manifest.gates if planned.policy)
+    gates += tuple(("suggested", line) for line in unguarded(planned.manifest))
     evaluators = tuple(_evaluators(planned.manifest))
     asked = _approvals(planned, workspace)
     return PlanView(

@@ -89,7 +89,7 @@ def released_evaluators(manifest: Manifest) -> list[StageManifest]:
 
 
 def unguarded(manifest: Manifest) -> Iterator[str]:
-    """A warning where no gate compares the released model with another one, with the gate that would."""
+    """A suggestion where no gate compares the released model with another one, with the gate that would."""
     maker = manifest.stage(model_output(manifest.release.model)[0]) if manifest.release else None
     if maker is None or MODEL not in maker.inputs or any(rule.needs_baseline for rule in manifest.gates):
         return
@@ -99,7 +99,7 @@ def unguarded(manifest: Manifest) -> Iterator[str]:
     for metric in [*gated, *suites][:1]:
         lower = "direction: lower, " if better(metric) == "lower" else ""
         yield (
-            f"gates: none compares with another model, so one that training made worse may ship; add "
+            f"none compares with another model, so one that training made worse may ship; add "
             f"{{name: no-regression, metric: {metric}, {lower}not_worse_than: base, margin: 0.02}}"
         )
 
