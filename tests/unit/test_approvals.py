@@ -1031,7 +1031,7 @@ def test_audit_28_a_rollback_of_a_protected_channel_needs_a_reason(world: World,
     world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
     met(world, user, "ann", "bob")
     world.ok("channel", "protect", "prod")
-    assert "a protected channel needs --reason, got none" in refused(world, "rollback", "prod", code=2)
+    assert "must have --reason on a protected channel, got none" in refused(world, "rollback", "prod", code=2)
     assert len(world.json("get", "prod")["history"]) == 2
     world.ok("rollback", "prod", "--reason", "answers got longer")
     assert world.json("get", "prod")["history"][-1]["why"] == "answers got longer"

@@ -180,7 +180,10 @@ def test_audit_29_a_secret_that_the_operator_took_back_reaches_no_later_attempt(
     assert bench.drive(run_id).state == "failed"
     assert [asked.secrets for asked in bench.executor.launched] == [("JUDGE_KEY",)]
     message = bench.stage(run_id, "grpo").message
-    assert f"whoever runs the server adds default/JUDGE_KEY to {SECRETS}, then posttrain retry" in message
+    assert (
+        f"JUDGE_KEY: must stand in {SECRETS} of the server as default/JUDGE_KEY; ask its operator, then posttrain retry"
+        in message
+    )
 
 
 @pytest.mark.parametrize("value", ["short", "a            b"])
@@ -194,4 +197,7 @@ def test_audit_29_a_short_secret_is_refused_by_whoever_drives_before_the_first_s
     run_id = bench.submit(**{**TRAIN_ONLY, "stages": stages, "rewards": rewards})
     assert bench.drive(run_id).state == "failed"
     assert bench.executor.launched == []
-    assert "secrets: JUDGE_KEY: must have 8 characters or more" in bench.stage(run_id, "sft").message
+    assert (
+        "secrets: JUDGE_KEY: the driver's environment must hold 8 characters or more"
+        in bench.stage(run_id, "sft").message
+    )

@@ -49,7 +49,10 @@ def test_audit_29_a_secret_that_is_not_set_is_refused_before_anything_is_submitt
     for verb in ("plan", "run"):
         told = world(verb, "run.yaml")
         assert (told.exit_code, len(told.stderr.splitlines())) == (2, 1)
-        assert "stages.grpo: reward:sort@1: secrets: JUDGE_KEY: must have 8 characters or more" in told.stderr
+        assert (
+            "stages.grpo: reward:sort@1: secrets: JUDGE_KEY: the driver's environment must hold 8 characters or more"
+            in told.stderr
+        )
     assert world.json("ls")["runs"] == []
 
 
@@ -72,7 +75,7 @@ def test_audit_29_a_lock_is_held_against_it_too(world: World, monkeypatch: pytes
     world.ok("lock", "run.yaml")
     monkeypatch.delenv("JUDGE_KEY")
     told = world("run", "run.lock.json")
-    assert (told.exit_code, "secrets: JUDGE_KEY: must have 8" in told.stderr) == (2, True)
+    assert (told.exit_code, "secrets: JUDGE_KEY: the driver's environment must hold 8" in told.stderr) == (2, True)
 
 
 def test_audit_29_a_server_gives_a_secret_to_the_project_that_its_configuration_names(
@@ -84,7 +87,10 @@ def test_audit_29_a_server_gives_a_secret_to_the_project_that_its_configuration_
         manifest = workspace.stores.manifest(workspace.ledger.run(world.newest()))
         for listed in ("", "bens/JUDGE_KEY", "default/JUDGE_KEY_2"):
             monkeypatch.setenv(SECRETS, listed)
-            with confined(world.root), pytest.raises(InputError, match=f"adds default/JUDGE_KEY to {SECRETS}"):
+            with (
+                confined(world.root),
+                pytest.raises(InputError, match=f"must stand in {SECRETS} of the server as default/JUDGE_KEY"),
+            ):
                 refuse_missing_secrets(workspace, manifest, Path("run.yaml"))
         monkeypatch.setenv(SECRETS, "bens/OTHER,default/JUDGE_KEY")
         with confined(world.root):

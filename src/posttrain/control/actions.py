@@ -27,7 +27,7 @@ from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.policies import PinnedPolicy
 from posttrain.domain.principals import canonical
 from posttrain.domain.reasons import Reason
-from posttrain.domain.records import ReleaseEntry, RunRecord, Signal
+from posttrain.domain.records import ChannelRecord, Quarantine, ReleaseEntry, RunRecord, Signal
 from posttrain.domain.waits import signals_of
 from posttrain.store.releasing import quarantined
 
@@ -232,10 +232,7 @@ def rollback(
     barred = {one.model_digest: one for one in stores.ledger.quarantine(channel)}
     digest = rollback_target(history, live, barred, named)
     refuse_lift(stores.ledger, channel, digest, pinned)
-    if digest in barred and not lift_quarantine:
-        raise quarantined(barred[digest], f"posttrain rollback {channel} --to {to} --lift-quarantine REASON")
-    if seen.protected and not (reason.strip() or lift_quarantine.strip()):
-        raise InputError(f"rollback {channel}: a protected channel needs --reason, got none; write why it goes back")
+    _refuse_unsaid(seen, to, barred.get(digest), reason, lift_quarantine)
     check_weights(stores.blobs, digest, f"channel {channel} stays at release {live.sequence}")
     request = approvals.lift_request(stores, seen, pinned, digest, live.sequence)
     approvals.require(stores, request, pinned)
@@ -256,6 +253,14 @@ def rollback(
             approved=approved,
             why=reason or lift_quarantine,
         )
+
+
+def _refuse_unsaid(channel: ChannelRecord, to: str | None, barred: Quarantine | None, reason: str, lift: str) -> None:
+    """Refuse a rollback that lacks the reason which a quarantined model or a protected channel needs."""
+    if barred is not None and not lift:
+        raise quarantined(barred, f"posttrain rollback {channel.name} --to {to} --lift-quarantine REASON")
+    if channel.protected and not (reason.strip() or lift.strip()):
+        raise InputError(f"rollback {channel.name}: must have --reason on a protected channel, got none; write why")
 
 
 def _live_release(stores: Stores, channel: str, since: int | None) -> ReleaseEntry:

@@ -437,7 +437,9 @@ def _refused_secrets(stores: Stores, jobs: Jobs, manifest: Manifest, stage: Stag
     project = stores.ledger.project
     other = set(named) - secrets_of(project) if jobs.access is not None else set()
     faults = [
-        f"secrets: whoever runs the server adds {project}/{name} to {SECRETS}" if name in other else secret_fault(name)
+        f"secrets: {name}: must stand in {SECRETS} of the server as {project}/{name}; ask its operator"
+        if name in other
+        else secret_fault(name)
         for name in named
     ]
     fault = next(filter(None, faults), "")

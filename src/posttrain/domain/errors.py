@@ -224,7 +224,7 @@ class FailureClass(StrEnum):
     INFRASTRUCTURE = "infrastructure"  # lost process or node: retry, resume from checkpoint
     PREEMPTED = "preempted"  # requeue, no attempt consumed
     OUT_OF_MEMORY = "out_of_memory"  # never blindly retried: the same would be asked for again
-    DISK_FULL = "disk_full"  # never blindly retried: nobody frees space meanwhile
+    DISK_FULL = "disk_full"  # never blindly retried: the next attempt finds the disk as full
     DIVERGED = "diverged"  # NaN loss, reward collapse
     BAD_INPUT = "bad_input"
     BUG = "bug"  # never blindly retried

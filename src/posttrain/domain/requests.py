@@ -41,8 +41,12 @@ def secret_fault(name: str) -> str:
     A shorter value could not be told from ordinary text in what a reward prints.
     """
     got = len(" ".join(os.environ.get(name, "").split()))
-    wanted = f"{SHORTEST_SECRET} characters or more in the environment of whoever drives the run"
-    return "" if got >= SHORTEST_SECRET else f"secrets: {name}: must have {wanted}, got {got}; export it"
+    if got >= SHORTEST_SECRET:
+        return ""
+    found = f"got {got} characters" if got else "it is not set"
+    return (
+        f"secrets: {name}: the driver's environment must hold {SHORTEST_SECRET} characters or more, {found}; export it"
+    )
 
 
 @dataclass(frozen=True, slots=True)

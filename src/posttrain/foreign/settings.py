@@ -261,7 +261,7 @@ class _Script:
                 )
 
     def read_rows(self) -> None:
-        """What `load_dataset` is asked for: that of `train_dataset`, or the first."""
+        """The arguments of `load_dataset`: of the call that makes `train_dataset`, or of the first."""
         given = [node.value for node in self._nodes if isinstance(node, ast.keyword) and node.arg == "train_dataset"]
         parts: list[ast.expr] = given[:1]
         for part in parts:  # grows by what its names stand for; a name that stands for itself is bound twice

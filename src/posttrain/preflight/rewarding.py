@@ -45,13 +45,14 @@ def refuse_missing_secrets(workspace: OpenWorkspace, manifest: Manifest, source:
         for ref in stage.inputs.values():
             for name in ref.meta.get("secrets", ()):
                 where = f"{source}: stages.{stage.name}: {ref.name}"
-                if not may_be_secret(name):  # in a lock, which somebody may have changed
+                if not may_be_secret(name):  # an edited lock
                     raise InputError(
                         f"{where}: secrets: {name}: programs or stores read it; call it JUDGE_KEY, for example"
                     )
                 if is_confined() and name not in secrets_of(project):
                     raise InputError(
-                        f"{where}: secrets: {name}: whoever runs the server adds {project}/{name} to {SECRETS}"
+                        f"{where}: secrets: {name}: must stand in {SECRETS} of the server as {project}/{name}; ask its "
+                        "operator"
                     )
                 if manifest.image_of(stage):
                     raise InputError(f"{where}: secrets: {name}: a reward in an image gets no secrets; leave image out")

@@ -78,7 +78,7 @@ class Session:
         plan: of its cell.
         network: declared hosts, one per port of the plan.
         log: where its output goes.
-        secrets: variable → value, for its environment; what it says is without them.
+        secrets: variable → value, for its environment; they are redacted in what it prints and answers.
 
     Raises:
         NotConfinedError: it did not come to be confined. EndedError: it was killed before.

@@ -247,7 +247,7 @@ class OomKills:
         while pid > 1 and pid not in self._own:
             try:
                 pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
-            except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            except (FileNotFoundError, ProcessLookupError):  # the process has ended
                 return True
         return pid in self._own
 
