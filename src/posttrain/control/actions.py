@@ -240,7 +240,6 @@ def rollback(
     with stores.ledger.transaction(stores.actor) as transaction:
         transaction.lock_recalls()
         refuse_release(transaction.snapshot, channel, digest)
-        approved = approvals.count(transaction, request, pinned)
         return transaction.append_release(
             channel,
             digest,
@@ -250,7 +249,7 @@ def rollback(
             report_digest=target.report_digest,
             generation=seen.generation,
             lift=lift_quarantine,
-            approved=approved,
+            approved=approvals.count(transaction, request, pinned),
             why=reason or lift_quarantine,
         )
 
