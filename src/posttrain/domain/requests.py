@@ -41,12 +41,8 @@ def secret_fault(name: str) -> str:
     A shorter value could not be told from ordinary text in what a reward prints.
     """
     got = len(" ".join(os.environ.get(name, "").split()))
-    if got >= SHORTEST_SECRET:
-        return ""
-    found = f"got {got} characters" if got else "it is not set"
-    return (
-        f"secrets: {name}: the driver's environment must hold {SHORTEST_SECRET} characters or more, {found}; export it"
-    )
+    found = f"{SHORTEST_SECRET} characters or more, {f'got {got}' if got else 'it is not set'}; export it"
+    return "" if got >= SHORTEST_SECRET else f"secrets: {name}: the driver's environment must hold {found}"
 
 
 @dataclass(frozen=True, slots=True)
