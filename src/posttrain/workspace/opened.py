@@ -186,7 +186,7 @@ class OpenWorkspace:
         if self.read_only:
             return
         seal(self.ledger)
-        if keep:
+        if keep and self.root.is_dir():  # where a folder was removed or moved, a store in it is not made again
             with suppress(InfrastructureError, WorkspaceError):  # what was done stands; the next one keeps a newer head
                 keep_head(self.ledger, self.blobs, self.log)
 
