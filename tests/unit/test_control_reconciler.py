@@ -28,6 +28,7 @@ from posttrain.domain.errors import (
 from posttrain.domain.jobs import JobResult
 from posttrain.domain.records import StageRecord
 from posttrain.store.attempts import AttemptFolder
+from posttrain.store.work import Work
 
 
 def test_a_run_goes_from_submission_to_release(bench: Bench) -> None:
@@ -330,8 +331,8 @@ def test_nothing_starts_in_a_run_that_another_driver_ended_a_moment_ago(
     late = Reconciler(bench.stores, bench.jobs, "there")
     claim = late._claim
 
-    def claim_late(name: str) -> object:
-        held = claim(name)
+    def claim_late(name: str, row: Work | None) -> object:
+        held = claim(name, row)
         bench.clock.sleep(LEASE_SECONDS + 1)
         bench.reconciler.drive(name, interval=0.01)
         bench.clock.sleep(3600)

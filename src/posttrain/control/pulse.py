@@ -263,11 +263,15 @@ class Beside:
         """The runs for which work goes on, or is to be collected."""
         return {run_id for run_id, _ in self._under}
 
+    def over(self, run_id: str) -> set[str]:
+        """The stages of a run for which work is to be collected."""
+        return {stage for (run, stage), one in self._under.items() if run == run_id and one.done()}
+
     def is_over(self, run_id: str) -> bool:
         """Whether work for a run is to be collected."""
         if run_id not in self._over:
             return False
-        left = any(key[0] == run_id and one.done() for key, one in self._under.items())
+        left = bool(self.over(run_id))
         if not left:
             self._over.discard(run_id)
         return left

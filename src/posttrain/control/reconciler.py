@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
@@ -106,27 +106,31 @@ class Reconciler:
 
     def tick(self, run_id: str) -> Tick | None:
         """One pass over one run, due or not; None when another live process holds its lease."""
-        run = self._stores.ledger.run(run_id)
-        if is_final("run", run.state):
-            self.queue.finish(run_id)
-            self._held.pop(run_id, None)
-            return Tick(run, changed=False)
-        claim = self._claim(run_id)
+        rows = self.queue.of_run(run_id)
+        if run_id not in rows:  # it has ended; or its row was lost, or somebody lets it go on at this moment
+            run = self._stores.ledger.run(run_id)
+            if is_final("run", run.state):
+                self._held.pop(run_id, None)
+                return Tick(run, changed=False)
+        claim = self._claim(run_id, rows.get(run_id))
         if claim is None:
             return None
         if run_id in self._watched:
             self._watched[run_id].turn = (-claim.priority, claim.id)
-        if self._is_elsewhere(run_id):
-            return None
-        troubles = Troubles(self._stores, self.queue, run_id)
+        troubles = Troubles(self._stores, self.queue, rows.values())
         try:
-            began = self._stores.clock.now()
-            view = self._pass(run_id, self._manifest(run), troubles)
-            return self._given_back(view, claim, troubles, began)
+            over = self._beside.over(run_id) | self._ending.over(run_id)  # before its rows are read
+            began, view = self._stores.clock.now(), self._view(run_id)
+            if self._is_elsewhere(view):
+                return None
+            after = self._pass(view, troubles, over)
+            if _moved(view, after) and not is_final("run", after.run.state):
+                return Tick(after.run, changed=True, view=after)  # the pass that finds nothing to do gives it back
+            return self._given_back(after, claim, troubles, began)
         except ConflictError:  # a person or another process moved first: read again
             return Tick(self._stores.ledger.run(run_id), changed=True)
         except Exception as error:
-            return self._met(run, claim, error)
+            return self._met(self._stores.ledger.run(run_id), claim, error)
 
     def _given_back(self, view: View, claim: Work, troubles: Troubles, began: float) -> Tick:
         """Whatever was written after `view` was read woke the run: then it is not settled, and looked at again."""
@@ -179,10 +183,10 @@ class Reconciler:
             raise error
         return Tick(run, changed=False, again_after=max(0.0, known.due_in))
 
-    def _claim(self, run_id: str) -> Work | None:
-        """This driver's lease of the run, with the row as it is now."""
-        held, row = self._held.get(run_id), self.queue.look(RUN, run_id)
-        if row is None:  # lost, or of a run that somebody let go on at this moment
+    def _claim(self, run_id: str, row: Work | None) -> Work | None:
+        """This driver's lease of the run, whose row was read a moment ago, with the row as it is now."""
+        held = self._held.get(run_id)
+        if row is None:
             self.queue.wake(RUN, [run_id])
         elif row.dead_at is not None:
             raise InfrastructureError(
@@ -200,16 +204,15 @@ class Reconciler:
         self._held[run_id] = claimed[0]
         return claimed[0]
 
-    def _is_elsewhere(self, run_id: str) -> bool:
+    def _is_elsewhere(self, view: View) -> bool:
         """Whether another host has a job of this run; its row, which had forgotten that, knows it again."""
         if self._jobs.host is None:
             return False
-        tries = self._stores.ledger.attempts(run_id)
-        found = (one for one in tries if not is_final("attempt", one.state) and self._jobs.elsewhere(one))
+        found = (one for one in view.attempts if not is_final("attempt", one.state) and self._jobs.elsewhere(one))
         other = next(found, None)
         if other is not None:
-            self._held.pop(run_id, None)
-            self.queue.leave_to(run_id, other.host)
+            self._held.pop(view.run.id, None)
+            self.queue.leave_to(view.run.id, other.host)
         return other is not None
 
     def release(self, run_id: str) -> None:
@@ -427,36 +430,39 @@ class Reconciler:
             over.set()
             keeper.join()
 
-    def _pass(self, run_id: str, manifest: Manifest, troubles: Troubles) -> View:
-        """Decide and act: for the run, for each stage by itself, for the run again. The rows afterwards."""
-        view = self._view(run_id, manifest)
+    def _pass(self, view: View, troubles: Troubles, over: Set[str]) -> View:
+        """Decide and act: for the run, for each stage by itself, for the run again. The rows afterwards.
+
+        Args:
+            over: stages for which work beside had ended before `view` was read.
+        """
+        run_id = view.run.id
         while orders := decide_run(view):
             for order in orders:
                 act(self._stores, self._jobs, view, order)
-            view = self._view(run_id, manifest)
+            view = self._view(run_id)
         looks = Looks(self._jobs, self._pulse.seen())
         waiting = [stage.name for stage in view.stages if stage.state == StageState.PENDING]
         for name in (*waiting, *(stage.name for stage in view.stages)):  # who could start now is known before any does
             if troubles.waits(view.stage(name)):
                 continue
             with troubles.kept_to(view.stage(name)):
-                view = self._advance(view, name, looks)
+                view = self._advance(view, name, looks, over)
                 continue
-            view = self._view(run_id, manifest)  # something was raised, after the rows had changed perhaps
+            view = self._view(run_id)  # something was raised, after the rows had changed perhaps
         ending = settle(view)
         if ending is None:
             return view
         act(self._stores, self._jobs, view, ending)
         return replace(view, run=self._stores.ledger.run(run_id))
 
-    def _advance(self, view: View, name: str, looks: Looks) -> View:
+    def _advance(self, view: View, name: str, looks: Looks, over: Set[str]) -> View:
         """One step of one stage, unless the last one still goes on beside this thread. The rows afterwards."""
         run_id = view.run.id
         for beside in (self._beside, self._ending):
             if beside.has(run_id, name):
-                if not beside.collect(run_id, name):
+                if name not in over or not beside.collect(run_id, name):
                     return view
-                view = self._view(run_id, view.manifest)
                 if view.stage(name).generation == self._begun.pop((run_id, name), None):
                     return view  # it changed nothing: what is due is the same, and waits for its time or a sign
         running = view.stage(name).state == StageState.RUNNING
@@ -470,24 +476,27 @@ class Reconciler:
         if isinstance(order, (*_LONG, Kill)):
             beside = self._ending if isinstance(order, Kill) else self._beside
             self._begun[run_id, name] = view.stage(name).generation
-            return self._view(run_id, view.manifest) if beside.begin(run_id, name, work) else view
+            return self._view(run_id) if beside.begin(run_id, name, work) else view
         work()
-        return self._view(run_id, view.manifest)
+        return self._view(run_id)
 
-    def _view(self, run_id: str, manifest: Manifest) -> View:
+    def _view(self, run_id: str) -> View:
         with self._stores.ledger.snapshot() as now:
-            tries = tuple(now.attempts(run_id))
-            launched = any(attempt.state == AttemptState.LAUNCHED for attempt in tries)
-            return View(
-                now.run(run_id),
-                manifest,
-                tuple(now.stages(run_id)),
-                tries,
-                tuple(now.signals(run_id)) if signals_of(manifest) else (),
-                tuple(now.watches(run_id)) if launched else (),
-            )
+            rows = now.rows_of(run_id)
+        manifest = self._manifest(rows.run)
+        signals = tuple(self._stores.ledger.signals(run_id)) if signals_of(manifest) else ()
+        return View(rows.run, manifest, rows.stages, rows.attempts, signals, rows.watches)
 
     def _manifest(self, run: RunRecord) -> Manifest:
         if run.manifest_digest not in self._manifests:
             self._manifests[run.manifest_digest] = self._stores.manifest(run)
         return self._manifests[run.manifest_digest]
+
+
+def _moved(before: View, after: View) -> bool:
+    """Whether rows of a run were changed from one view to the other."""
+    return _generations(before) != _generations(after)
+
+
+def _generations(view: View) -> tuple[int, ...]:
+    return tuple(row.generation for row in (view.run, *view.stages, *view.attempts))

@@ -10,7 +10,7 @@ queue: it outlives the driver.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from posttrain.control.stores import Stores
@@ -29,10 +29,10 @@ _UNEXPECTED = 5  # times that a bug may be tried again
 class Troubles:
     """The objects of one run that are in trouble, as the queue's rows tell."""
 
-    def __init__(self, stores: Stores, queue: WorkQueue, run_id: str) -> None:
-        self._stores, self._queue, self._run_id = stores, queue, run_id
+    def __init__(self, stores: Stores, queue: WorkQueue, rows: Iterable[Work]) -> None:
+        self._stores, self._queue = stores, queue
         self.raced = False
-        self._open = {one.object: one for one in queue.rows(STAGE, run_id)}
+        self._open = {one.object: one for one in rows if one.kind == STAGE}
 
     def waits(self, stage: StageRecord) -> bool:
         """Whether the stage is not to be looked at yet, or not before a person says so."""

@@ -156,6 +156,16 @@ class Watch:
 
 
 @dataclass(frozen=True, slots=True)
+class RunRows:
+    """The rows of one run, of one moment."""
+
+    run: RunRecord
+    stages: tuple[StageRecord, ...]  # by position
+    attempts: tuple[AttemptRecord, ...]  # by stage and number
+    watches: tuple[Watch, ...]  # of its live attempts
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseEntry:
     """One line of a channel's append-only history; its deployments say which one is live."""
 

@@ -12,14 +12,15 @@ from posttrain.store.journal import CHANGED, TABLES
 Record = TypeVar("Record")
 
 
-def _names(record: Any) -> tuple[str, ...]:
+def names_of(record: Any) -> tuple[str, ...]:
+    """The fields of a record, or of a kind of records."""
     return tuple(record.__dataclass_fields__)
 
 
 def to_record(kind: type[Record], row: Row[*tuple[Any, ...]]) -> Record:
     """The row as a `kind`: columns and fields have the same names."""
     found = row._mapping
-    values = {name: found[name] for name in _names(kind)}
+    values = {name: found[name] for name in names_of(kind)}
     if kind is Asset:
         values["parents"] = tuple(values["parents"])
     if kind is ChannelRecord:
@@ -43,12 +44,12 @@ def to_event(row: Row[*tuple[Any, ...]]) -> Event:
         key = zip(TABLES[told[0][1]].key, told[0][2], strict=True)
         audited = {**dict(key), **told[0][3], **(words[0] if words else {}), **audited}
     values |= {"payload": {**audited, **body.get("said", {})}, "leaf": values["leaf"].hex()}
-    return Event(**{name: values[name] for name in _names(Event)})
+    return Event(**{name: values[name] for name in names_of(Event)})
 
 
 def to_columns(record: Any) -> dict[str, Any]:
     """The record's fields as column values."""
-    return {name: plain(getattr(record, name)) for name in _names(type(record))}
+    return {name: plain(getattr(record, name)) for name in names_of(type(record))}
 
 
 def plain(value: Any) -> Any:

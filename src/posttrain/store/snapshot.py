@@ -16,6 +16,7 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Float,
+    Row,
     Select,
     Text,
     and_,
@@ -43,6 +44,7 @@ from posttrain.domain.records import (
     Event,
     Hold,
     RunRecord,
+    RunRows,
     Signal,
     StageRecord,
     Watch,
@@ -51,7 +53,7 @@ from posttrain.store.channel_rows import ApprovalReading, ChannelReading
 from posttrain.store.journal import auditable
 from posttrain.store.misnamed import no_run
 from posttrain.store.principals import PrincipalReading
-from posttrain.store.rows import Record, to_event, to_record
+from posttrain.store.rows import Record, names_of, to_event, to_record
 from posttrain.store.schema import (
     JsonText,
     artifacts,
@@ -127,6 +129,20 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         if row is None:
             raise NotFoundError(f"there is no run {run_id}; `posttrain ls` shows them")
         return to_record(RunRecord, row)
+
+    def rows_of(self, run_id: str) -> RunRows:
+        """A run with its stages, attempts and watches, in one statement.
+
+        Raises:
+            NotFoundError: there is no such run.
+        """
+        values = {"run_id": run_id, **self._here()}
+        found = self._connection.execute(_rows_on(self._connection.dialect.name), values).all()
+        if not found:
+            raise NotFoundError(f"there is no run {run_id}; `posttrain ls` shows them")
+        tries = sorted(_of_kind(AttemptRecord, found), key=lambda one: (one.stage, one.number))
+        run, below, seen = (_of_kind(RunRecord, found)[0], _of_kind(StageRecord, found), _of_kind(Watch, found))
+        return RunRows(run, tuple(below), tuple(tries), tuple(seen))
 
     def runs(
         self,
@@ -439,6 +455,33 @@ def _runs_on(dialect: str) -> Select[Any]:
 @functools.cache
 def _run_on(dialect: str) -> Select[Any]:
     return _runs_on(dialect).where(runs.c.id == _RUN_ID)
+
+
+@functools.cache
+def _rows_on(dialect: str) -> Select[Any]:
+    """Every column of a run, its stages, attempts and watches, called `KIND.COLUMN`: a row for each attempt."""
+    run = _run_on(dialect)
+    columns = [column.label(f"RunRecord.{column.key}") for column in run.selected_columns]
+    for kind, table in (("StageRecord", stages), ("AttemptRecord", attempts), ("Watch", watches)):
+        columns += [column.label(f"{kind}.{column.key}") for column in table.c]
+    query = run.with_only_columns(*columns).outerjoin(stages, stages.c.run_id == runs.c.id)
+    tries = (attempts.c.run_id == runs.c.id) & (attempts.c.stage == stages.c.name)
+    seen = (watches.c.run_id == runs.c.id) & (watches.c.attempt == attempts.c.name)
+    query = query.outerjoin(attempts, tries).outerjoin(watches, seen)
+    return query.order_by(stages.c.position, stages.c.name, attempts.c.number)
+
+
+def _of_kind(kind: type[Record], rows: Sequence[Row[*tuple[Any, ...]]]) -> list[Record]:
+    """The records of one kind in what `_rows_on` found, each once."""
+    columns = [(name, f"{kind.__name__}.{name}") for name in names_of(kind)]
+    key = [label for name, label in columns if name in ("id", "run_id", "name", "attempt")]
+    found: dict[tuple[Any, ...], Record] = {}
+    for row in rows:
+        values = row._mapping
+        here = tuple(values[label] for label in key)
+        if here not in found and None not in here:
+            found[here] = kind(**{name: values[label] for name, label in columns})
+    return list(found.values())
 
 
 def _below(prefix: str | None) -> list[ColumnElement[bool]]:

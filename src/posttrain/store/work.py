@@ -128,6 +128,15 @@ class WorkQueue:
             row = connection.execute(_looking(not at), values).one_or_none()
             return None if row is None else _work(row)
 
+    def of_run(self, run_id: str) -> dict[str, Work]:
+        """The row of a run and those of its stages, by object."""
+        with self._ledger.database.read() as connection:
+            at = self._moment(connection)
+            values = {"of_project": self._ledger.project, "of_object": run_id, **at}
+            below = {"within": f"{run_id}/", "length": len(run_id) + 1}
+            rows = connection.execute(_about(not at), {**values, **below})
+            return {row.object: _work(row) for row in rows}
+
     def renew(self) -> None:
         """Hold everything that is this owner's for another `lease` seconds."""
         with self._write() as connection:
@@ -378,6 +387,13 @@ def _now_of(server: bool) -> ColumnElement[float]:
 def _looking(server: bool) -> Select[Any]:
     named = (work.c.kind == bindparam("of_kind")) & (work.c.object == bindparam("of_object"))
     return select(*_told(_now_of(server))).where(work.c.project == bindparam("of_project"), named)
+
+
+@functools.cache
+def _about(server: bool) -> Select[Any]:
+    run = (work.c.kind == RUN) & (work.c.object == bindparam("of_object"))
+    stage = (work.c.kind == STAGE) & (func.substr(work.c.object, 1, bindparam("length")) == bindparam("within"))
+    return select(*_told(_now_of(server))).where(work.c.project == bindparam("of_project"), or_(run, stage))
 
 
 @functools.cache
