@@ -58,7 +58,7 @@ def act(stores: Stores, jobs: Jobs, view: View, order: Order) -> None:
         case Bind(stage):
             bind_pending(stores, view.manifest, stage, stages)
         case Start(stage):
-            start_ready(stores, jobs, view.run, view.manifest, stage, stages)
+            start_ready(stores, jobs, view, stage)
         case Judge(stage):
             with stores.blobs.holding():
                 judge_stage(stores, view.manifest, stage)
@@ -92,7 +92,7 @@ def _launch(stores: Stores, jobs: Jobs, view: View, order: Launch) -> None:
     stage, attempt = order.stage, order.attempt
     try:
         trainer = jobs.trainer(view.manifest.stage(stage.name).trainer)
-        failure = launch_attempt(stores, jobs, view.manifest, stage, attempt, trainer)
+        failure = launch_attempt(stores, jobs, view, stage, attempt, trainer)
     except (InputError, IntegrityError) as error:  # what is in its folder cannot be read: no retry would mend that
         said = f"the job cannot be launched: {error}"
         attempts.end_damaged(stores, jobs, view.manifest, stage, attempt, said)

@@ -305,7 +305,7 @@ def _end(
             tokens=stage.tokens + tokens,
             finished_at=now,
         )
-        register_trained(transaction, stores, stage, outputs, sizes)
+        register_trained(transaction, stores, manifest.name, stage, outputs, sizes)
         if result.status == "succeeded" and stage.cache_key:
             transaction.put_cache(stage.cache_key, stage.run_id, stage.name)
 

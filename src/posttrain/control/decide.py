@@ -9,7 +9,7 @@ Whether another attempt would help.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from posttrain.control import budgets
@@ -94,6 +94,23 @@ class View:
     def tries(self, name: str) -> tuple[AttemptRecord, ...]:
         """A stage's attempts, oldest first."""
         return tuple(attempt for attempt in self.attempts if attempt.stage == name)
+
+    def after(self, written: Iterable[RunRecord | StageRecord | AttemptRecord | Watch]) -> View:
+        """The rows as they are once these, of the same run, were written."""
+        run, stages, attempts = self.run, {s.name: s for s in self.stages}, {a.name: a for a in self.attempts}
+        watches = {watch.attempt: watch for watch in self.watches}
+        for row in written:
+            match row:
+                case RunRecord():
+                    run = row
+                case StageRecord():
+                    stages[row.name] = row
+                case AttemptRecord():
+                    attempts[row.name] = row
+                case Watch():
+                    watches[row.attempt] = row
+        tries = tuple(sorted(attempts.values(), key=lambda one: (one.stage, one.number)))
+        return replace(self, run=run, stages=tuple(stages.values()), attempts=tries, watches=tuple(watches.values()))
 
     def watch(self, attempt: AttemptRecord) -> Watch | None:
         """What was written down of an attempt's silence."""

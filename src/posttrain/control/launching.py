@@ -18,7 +18,7 @@ from typing import Any
 
 from posttrain.control import budgets, environments
 from posttrain.control.codes import deciding_code
-from posttrain.control.decide import hold_back
+from posttrain.control.decide import View, hold_back
 from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.control.requests import job_of, request_of, secrets_of_rewards
 from posttrain.control.stalls import phase_seconds, stall_after
@@ -68,13 +68,18 @@ class Found:
 
 
 def find_checkpoint(
-    stores: Stores, folders: AttemptFolders, stage: StageRecord, key: str, own: Sequence[AttemptRecord]
+    stores: Stores,
+    folders: AttemptFolders,
+    stage: StageRecord,
+    own: Sequence[AttemptRecord],
+    same: Sequence[StageRecord],
 ) -> Found | None:
-    """The furthest checkpoint of this stage's attempts and of other stages with its cache key, published.
+    """The furthest checkpoint of this stage's attempts and of the stages `same`, which have its cache key, published.
 
     A half-written or damaged one does not count, nor one that its job drops while it is read.
     """
-    for step, attempt in sorted(_candidates(stores.ledger, folders, stage, key, own), key=lambda c: c[0], reverse=True):
+    candidates = _candidates(stores.ledger, folders, stage, own, same)
+    for step, attempt in sorted(candidates, key=lambda c: c[0], reverse=True):
         checkpoint = folders.of(attempt).checkpoint(step)
         try:
             if checkpoint is None:
@@ -111,7 +116,8 @@ def origin_of(stores: Stores, folders: AttemptFolders, stage: StageRecord, attem
         return attempt.resumed_from, attempt.resumed_step or 0
     step = _number(_state(stores.blobs, attempt.resume), "step")
     own = [a for a in stores.ledger.attempts(stage.run_id, stage.name) if a.number < attempt.number]
-    found = (a for s, a in _candidates(stores.ledger, folders, stage, stage.cache_key or "", own) if s == step)
+    same = stores.ledger.stages_by_key(stage.cache_key or "")
+    found = (a for s, a in _candidates(stores.ledger, folders, stage, own, same) if s == step)
     return next((f"{a.run_id}/{a.stage}" for a in found), "an earlier run"), step
 
 
@@ -178,10 +184,14 @@ def _foreign(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord) ->
 
 
 def _candidates(
-    ledger: Ledger, folders: AttemptFolders, stage: StageRecord, key: str, own: Sequence[AttemptRecord]
+    ledger: Ledger,
+    folders: AttemptFolders,
+    stage: StageRecord,
+    own: Sequence[AttemptRecord],
+    same: Sequence[StageRecord],
 ) -> Iterator[tuple[int, AttemptRecord]]:
     """(step, attempt) of everything that looks like a checkpoint: the stage's own first, the newest attempt first."""
-    others = [s for s in ledger.stages_by_key(key) if (s.run_id, s.name) != (stage.run_id, stage.name)]
+    others = [s for s in same if (s.run_id, s.name) != (stage.run_id, stage.name)]
     attempts = [a for other in others for a in ledger.attempts(other.run_id, other.name)]
     for attempt in (*reversed(own), *attempts):
         yield from ((step, attempt) for step in folders.of(attempt).checkpoint_steps())
@@ -199,16 +209,31 @@ def _whole(blobs: BlobStore, digest: str) -> bool:
     )
 
 
-def plan_attempt(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, key: str, rivals: int = 0) -> None:
+def plan_attempt(
+    stores: Stores,
+    jobs: Jobs,
+    view: View,
+    stage: StageRecord,
+    key: str,
+    same: Sequence[StageRecord],
+    *,
+    unwatched: int,
+    rivals: int = 0,
+) -> None:
     """Commit the intent: an attempt with a deterministic external name. Launching it is the next tick's work.
+
+    Args:
+        same: stages with its cache key.
+        unwatched: slots that jobs have of runs which nobody drives.
+        rivals: other stages of the run that could start now.
 
     Raises:
         ConflictError: another driver ended the run, or started what this stage has to wait for, since the rows were
             read: two attempts never reserve the same part of a budget.
     """
-    earlier = stores.ledger.attempts(stage.run_id, stage.name)
+    manifest, earlier = view.manifest, view.tries(stage.name)
     number = len(earlier) + 1
-    found = find_checkpoint(stores, jobs.folders, stage, key, earlier)
+    found = find_checkpoint(stores, jobs.folders, stage, earlier, same)
     directory = jobs.folders.path(stage.run_id, stage.name, number)
     now = stores.clock.now()
     attempt = AttemptRecord(
@@ -228,9 +253,8 @@ def plan_attempt(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRec
         created_at=now,
         host=jobs.host,
     )
-    _, unwatched = taken_slots(stores, jobs)
     limited = budgets.limited(manifest)  # else nothing is counted, and no row is read for that
-    every = [*stores.ledger.attempts(stage.run_id), attempt] if limited else []
+    every = [*view.attempts, attempt] if limited else []
     taken_over = tokens_taken_over(stores, jobs.folders, every)
     with stores.ledger.transaction(stores.actor) as transaction:
         transaction.lock_run(stage.run_id)
@@ -257,17 +281,17 @@ def plan_attempt(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRec
 
 
 def launch_attempt(
-    stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord, trainer: Trainer
+    stores: Stores, jobs: Jobs, view: View, stage: StageRecord, attempt: AttemptRecord, trainer: Trainer
 ) -> Failure | None:
     """Submit an attempt's job, which the executor is seen not to have, and record its handle.
 
     Returns:
         Why it could not be started; None when it was, or waits.
     """
-    folder = jobs.folders.of(attempt)
+    manifest, folder = view.manifest, jobs.folders.of(attempt)
     if waits_for_devices(stores, jobs, manifest, stage, trainer):
         return None
-    refused = _refused_secrets(stores, jobs, manifest, stage)
+    refused = _refused_secrets(stores, jobs, view)
     refused = refused or _fetch_elsewhere(stores, stage, _cache(jobs, manifest, stage, attempt))
     if refused:
         return refused
@@ -425,13 +449,13 @@ def _cache(jobs: Jobs, manifest: Manifest, stage: StageRecord, attempt: AttemptR
     return jobs.folders.of(attempt).path / PRIVATE_CACHE if boxed else jobs.folders.root / "cache"
 
 
-def _refused_secrets(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord) -> Failure | None:
+def _refused_secrets(stores: Stores, jobs: Jobs, view: View) -> Failure | None:
     """Why a run does not get the secrets that its rewards still need, before anything computes; None when it does.
 
     They are looked for where and as whoever drives it is now: a server may be configured otherwise than it was.
     """
-    left = [one.name for one in stores.ledger.stages(stage.run_id) if not is_final("stage", one.state)]
-    named = sorted({name for one in left for name in secrets_of_rewards(manifest.stage(one))})
+    left = [one.name for one in view.stages if not is_final("stage", one.state)]
+    named = sorted({name for one in left for name in secrets_of_rewards(view.manifest.stage(one))})
     if not named:
         return None
     project = stores.ledger.project
@@ -452,8 +476,9 @@ def _fetch_elsewhere(stores: Stores, stage: StageRecord, cache: Path) -> Failure
     Returns:
         Why that cannot be done; None when it is.
     """
+    registered = stores.ledger.assets_by_digest(*(blob["digest"] for blob in stage.inputs.values()))
     for blob in stage.inputs.values():
-        versions = external_versions(stores.ledger, blob["digest"], blob.get("name", ""))
+        versions = external_versions(registered, blob["digest"], blob.get("name", ""))
         try:
             if versions and not stores.blobs.has(blob["digest"]):
                 local_copy(versions, cache)

@@ -218,7 +218,7 @@ class Beside:
     """Does long work (hashing, uploads, waiting for a job to go) beside the thread that decides, which collects it.
 
     Args:
-        threads: at most; none: work is done at once, by whoever asks.
+        threads: at most.
     """
 
     def __init__(self, threads: int) -> None:
@@ -228,11 +228,8 @@ class Beside:
         self._over: set[str] = set()  # runs for which some work is over
         self._any = threading.Event()
 
-    def begin(self, run_id: str, stage: str, work: Callable[[], None]) -> bool:
-        """Begin; whether it is done already."""
-        if not self._most:
-            work()
-            return True
+    def begin(self, run_id: str, stage: str, work: Callable[[], None]) -> None:
+        """Begin the work for a stage."""
         future: Future[None] = Future()
         future.add_done_callback(lambda _: self._over.add(run_id))
         self._under[run_id, stage] = future
@@ -240,7 +237,6 @@ class Beside:
         if self._threads < min(self._most, len(self._under)):
             self._threads += 1
             threading.Thread(target=self._work, name="posttrain-beside", daemon=True).start()
-        return False
 
     def has(self, run_id: str, stage: str) -> bool:
         """Whether work for a stage goes on, or is to be collected."""

@@ -31,14 +31,14 @@ from posttrain.control.actuator import act
 from posttrain.control.decide import View, decide_run, decide_stage, settle
 from posttrain.control.jobs import Jobs
 from posttrain.control.launching import taken_slots
-from posttrain.control.orders import Collect, Judge, Kill, Launch, Release, Start
+from posttrain.control.orders import Collect, Judge, Kill, Launch, Order, Release, Start
 from posttrain.control.orphans import end_orphans
 from posttrain.control.pulse import Beside, Pulse, Turns, look_again_after
 from posttrain.control.sights import Looks, see
 from posttrain.control.stores import Stores
 from posttrain.control.trouble import Troubles, one_line, record_trouble
 from posttrain.domain.errors import ConflictError, DeadlineError, InfrastructureError, PosttrainError
-from posttrain.domain.lifecycle import AttemptState, StageState, is_final
+from posttrain.domain.lifecycle import StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord
@@ -438,9 +438,7 @@ class Reconciler:
         """
         run_id = view.run.id
         while orders := decide_run(view):
-            for order in orders:
-                act(self._stores, self._jobs, view, order)
-            view = self._view(run_id)
+            view = self._done(view, *orders)
         looks = Looks(self._jobs, self._pulse.seen())
         waiting = [stage.name for stage in view.stages if stage.state == StageState.PENDING]
         for name in (*waiting, *(stage.name for stage in view.stages)):  # who could start now is known before any does
@@ -453,8 +451,7 @@ class Reconciler:
         ending = settle(view)
         if ending is None:
             return view
-        act(self._stores, self._jobs, view, ending)
-        return replace(view, run=self._stores.ledger.run(run_id))
+        return self._done(view, ending)
 
     def _advance(self, view: View, name: str, looks: Looks, over: Set[str]) -> View:
         """One step of one stage, unless the last one still goes on beside this thread. The rows afterwards."""
@@ -472,13 +469,19 @@ class Reconciler:
         order = decide_stage(view, name, sight, self._stores.clock.now())
         if order is None:
             return view
-        work = functools.partial(act, self._stores, self._jobs, view, order)
-        if isinstance(order, (*_LONG, Kill)):
-            beside = self._ending if isinstance(order, Kill) else self._beside
-            self._begun[run_id, name] = view.stage(name).generation
-            return self._view(run_id) if beside.begin(run_id, name, work) else view
-        work()
-        return self._view(run_id)
+        if not self._jobs.beside or not isinstance(order, (*_LONG, Kill)):
+            return self._done(view, order)
+        beside = self._ending if isinstance(order, Kill) else self._beside
+        self._begun[run_id, name] = view.stage(name).generation
+        beside.begin(run_id, name, functools.partial(act, self._stores, self._jobs, view, order))
+        return view
+
+    def _done(self, view: View, *orders: Order) -> View:
+        """Carry out orders of one run in this thread. The rows afterwards, which nobody has to read."""
+        with self._stores.ledger.written() as rows:
+            for order in orders:
+                act(self._stores, self._jobs, view, order)
+        return view.after(rows)
 
     def _view(self, run_id: str) -> View:
         with self._stores.ledger.snapshot() as now:
@@ -499,4 +502,5 @@ def _moved(before: View, after: View) -> bool:
 
 
 def _generations(view: View) -> tuple[int, ...]:
-    return tuple(row.generation for row in (view.run, *view.stages, *view.attempts))
+    below = [*(stage.generation for stage in view.stages), *(attempt.generation for attempt in view.attempts)]
+    return (view.run.generation, *below)

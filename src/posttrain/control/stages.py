@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from posttrain.control import budgets, environments
 from posttrain.control.codes import called, names_of, present_code
-from posttrain.control.decide import hold_back
+from posttrain.control.decide import View, hold_back
 from posttrain.control.jobs import Jobs
 from posttrain.control.launching import (
     cache_key,
@@ -24,7 +24,7 @@ from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import RunState, StageState
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import Reason
-from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.domain.records import StageRecord
 from posttrain.domain.waits import wait_of
 from posttrain.store.ledger import Ledger
 
@@ -93,27 +93,23 @@ def bound_inputs(stage: StageRecord) -> dict[str, InputBlob]:
     return {slot: InputBlob(**blob) for slot, blob in stage.inputs.items()}
 
 
-def start_ready(
-    stores: Stores,
-    jobs: Jobs,
-    run: RunRecord,
-    manifest: Manifest,
-    stage: StageRecord,
-    stages: Mapping[str, StageRecord],
-) -> None:
+def start_ready(stores: Stores, jobs: Jobs, view: View, stage: StageRecord) -> None:
     """Reuse a cached result, or plan the next attempt of a ready stage when there is a slot and budget."""
+    manifest, stages = view.manifest, {one.name: one for one in view.stages}
     key = cache_key(manifest, manifest.stage(stage.name), bound_inputs(stage))
     if _reuse(stores, stage, key):
         return
-    twin = _twin(stores, stage, key)
+    same = stores.ledger.stages_by_key(key)
+    twin = _twin(stores, stage, same)
     if twin:
         said = f"{twin} computes the same; its result will be reused"
         _wait(stores, stage, Reason.WAITING_FOR_IDENTICAL_STAGE, said, key)
         return
-    attempts = stores.ledger.attempts(run.id) if budgets.limited(manifest) else []
+    attempts = view.attempts if budgets.limited(manifest) else ()
     taken_over = tokens_taken_over(stores, jobs.folders, attempts)
-    spent = budgets.spending(list(stages.values()), attempts, taken_over=taken_over)
-    held = hold_back(manifest, stage, attempts, spent, free=jobs.slots - sum(taken_slots(stores, jobs)))
+    spent = budgets.spending(view.stages, attempts, taken_over=taken_over)
+    driven, unwatched = taken_slots(stores, jobs)
+    held = hold_back(manifest, stage, attempts, spent, free=jobs.slots - driven - unwatched)
     if isinstance(held, tuple):
         _wait(stores, stage, *held, key)
         return
@@ -132,7 +128,8 @@ def start_ready(
         return
     if not waits_for_devices(stores, jobs, manifest, stage, jobs.trainer(manifest.stage(stage.name).trainer)):
         with stores.blobs.holding():
-            plan_attempt(stores, jobs, manifest, stage, key, _rivals(stores, manifest, key, stages))
+            rivals = _rivals(stores, manifest, key, stages)
+            plan_attempt(stores, jobs, view, stage, key, same, unwatched=unwatched, rivals=rivals)
 
 
 def _rivals(stores: Stores, manifest: Manifest, key: str, stages: Mapping[str, StageRecord]) -> int:
@@ -202,10 +199,10 @@ def _reuse(stores: Stores, stage: StageRecord, key: str) -> bool:
     return True
 
 
-def _twin(stores: Stores, stage: StageRecord, key: str) -> str | None:
+def _twin(stores: Stores, stage: StageRecord, same: Iterable[StageRecord]) -> str | None:
     """Another stage that computes the same right now, in this run or one that somebody is driving."""
     now = stores.clock.now()
-    for other in stores.ledger.stages_by_key(key):
+    for other in same:
         if other.state != StageState.RUNNING or (other.run_id, other.name) == (stage.run_id, stage.name):
             continue
         run = stores.ledger.run(other.run_id)

@@ -22,23 +22,26 @@ _RACES = 20  # that one version may lose to runs of the same name that end at th
 def register_trained(
     transaction: Transaction,
     stores: Stores,
+    run: str,
     stage: StageRecord,
     outputs: Mapping[str, Mapping[str, str]],
     sizes: Mapping[str, int],
 ) -> None:
     """Register the models of a stage that has succeeded. One that is registered already, under whatever name, is that
     version.
+
+    Args:
+        run: its run's name.
     """
     found = [output for output in (MODEL, BEST) if output in outputs]
     if not found or kind_of(stage.kind).from_nothing:  # `asset create` names what it makes
         return
-    run = transaction.snapshot.run(stage.run_id)
     for output in found:
         digest, form = outputs[output]["digest"], outputs[output]["form"]
         if any(asset.kind == KIND for asset in transaction.snapshot.assets_by_digest(digest)):
             continue
-        name = f"{run.name}/{stage.name}" + (f"/{BEST}" if output == BEST else "")
-        meta = {"run": run.id, "stage": stage.name, "output": output}
+        name = f"{run}/{stage.name}" + (f"/{BEST}" if output == BEST else "")
+        meta = {"run": stage.run_id, "stage": stage.name, "output": output}
         new = Asset(KIND, name, 0, digest, form, stores.clock.now(), stores.actor, meta)
         for race in range(_RACES):
             try:

@@ -133,7 +133,7 @@ def _hashed(stores: Stores, digest: str, form: str, name: str, unseen: list[str]
     """Hash something again, if need be where it lies; its bytes. What cannot be had from here is told in `unseen`."""
     if form != EXTERNAL or stores.blobs.has(digest):
         return verify_tree(stores.blobs, digest) if form == "tree" else stores.blobs.check(digest)
-    for asset in external_versions(stores.ledger, digest, name)[:1]:
+    for asset in external_versions(stores.ledger.assets_by_digest(digest), digest, name)[:1]:
         try:
             return check_where_it_lies(asset)
         except InfrastructureError as error:

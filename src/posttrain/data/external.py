@@ -10,7 +10,6 @@ from posttrain.domain.errors import IntegrityError, NotFoundError, PosttrainErro
 from posttrain.domain.records import Asset
 from posttrain.store.atomic import make_folder
 from posttrain.store.external import EXTERNAL, URI, VERSION, ChangedError, External, check_external, fetch_external
-from posttrain.store.ledger import Ledger
 from posttrain.store.trees import file_digest
 
 
@@ -19,9 +18,9 @@ def place_of(asset: Asset) -> External:
     return External(str(asset.meta[URI]), str(asset.meta.get(VERSION, "")))
 
 
-def external_versions(ledger: Ledger, digest: str, name: str = "") -> list[Asset]:
-    """The external versions that have these bytes; the one of this name first, then the latest."""
-    found = [asset for asset in ledger.assets_by_digest(digest) if asset.form == EXTERNAL]
+def external_versions(registered: Iterable[Asset], digest: str, name: str = "") -> list[Asset]:
+    """Those of some versions that are external and have these bytes; the one of this name first, then the latest."""
+    found = [asset for asset in registered if asset.digest == digest and asset.form == EXTERNAL]
     return sorted(found, key=lambda asset: (asset.ref != name, -asset.created_at))
 
 

@@ -154,7 +154,7 @@ def _stored(workspace: OpenWorkspace, ref: InputRef, scratched: Path) -> Path:
     with bytes_of(ref):
         if ref.form == "tree":
             return materialise(workspace.blobs, str(ref.digest), scratched)
-        versions = external_versions(workspace.ledger, str(ref.digest), ref.name)
+        versions = external_versions(workspace.ledger.assets_by_digest(str(ref.digest)), str(ref.digest), ref.name)
         if not versions or workspace.blobs.has(str(ref.digest)):
             workspace.blobs.fetch(str(ref.digest), scratched / "rows")
             return scratched / "rows"

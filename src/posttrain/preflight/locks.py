@@ -119,7 +119,9 @@ def _foreign(manifest: Manifest, workspace: OpenWorkspace) -> set[str]:
     named = {str(ref.digest) for _, _, ref in manifest.assets()}
     with workspace.ledger.snapshot() as now:
         known = {artifact.digest for artifact in now.artifacts(*named)}
-    return {digest for digest in named - known if not external_versions(workspace.ledger, digest)}
+    return {
+        digest for digest in named - known if not external_versions(workspace.ledger.assets_by_digest(digest), digest)
+    }
 
 
 def _check_lock(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> dict[str, StageContract]:
@@ -145,7 +147,9 @@ def _check_lock(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> dic
         digest = str(ref.digest)
         if slot == RECIPE and manifest.image is None:
             refuse_afar(f"{path}: stages.{stage}: {UNCONFINED}")
-        if digest in foreign or not (workspace.blobs.has(digest) or external_versions(workspace.ledger, digest)):
+        if digest in foreign or not (
+            workspace.blobs.has(digest) or external_versions(workspace.ledger.assets_by_digest(digest), digest)
+        ):
             raise NotFoundError(
                 f"{path}: stages.{stage}.{slot}: {ref.name} ({ref.digest}) is not in this workspace; "
                 "register it with posttrain asset add"

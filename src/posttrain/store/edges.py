@@ -79,6 +79,7 @@ class EdgeWriter:
 
     def __init__(self, connection: Connection, project: str) -> None:
         self._connection, self._project = connection, project
+        self._noted: set[str] = set()  # digests
 
     def run(self, run_id: str, manifest: str, found: Iterable[Artifact], now: float) -> list[Change]:
         """A run of a manifest; `found` is what its submission put into the store."""
@@ -135,10 +136,11 @@ class EdgeWriter:
     def note(self, found: Iterable[Artifact]) -> list[Change]:
         """Artifacts, as what each of them came first."""
         rows: dict[str, dict[str, Any]] = {}
-        for one in found:
+        for one in (one for one in found if one.digest not in self._noted):
             row = {"form": one.form, "bytes": one.bytes, "class": one.kind, "created_at": one.created_at}
             rows.setdefault(one.digest, {"project": self._project, "digest": one.digest, **row})
-        return self._add(artifacts, [rows[digest] for digest in sorted(rows)])
+        self._noted |= rows.keys()
+        return self.add(artifacts, [rows[digest] for digest in sorted(rows)])
 
     def join(self, found: Sequence[Edge]) -> list[Change]:
         """Edges."""
@@ -153,9 +155,9 @@ class EdgeWriter:
             }
             for edge in sorted(set(found), key=lambda edge: (edge.consumer, edge.slot, edge.producer, edge.output))
         ]
-        return self._add(edges, rows)
+        return self.add(edges, rows)
 
-    def _add(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> list[Change]:
+    def add(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> list[Change]:
         """Rows in an order of their own, so that two who add the same wait for each other in one direction only."""
         if not rows:
             return []
@@ -171,7 +173,7 @@ class EdgeWriter:
     def _hold(self, digest: str, holder: str, now: float) -> list[Change]:
         key = {"project": self._project, "digest": digest, "holder": holder}
         values = {"reason": LIVE, "at": now, "released_at": None}
-        added = self._add(holds, [{**key, **values}])
+        added = self.add(holds, [{**key, **values}])
         return added or self._change_hold(key, values)
 
     def _let_go(self, digest: str, holder: str, now: float) -> list[Change]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +54,7 @@ _STILL = "(SELECT id FROM principals WHERE id = :author AND name = coalesce(:cal
 _EVENT = insert(events).values(principal=text(_STILL))
 _PAYLOAD, _UNSEALED = insert(payloads), insert(unsealed)
 _EVENTS = insert(events).returning(events.c.id, sort_by_parameter_order=True)
-_EVENTS_IN_ORDER = insert(events).returning(events.c.id)  # SQLite numbers the rows of one statement in their order
+_EVENTS_IN_ORDER = _EVENT.returning(events.c.id)  # SQLite numbers the rows of one statement in their order
 _PRINCIPAL_BYTES, _REQUEST_BYTES = 8, 16
 # An event of one run, as most are, in one question to the server instead of four: each is a way there and back.
 _AT_ONCE = text(
@@ -289,10 +289,7 @@ class Journal:
         wake(self._connection, self._project, RUN, woken)
         if not rows:
             return
-        key = self._connection.execute(_EVENT, self._signed(rows[0])).inserted_primary_key
-        assert key is not None
-        several = _EVENTS if self._connection.dialect.name == "postgresql" else _EVENTS_IN_ORDER
-        ids = [key.id, *(sorted(self._connection.execute(several, rows[1:]).scalars()) if rows[1:] else ())]
+        ids = self._numbered(rows)
         told = [
             {"event": event, "retention": payload.retention, "salt": payload.salt, "body": payload.body}
             for event, payload in zip(ids, said, strict=True)
@@ -301,6 +298,15 @@ class Journal:
         if told:
             self._connection.execute(_PAYLOAD, told)
         self._connection.execute(_UNSEALED, [{"event": event} for event in ids])
+
+    def _numbered(self, rows: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Write events; their ids, in the same order."""
+        if self._connection.dialect.name == "sqlite":
+            found = self._connection.execute(_EVENTS_IN_ORDER, [self._signed(row) for row in rows])
+            return sorted(found.scalars())
+        key = self._connection.execute(_EVENT, self._signed(rows[0])).inserted_primary_key
+        assert key is not None
+        return [key.id, *(sorted(self._connection.execute(_EVENTS, rows[1:]).scalars()) if rows[1:] else ())]
 
     def _signed(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """An event, whose author must still be called so where that was not read in this transaction."""

@@ -11,7 +11,8 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Concatenate, ParamSpec, TypeVar
+from contextvars import ContextVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from posttrain.domain.errors import ConflictError, InfrastructureError
 from posttrain.domain.ports import Clock
@@ -25,6 +26,7 @@ from posttrain.store.transaction import Transaction
 P = ParamSpec("P")
 R = TypeVar("R")
 _DIGITS = 32  # of a transaction's id
+_WRITTEN: ContextVar[list[Any] | None] = ContextVar("posttrain_written", default=None)
 
 
 def numbered(request: str, number: int) -> str:
@@ -106,6 +108,19 @@ class Ledger:
             self._principals.pop(actor, None)
             raise
         self._principals |= {name: found for name, found in transaction.principals.items() if name == actor}
+        written = _WRITTEN.get()
+        if written is not None:
+            written += transaction.written
+
+    @contextmanager
+    def written(self) -> Iterator[list[Any]]:
+        """The records of runs, stages and attempts that this thread's transactions in the block commit."""
+        found: list[Any] = []
+        kept = _WRITTEN.set(found)
+        try:
+            yield found
+        finally:
+            _WRITTEN.reset(kept)
 
     def forget_principals(self) -> None:
         """Look up the ids of principals anew: a name was erased, and whoever has it from now on is somebody else."""

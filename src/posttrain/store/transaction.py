@@ -86,6 +86,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         if attempt.host is not None:
             settle_at(self._connection, self._project, attempt.run_id, attempt.host)
         self._woken.add(attempt.run_id)
+        self.written.append(attempt)
 
     def update_run(
         self,
@@ -221,12 +222,15 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         """Let `cache_key` be answered by this stage, whatever answered it before."""
         key, values = {"project": self._project, "cache_key": cache_key}, {"run_id": run_id, "stage": stage}
         subject = f"{run_id}/{stage}"
-        if not self._change(stage_cache, key, values, "stage.cached", subject):
-            self._insert(stage_cache, {**key, **values}, f"cache entry {cache_key}", "stage.cached", subject)
+        if added := self._edges.add(stage_cache, [{**key, **values}]):
+            self._journal.tell("stage.cached", subject, *added)
+        else:
+            self._change(stage_cache, key, values, "stage.cached", subject)
 
     def watch(self, watch: Watch) -> None:
         """Keep what a look at a silent job found. No event tells of it: it is lost with less harm than it is told."""
         self._connection.execute(_WATCH, to_columns(watch))
+        self.written.append(watch)
 
     def look_again(self, run_id: str) -> None:
         """What was set aside of a run is looked at again: a person asks for it."""
@@ -290,7 +294,8 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         self._followed(before["id"] if machine == "run" else before["run_id"], machine, values["state"])
         if machine == "stage" and before["cache_key"] and is_final("stage", values["state"]):
             self._woken |= self.snapshot.runs_that_wait_for(before["cache_key"])
-        return replace(record, **values)  # type: ignore[type-var]
+        self.written.append(now := replace(record, **values))  # type: ignore[type-var]
+        return now
 
     def _followed(self, run_id: str, machine: str, state: str) -> None:
         """Whether somebody has to look at a run of which a row changed: not where this ended it."""

@@ -28,6 +28,7 @@ class Writing:
         self._project = project
         self._woken: set[str] = set()  # runs that somebody has to look at
         self._ended: set[str] = set()  # runs that nobody has to look at any more
+        self.written: list[Any] = []  # records of runs, stages and attempts as they are now, in the order of changes
         self._journal = Journal(connection, author, clock, project)
         self._edges = EdgeWriter(connection, project)
         self.snapshot = Snapshot(connection, project)  # reads that see this transaction's own rows

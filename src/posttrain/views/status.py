@@ -315,11 +315,11 @@ class RunWatcher:
     def _found(
         self, ledger: Snapshot
     ) -> tuple[RunRecord, list[StageRecord], tuple[Signal, ...], list[list[AttemptRecord]]]:
-        run = ledger.run(self._run_id)
-        rows = ledger.stages(run.id)
+        found = ledger.rows_of(self._run_id)
+        run, rows = found.run, list(found.stages)
         waits = any(kind_of(row.kind).driver is Driver.WAIT for row in rows)
         signals = tuple(ledger.signals(run.id)) if waits else ()
-        attempts = [self._attempts(ledger, row) for row in rows]
+        attempts = [self._attempts(ledger, row, found.attempts) for row in rows]
         for row in rows:
             if self._changed.get(row.name, (-1, None))[0] != row.generation:
                 self._changed[row.name] = row.generation, ledger.last_said(f"{row.run_id}/{row.name}")
@@ -372,11 +372,11 @@ class RunWatcher:
         said = self._workspace.jobs.folders.of(attempts[-1]).channel.summary()
         return StageProgress(said.step, said.total, said.tokens, at=said.at) if said else StageProgress()
 
-    def _attempts(self, ledger: Snapshot, row: StageRecord) -> list[AttemptRecord]:
+    def _attempts(self, ledger: Snapshot, row: StageRecord, own: Sequence[AttemptRecord]) -> list[AttemptRecord]:
         if self._cached and row.cached_from:
             origin, _, name = row.cached_from.rpartition("/")
             return ledger.attempts(origin, name)
-        return ledger.attempts(row.run_id, row.name)
+        return [attempt for attempt in own if attempt.stage == row.name]
 
     def _stage(
         self, run: RunRecord, row: StageRecord, attempts: list[AttemptRecord], above: str, now: float, alone: bool
