@@ -19,7 +19,6 @@ SLOW = (
     "pytest",
     "hypothesis",
     "sqlalchemy",
-    "alembic.command",
     "pyarrow.parquet",
     "scipy.special",
     "scipy.optimize",

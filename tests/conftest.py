@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import typer.testing
 from hypothesis import settings
-from sqlalchemy import Connection, Engine, inspect
+from sqlalchemy import Connection, Engine
 from typer.main import get_command
 
 from postgres_server import MissingError, Server
@@ -56,25 +56,24 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _migrated_once() -> Iterator[None]:
-    """The first SQLite ledger of this process is made by the migrations; others get the tables and rows that it got."""
-    migrate, made = database.migrate, dict[str, list[str]]()
+def _tables_made_once() -> Iterator[None]:
+    """The first SQLite ledger of this process puts its statements together; others get the tables and rows it got."""
+    make_tables, made = database.make_tables, list[str]()
 
     def make(connection: Connection) -> None:
-        if connection.dialect.name != "sqlite" or inspect(connection).get_table_names():
-            return migrate(connection)
+        if connection.dialect.name != "sqlite":
+            return make_tables(connection)
         driver = connection.connection.driver_connection
-        schema = database.SCHEMA_VERSION
-        if schema not in made:
-            migrate(connection)
-            made[schema] = list(driver.iterdump())[1:-1]  # without its BEGIN and COMMIT
+        if not made:
+            make_tables(connection)
+            made.extend(list(driver.iterdump())[1:-1])  # without its BEGIN and COMMIT
             return None
-        for statement in made[schema]:
+        for statement in made:
             driver.execute(statement)
         return None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(database, "migrate", make)
+        patch.setattr(database, "make_tables", make)
         yield
 
 

@@ -22,7 +22,7 @@ from posttrain.store.work import WorkQueue
 
 MODEL = "sha256:" + "b" * 64
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["ledger_workers", "alembic.command"])
+PROCESSES.set_forkserver_preload(["ledger_workers"])
 PATIENCE = 300.0  # seconds; only a hang waits so long
 
 

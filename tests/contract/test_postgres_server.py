@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import control_bench
 import ledger_workers as work
 import pytest
-from sqlalchemy import Connection, text
 
 from postgres_server import PASSWORD, Server
 from posttrain.control import actions, judging, recalls, submission
-from posttrain.domain.errors import ConflictError, DeadlineError, PosttrainError, WorkspaceError
+from posttrain.domain.errors import ConflictError, PosttrainError, WorkspaceError
 from posttrain.domain.records import Asset
-from posttrain.store import upgrade
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
-from posttrain.store.schema import SCHEMA_VERSION
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.transaction import Transaction
 
@@ -193,103 +188,6 @@ def test_a_newer_schema_is_refused(postgres: Server, postgres_ledger: str) -> No
     Database(postgres_ledger).close()
     postgres.sql("UPDATE schema_version SET version_num = '9999', usable_since = '9999'", postgres_ledger)
     assert "workspace schema 9999 is newer than this Posttrain" in said(lambda: Database(postgres_ledger))
-
-
-@pytest.mark.parametrize(
-    ("held", "says"),
-    [
-        ("SELECT pg_advisory_xact_lock(1886352244)", "another process makes or upgrades this ledger"),
-        ("LOCK TABLE events IN ROW EXCLUSIVE MODE", "somebody is at work in this ledger"),
-        ("LOCK TABLE runs IN ACCESS SHARE MODE", "somebody is at work in this ledger"),
-    ],
-)
-def test_who_upgrades_says_whom_it_waits_for(postgres: Server, postgres_ledger: str, held: str, says: str) -> None:
-    import psycopg
-
-    Database(postgres_ledger).close()
-    postgres.sql("UPDATE schema_version SET version_num = '0002'", postgres_ledger)
-    told: list[str] = []
-    with closing(psycopg.connect(postgres_ledger)) as other:
-        other.execute(held)
-
-        def say(line: str) -> None:
-            told.append(line)
-            other.rollback()  # what it waits for ends
-
-        def refuse(*_: object) -> None:
-            raise WorkspaceError("far enough")
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(upgrade, "verify_chain", lambda ledger: None)
-            patch.setattr(upgrade, "verify_rows", lambda ledger: None)
-            patch.setattr(upgrade, "migrate", refuse)
-            with pytest.raises(WorkspaceError, match="far enough"):
-                upgrade.upgrade_ledger(postgres_ledger, lambda owner: True, say)
-    assert len(told) == 1
-    assert says in told[0]
-
-
-def revise(connection: Connection) -> None:
-    """What a next release's revision may do."""
-    connection.execute(text("ALTER TABLE runs ADD COLUMN hope TEXT"))
-    connection.execute(text(f"UPDATE schema_version SET version_num = '{SCHEMA_VERSION}'"))
-
-
-def test_who_is_in_the_middle_of_writing_when_an_upgrade_comes_ends_it_and_so_does_the_upgrade(
-    postgres: Server, postgres_ledger: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A writer changes a row first and tells it last: neither may hold what the other waits for."""
-    monkeypatch.setattr(upgrade, "migrate", revise)
-    with work.opened(postgres_ledger) as ledger, ThreadPoolExecutor(1) as pool:
-        run = work.submit(ledger)
-        postgres.sql("UPDATE schema_version SET version_num = '0002'", postgres_ledger)
-        with ledger.transaction("ann") as transaction:
-            transaction.update_run(run, message="whole")
-            upgraded = pool.submit(upgrade.upgrade_ledger, postgres_ledger, lambda owner: True)
-            waited_for(postgres)
-        assert upgraded.result(work.PATIENCE).came_from == "0002"
-        assert [known.message for known in ledger.runs()] == ["whole"]
-        seal(ledger)
-        assert verify_chain(ledger).pending == 0
-
-
-def test_who_is_in_the_middle_of_reading_reads_on(
-    postgres: Server, postgres_ledger: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(upgrade, "migrate", revise)
-    with work.opened(postgres_ledger) as ledger, ThreadPoolExecutor(1) as pool:
-        work.submit(ledger)
-        seal(ledger)
-        postgres.sql("UPDATE schema_version SET version_num = '0002'", postgres_ledger)
-        with ledger.snapshot() as now:
-            told = now.events(subject_prefix="run1")
-            upgraded = pool.submit(upgrade.upgrade_ledger, postgres_ledger, lambda owner: True)
-            waited_for(postgres)
-            assert [run.id for run in now.runs()] == ["run1"], "which the upgrade took before it came to events"
-        assert upgraded.result(work.PATIENCE).came_from == "0002"
-    assert told
-
-
-def waited_for(postgres: Server) -> None:
-    """Wait until somebody waits for a lock."""
-    until = time.monotonic() + work.PATIENCE
-    while not postgres.sql("SELECT 1 FROM pg_locks WHERE NOT granted"):
-        assert time.monotonic() < until
-
-
-def test_an_upgrade_gives_up_where_somebody_works_without_an_end(
-    postgres: Server, postgres_ledger: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(upgrade, "_PATIENCE_SECONDS", 0.0)
-    with work.opened(postgres_ledger) as ledger:
-        run = work.submit(ledger)
-        postgres.sql("UPDATE schema_version SET version_num = '0002'", postgres_ledger)
-        with ledger.transaction("ann") as transaction:
-            transaction.update_run(run, message="whole")
-            line = said(lambda: upgrade.upgrade_ledger(postgres_ledger, lambda owner: True), DeadlineError)
-        assert "somebody was always at work" in line
-        assert [known.message for known in ledger.runs()] == ["whole"]
-    assert postgres.sql("SELECT version_num FROM schema_version", postgres_ledger) == [("0002",)]
 
 
 def test_a_server_that_forgets_by_default_is_told_of(postgres_ledger: str) -> None:

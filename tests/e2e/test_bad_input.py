@@ -19,7 +19,6 @@ import pytest
 from tiny_run import RUN
 from workbench import Finished, Workbench
 
-from posttrain.store.schema import VERSION_TABLE
 from posttrain.store.trees import tree_listing
 
 pytestmark = pytest.mark.slow
@@ -235,7 +234,7 @@ def test_data_that_changed_after_the_lock(empty: Workbench) -> None:
 
 def test_a_workspace_of_a_newer_schema(empty: Workbench) -> None:
     with closing(sqlite3.connect(empty.root / "ledger.db")) as database, database:
-        database.execute(f"UPDATE {VERSION_TABLE} SET version_num = '9999', usable_since = '9999'")
+        database.execute("UPDATE schema_version SET version_num = '9999', usable_since = '9999'")
     for command in (("run", "run.yaml"), ("ls",)):
         error = empty.run(*command, code=10).error
         assert "9999" in error

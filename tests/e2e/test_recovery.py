@@ -69,11 +69,11 @@ HELD_AFTER = 4 + 3 * 16  # completions: the rehearsal's and those of three steps
 def test_every_crashpoint_is_visited() -> None:
     pairs = [point for first, second, _ in TRAINING.values() for point in (first, second)]
     visited = [name for name, _ in (*CONTROL, *pairs, LAUNCHING, *ENDING, STEPS, *BEST)]
-    # a tracker's are visited by tests/contract/test_tracker_kills.py, an upgrade's by tests/unit/test_store_upgrade.py,
-    # a background driver's by tests/e2e/test_background.py, an erasure's by tests/unit/test_cli_erase.py, a hung job's
-    # by tests/e2e/test_stalls.py, a garbage collection's by tests/unit/test_cli_gc.py,
-    # a backup's by tests/unit/test_cli_backup.py, a delivery's by the tests of the event bus
-    elsewhere = ("track.", "upgrade.", "detach.", "driver.", "erase.", "stall.", "gc.", "backup.", "restore.", "sink.")
+    # a tracker's are visited by tests/contract/test_tracker_kills.py, a background driver's by
+    # tests/e2e/test_background.py, an erasure's by tests/unit/test_cli_erase.py, a hung job's by
+    # tests/e2e/test_stalls.py, a garbage collection's by tests/unit/test_cli_gc.py, a backup's by
+    # tests/unit/test_cli_backup.py, a delivery's by the tests of the event bus
+    elsewhere = ("track.", "detach.", "driver.", "erase.", "stall.", "gc.", "backup.", "restore.", "sink.")
     assert sorted(visited) == sorted(name for name in CRASHPOINTS if not name.startswith(elsewhere))
 
 

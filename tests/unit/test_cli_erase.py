@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sqlite3
 import subprocess
 import sys
-import tarfile
 from contextlib import closing
 from pathlib import Path
 
@@ -25,7 +23,6 @@ from posttrain.store.journal import TABLES
 from posttrain.store.ledger import Ledger
 
 WHO, SAID = "quillfeather", "whisperings"
-OLD = Path(__file__).parent / "fixtures" / "workspace-0001.tar.gz"
 
 
 @pytest.fixture
@@ -196,23 +193,4 @@ def test_freed_pages_keep_nothing(world: World) -> None:
     assert in_file(world, "left over")
     assert world.json("erase", world.newest(), "--reason", "asked for")["overwritten"]
     assert not in_file(world, "left over")
-    proved(world)
-
-
-def test_an_upgraded_ledger_says_what_it_cannot_erase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with tarfile.open(OLD) as archive:
-        archive.extractall(tmp_path, filter="data")
-    world = make_world(tmp_path, monkeypatch)
-    world.ok("upgrade")
-    first = world.json("get", "prod")["history"][0]["run_id"]
-    done = world.json("erase", first, "--reason", "asked for")
-    assert done["before"] > 10
-    told = "\n".join(done["left"])
-    assert "events of before an upgrade" in told
-    assert "ledger-0001-1.db" in told
-    proved(world)
-    others = [json.dumps(row) for row in world.json("ls")["runs"] if row["id"] != first]
-    assert all('"owner": "ada"' in row for row in others)  # told by the same baseline event
-    world.json("erase", "user:ada", "--reason", "they left")
-    assert "ada" not in world.ok("asset", "ls")
     proved(world)

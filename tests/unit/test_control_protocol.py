@@ -17,7 +17,7 @@ from posttrain.app.embedded.control import Embedded, open_control
 
 VERBS = {name for name, _ in inspect.getmembers(Control, inspect.isfunction) if not name.startswith("_")}
 CLI = Path(embedded.__file__).parents[2] / "cli"
-LOCAL = {"demo.py", "serving.py", "workspace.py"}  # init, demo, serve, upgrade, doctor: they are of this machine
+LOCAL = {"demo.py", "serving.py", "workspace.py"}  # init, demo, serve, doctor: they are of this machine
 
 
 class Far:

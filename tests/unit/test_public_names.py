@@ -89,7 +89,6 @@ COMMANDS = {
     "sink pause": ["NAME"],
     "sink resume": ["--skip", "NAME"],
     "sink remove": ["NAME"],
-    "upgrade": ["--output", "-o"],
     "backup": ["--output", "-o", "FOLDER"],
     "restore": ["--output", "-o", "FOLDER"],
     "gc": ["--dry-run", "--older-than", "--output", "-o"],
@@ -178,7 +177,7 @@ def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
     context = group.make_context("posttrain", [], resilient_parsing=True)
     verbs = "init demo examples plan lock run sweep ls get logs why diff compare attach stop retry signal dead"
     verbs += " sample eval export promote approve reject rollback channel lineage verify trace track"
-    verbs += " import asset sink upgrade gc backup restore erase doctor serve login logout whoami project member token"
+    verbs += " import asset sink gc backup restore erase doctor serve login logout whoami project member token"
     assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
 
 
@@ -210,7 +209,6 @@ def test_every_reading_command_speaks_json() -> None:
         "asset ls",
         "asset get",
         "sink ls",
-        "upgrade",
         "gc",
         "backup",
         "restore",

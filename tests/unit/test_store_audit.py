@@ -187,6 +187,7 @@ def test_every_table_that_holds_state_is_told() -> None:
         "operations",
         "parts",
         "uploads",
+        "schema_version",
     }  # made again, or expired
 
 

@@ -1,4 +1,4 @@
-"""The database: migrated when opened, and unusable ones say so in one line."""
+"""The database: made when first opened, and unusable ones say so in one line."""
 
 from __future__ import annotations
 
@@ -15,18 +15,15 @@ from shutil import rmtree
 from typing import Any
 
 import pytest
-from alembic.autogenerate import compare_metadata
-from alembic.runtime.migration import MigrationContext
 
 from posttrain.domain.errors import ConflictError, DeadlineError, InputError, IntegrityError, WorkspaceError
 from posttrain.domain.records import Asset, AttemptRecord, Event, ReleaseEntry, RunRecord, StageRecord
-from posttrain.store import schema
+from posttrain.store import journal, schema
 from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database
 from posttrain.store.erasure import erase_principal
 from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal, verify_chain
-from posttrain.store.upgrade import upgrade_ledger
 
 NOBODY = 65534
 
@@ -34,15 +31,6 @@ NOBODY = 65534
 def write(database: Database, words: str = "x") -> None:
     with Ledger(database).transaction("ann") as transaction:
         transaction.append_event("note", "here", {"words": words})
-
-
-def test_the_migrations_make_the_tables_that_the_code_uses(tmp_path: Path) -> None:
-    database = Database(tmp_path / "l.db")
-    with database.read() as connection:
-        context = MigrationContext.configure(connection, opts={"version_table": schema.VERSION_TABLE})
-        assert compare_metadata(context, schema.metadata) == []
-        assert context.get_current_revision() == schema.SCHEMA_VERSION
-    database.close()
 
 
 @pytest.mark.parametrize(
@@ -80,7 +68,7 @@ def test_a_committed_transaction_is_durable_and_readers_do_not_wait(tmp_path: Pa
     database.close()
 
 
-def test_a_newer_schema_is_refused_and_an_unmigrated_file_migrated(tmp_path: Path) -> None:
+def test_a_newer_schema_is_refused_and_an_empty_file_filled(tmp_path: Path) -> None:
     path = tmp_path / "l.db"
     sqlite3.connect(path).close()  # an empty file: no schema yet
     Database(path).close()
@@ -124,18 +112,41 @@ def test_a_newer_schema_says_whether_this_release_may_still_use_it(tmp_path: Pat
     ):
         erase_principal(ledger, "user:ann", "user:bob", "asked")
     database.close()
-    done = upgrade_ledger(path, lambda owner: True)
-    assert (done.came_from, done.schema, done.copy) == ("0099", "0099", "")
 
 
 def test_what_a_newer_schema_took_away_is_not_used(tmp_path: Path) -> None:
     path = tmp_path / "l.db"
     made_newer(path, "0099")
-    for use in (Database, lambda place: upgrade_ledger(place, lambda owner: True)):
-        with pytest.raises(
-            WorkspaceError, match=rf"0099 is newer than this Posttrain \({schema.SCHEMA_VERSION}\); upgrade posttrain"
-        ):
-            use(path)
+    with pytest.raises(
+        WorkspaceError, match=rf"0099 is newer than this Posttrain \({schema.SCHEMA_VERSION}\); upgrade posttrain"
+    ):
+        Database(path)
+
+
+def test_an_older_ledger_is_refused_and_not_touched(tmp_path: Path) -> None:
+    path = tmp_path / "l.db"
+    Database(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE schema_version SET version_num = '0003'")
+    connection.close()
+    before = path.read_bytes()
+    with pytest.raises(WorkspaceError) as caught:
+        Database(path)
+    assert str(caught.value) == (
+        f"ledger {path} has schema 0003, this Posttrain needs {schema.SCHEMA_VERSION}; "
+        "use the Posttrain that made it, or `posttrain init` in another folder"
+    )
+    assert path.read_bytes() == before
+
+
+def test_a_log_that_begins_elsewhere_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that went on from a ledger of schema 0001, whose events nothing verifies any more."""
+    monkeypatch.setattr(journal, "CREATED", "ledger.upgraded")
+    ledger = Ledger(Database(tmp_path / "l.db"))
+    seal(ledger)
+    with pytest.raises(IntegrityError, match=r"at sequence 1: a log must begin with ledger\.created, got ledger\.up"):
+        verify_chain(ledger)
+    ledger.close()
 
 
 def test_a_table_that_there_is_not_is_missed(tmp_path: Path) -> None:

@@ -37,7 +37,10 @@ from posttrain.store.schema import attempts, events, leaves, metadata, projects,
 from posttrain.store.scope import CHILDREN, OWN, Scope, UnscopedStatementError, across, of_project, unscoped
 
 OF_NOBODY = frozenset(  # tables whose rows belong to no project; what is in them is named by ids that are
-    ("projects", "principals", "tokens", "sessions", "hosts", "tree_head", "tiles", "chain_head", "events_before")
+    (
+        *("projects", "principals", "tokens", "sessions", "hosts", "tree_head", "tiles", "schema_version"),
+        *("chain_head", "events_before"),
+    )
 )
 A = Scope("a")
 LATER, OTHERS = attempts.alias(), runs.alias()

@@ -194,7 +194,6 @@ SHORT_WAITS = {
     "execution/processes.py:HEARTBEAT_SECONDS": "between two signs of life",
     "store/attempts.py:_POLL_SECONDS": "between two looks",
     "store/operations.py:_LOOKED_SECONDS": "between two notes that somebody looked",
-    "store/upgrade.py:_TRY_SECONDS": "then others go on, and it is tried again",
 }
 
 

@@ -167,10 +167,6 @@ def _left(workspace: Workspace, done: Erased, what: str, run: str) -> Iterator[s
         yield f"the ledger's file, which somebody else has open; when they are done: posttrain erase {again} --reason …"
     if what == workspace.actor:
         yield "your name, from the next thing on that you do here"
-    if done.before:
-        yield f"{done.before} events of before an upgrade: each is part of the next one's hash"
-    for copy in sorted(workspace.root.glob("ledger-*.db")):
-        yield f"a copy of the ledger that an upgrade kept: {copy}"
     if workspace.ledger_address:
         yield "the database server's own log and backups; where the database's workspace is (host and folder)"
     folder = workspace.root / "runs" / run

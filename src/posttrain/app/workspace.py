@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,6 @@ from typing import Any
 from posttrain.access.authenticators.system import SystemUser
 from posttrain.access.ports import OS
 from posttrain.control.jobs import Access, AttemptFolders, Jobs
-from posttrain.control.owners import process_alive
 from posttrain.control.stores import Stores
 from posttrain.data.assets import ModelLimits, model_limits
 from posttrain.data.catalog import Catalog
@@ -36,7 +35,6 @@ from posttrain.store.database import Database
 from posttrain.store.holding import LOCK, FileLock, StoreLock
 from posttrain.store.hosts import Hosts, LedgerLock
 from posttrain.store.ledger import Ledger
-from posttrain.store.upgrade import Upgraded, upgrade_ledger
 from posttrain.workspace.opened import OpenWorkspace
 from posttrain.workspace.settings import (
     CHANNEL,
@@ -249,24 +247,6 @@ def serve_jobs(workspace: Workspace, access: Access) -> None:
             "posttrain.jobs.preload", local_devices, workspace.root / "runs", keep, images=executor.images
         )
     workspace.jobs = replace(workspace.jobs, executor=executor, access=access)
-
-
-def upgrade_workspace(say: Callable[[str], None] = lambda line: None) -> Upgraded:
-    """Bring the ledger of the nearest workspace to the present schema.
-
-    Args:
-        say: told what it waits for.
-
-    Raises:
-        ConflictError: a driver of an older version is at work.
-        IntegrityError: its event log does not hold.
-    """
-    root = find_workspace().resolve()
-    done = upgrade_ledger(ledger_place(root, read_json(root / SETTINGS)), process_alive, say)
-    workspace = Workspace(root)
-    join_store(workspace, open_blobs(workspace.blobs.url))
-    workspace.close()
-    return done
 
 
 def join_store(workspace: OpenWorkspace, blobs: ObjectBlobs) -> None:

@@ -51,10 +51,10 @@ _VERBS = [
     *("init", "demo", "examples", "plan", "lock", "run", "sweep", "ls", "get", "logs", "why", "diff"),
     *("compare", "attach", "stop", "retry", "signal", "dead", "sample", "eval", "export", "promote"),
     *("approve", "reject", "rollback", "channel", "lineage", "verify", "trace", "track"),
-    *("import", "asset", "sink", "upgrade", "gc", "backup", "restore", "erase", "doctor"),
+    *("import", "asset", "sink", "gc", "backup", "restore", "erase", "doctor"),
     *("serve", "login", "logout", "whoami", "project", "member", "token"),
 ]
-_OF_A_MACHINE = {"init", "demo", "examples", "upgrade", "backup", "restore", "doctor", "serve", "login", "logout"}
+_OF_A_MACHINE = {"init", "demo", "examples", "backup", "restore", "doctor", "serve", "login", "logout"}
 
 
 class Commands(TyperGroup):

@@ -1,4 +1,4 @@
-"""`init`, `upgrade`, `erase` and `doctor`.
+"""`init`, `erase` and `doctor`.
 
 `gc`, `backup` and `restore`: what nobody needs is deleted, what is needed is kept twice.
 """
@@ -44,7 +44,6 @@ class Rewards(StrEnum):
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command("init")(init)
-    app.command("upgrade")(upgrade)
     app.command("erase")(erase)
     app.command("doctor")(doctor)
     app.command("gc")(gc)
@@ -195,25 +194,6 @@ def _tell(written: Adopted) -> None:
     for title, items in titles.items():
         if items:
             say(f"{title}:", *(f"  {item}" for item in items))
-
-
-def upgrade(output: OutputOption = Output.TEXT) -> None:
-    """Bring a workspace of an older Posttrain to this one. A copy of its ledger is kept; running jobs go on."""
-    from dataclasses import asdict
-
-    from posttrain.app.workspace import upgrade_workspace
-
-    done = upgrade_workspace(aside)
-    if output is Output.JSON:
-        emit_json(asdict(done))
-    elif not done.copy:
-        say(f"the ledger has schema {done.schema} already; nothing to do")
-    else:
-        say(
-            f"upgraded the ledger from schema {done.came_from} to {done.schema}: {done.runs} runs",
-            f"copy of before: {done.copy}",
-            f"verified: {done.events} events of before the upgrade, and every row",
-        )
 
 
 def erase(

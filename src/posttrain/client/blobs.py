@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -20,7 +19,7 @@ import yaml
 
 from posttrain.api.operations import PREFIX, FileRef, RunFile
 from posttrain.client.direct import DirectError, sent
-from posttrain.client.transport import PATIENCE, Transport, in_path
+from posttrain.client.transport import HOPE, PATIENCE, Transport, in_path
 from posttrain.data.parts import data_files, is_pattern
 from posttrain.data.refs import Source, local_path, parse_ref
 from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes
@@ -29,11 +28,11 @@ from posttrain.domain.overrides import Setting, overridden
 from posttrain.domain.places import is_lock
 from posttrain.domain.runspec import read_yaml
 from posttrain.store.atomic import write_stream
+from posttrain.store.reaching import patiently
 from posttrain.store.trees import beside_model, file_digest, left_behind, not_taken, put_tree
 
 _CHUNK = 8 << 20  # bytes of one request
 _LARGE = 8 << 20  # bytes from which a server is asked for a direct way
-_PAUSE = 2.0  # seconds before an answer that broke off is asked for again
 _TRIES = 20  # without a step forward, where somebody else sends the same file at this moment
 _RECIPE = "recipe"
 
@@ -170,8 +169,8 @@ class Fetcher:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise unwritable(path, error) from error
-        until = time.monotonic() + PATIENCE
-        while True:
+
+        def whole() -> None:
             try:
                 return write_stream(path, fill)
             except (DirectError, IntegrityError) as error:
@@ -179,10 +178,9 @@ class Fetcher:
                     raise
                 self._direct = False
                 _tell(error)
-            except InfrastructureError:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(_PAUSE)
+            return write_stream(path, fill)
+
+        patiently(whole, InfrastructureError, PATIENCE, HOPE)
 
 
 def _tell(error: Exception) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import http.client
-import itertools
 import json
 import secrets
 import socket
 import ssl
-import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,13 +26,13 @@ from posttrain.domain.errors import (
     LimitError,
     UnavailableError,
 )
+from posttrain.store.reaching import AwayError, patiently
 
 ANSWER_SECONDS = 960.0  # longer than a server lets a request take
 _CONNECT_SECONDS = 30.0
 _HEARD_SECONDS = 60.0  # a server that tells nothing says four times a minute that it is there
 PATIENCE = 120.0  # seconds that a server may be away: it is restarted, or its database
-_TOLD = 3  # tries after which a person is told
-_PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between tries, the last one again and again
+HOPE = "trying for two minutes"
 _PIECE = 1 << 20  # bytes
 _LATER = (429, 502, 503, 504)
 _MOST_PAUSE = 30.0  # seconds that a server may ask to be waited for at a time
@@ -90,10 +87,8 @@ class Transport:
         named = {"content-type": "application/json"} if body is not None else {}
         if method != "GET":
             named["idempotency-key"] = secrets.token_hex(16)
-        last: BaseException | None = None
-        until = time.monotonic() + PATIENCE
-        for tried in itertools.count():
-            pause = 0.0
+
+        def tried() -> Reply:
             try:
                 reply = self._once(method, path, query, sent, {**named, **(headers or {})})
             except ssl.SSLError as error:
@@ -102,23 +97,18 @@ class Transport:
                     "and whose certificate it has"
                 ) from error
             except _GONE as error:
-                self._drop()
-                last = error
-                if tried == _TOLD:
-                    print(
-                        f"server {self.url} does not answer ({_words(error)}); trying for two minutes", file=sys.stderr
-                    )
-            else:
-                told = MEDIA_TYPE in reply.headers.get("content-type", "")
-                if reply.status not in _LATER or (told and "retry-after" not in reply.headers):
-                    return self._checked(reply)
-                last = raised(json.loads(reply.body)) if told else InfrastructureError(f"status {reply.status}")
-                if tried == _TOLD:
-                    print(f"server {self.url}: {last}; trying for two minutes", file=sys.stderr)
-                pause = _told_later(reply)
-            if time.monotonic() >= until:
-                break
-            time.sleep(pause or _PAUSES[min(tried, len(_PAUSES) - 1)])
+                self.close()
+                raise AwayError(f"server {self.url} does not answer ({_words(error)})") from error
+            told = MEDIA_TYPE in reply.headers.get("content-type", "")
+            if reply.status not in _LATER or (told and "retry-after" not in reply.headers):
+                return reply
+            said = raised(json.loads(reply.body)) if told else InfrastructureError(f"status {reply.status}")
+            raise AwayError(f"server {self.url}: {said}", _told_later(reply)) from said
+
+        try:
+            return self._checked(patiently(tried, AwayError, PATIENCE, HOPE))
+        except AwayError as error:
+            last = error.__cause__
         if isinstance(last, UnavailableError | LedgerUnavailableError | LimitError | BusyError):
             raise last
         raise InfrastructureError(
@@ -235,7 +225,8 @@ class Transport:
         made.sock.settimeout(seconds)
         return made
 
-    def _drop(self) -> None:
+    def close(self) -> None:
+        """Close this thread's connection."""
         connection = getattr(self._local, "connection", None)
         if connection is not None:
             connection.close()
@@ -279,10 +270,6 @@ class Transport:
     def skew(self) -> str:
         """What to do where the server is of another release."""
         return f"server {self.url} is Posttrain {self.release}, this is {__version__}; install Posttrain {self.release}"
-
-    def close(self) -> None:
-        """Close this thread's connection."""
-        self._drop()
 
 
 def check_address(url: str) -> SplitResult:

@@ -28,7 +28,6 @@ class VerifyReport:
     events: int  # sealed events whose chain was recomputed
     problems: tuple[str, ...] = field(default=())
     pending: int = 0  # events that no sealer has passed yet: they are believed
-    before: int = 0  # events of before an upgrade of the ledger, by the rule of then
     erased: int = 0  # events whose words were erased
     elsewhere: tuple[str, ...] = field(default=())  # what lies elsewhere and could not be verified from here
     channels: tuple[str, ...] = field(default=())  # whose live releases these are, where no target was named
@@ -93,7 +92,7 @@ def _hash(stores: Stores, trees: Sequence[Node], chain: TreeReport | None, found
     report = VerifyReport(len(seen) - len(elsewhere), size, 0, (*problems, *found), elsewhere=tuple(elsewhere))
     if chain is None:
         return report
-    return replace(report, events=chain.sealed, pending=chain.pending, before=chain.before, erased=chain.erased)
+    return replace(report, events=chain.sealed, pending=chain.pending, erased=chain.erased)
 
 
 def _check_ledger(stores: Stores, lost: Lost, names: Set[str] = frozenset()) -> tuple[TreeReport | None, list[str]]:

@@ -22,7 +22,7 @@ CRASHPOINTS = frozenset(
         "collect.before_publish", "collect.after_publish", "collect.after_commit",
         "gate.before_commit", "gate.after_commit",
         "promote.before_commit", "promote.after_commit",
-        "sealer.before_commit", "upgrade.after_copy", "upgrade.before_commit",
+        "sealer.before_commit",
         "erase.before_commit", "erase.after_commit", "gc.before_delete",
         "backup.after_ledger", "backup.before_record", "restore.before_rename",
         "track.after_begin", "track.inside_log", "track.after_log", "track.before_end", "track.after_end",

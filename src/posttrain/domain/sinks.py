@@ -17,7 +17,6 @@ OCCASIONS = (ALL, *FOR_PEOPLE, *(f"run-{state}" for state in RUN_ENDINGS))
 BUDGET_WARNED, RUN_SET_ASIDE = "run.budget_warned", "run.set_aside"  # events of the control plane
 RUN_ENVIRONMENT = "environment.pinned"  # a run's first pin: {"digest", "packages": reward → names with versions}
 BY_PERSON, BY_FAILURE = "person", "failing"  # why a sink is paused
-LONGEST_NAME = 63
 
 
 @dataclass(frozen=True, slots=True)

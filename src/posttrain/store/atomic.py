@@ -167,7 +167,7 @@ def write_stream(path: Path, fill: Callable[[BinaryIO], Any]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
     try:
         try:
-            with open(temporary, "xb", opener=_private) as file:
+            with open(temporary, "xb", opener=private) as file:
                 fill(file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -207,7 +207,7 @@ def sync_tree(folder: Path) -> None:
         raise unwritable(folder, error) from error
 
 
-def _private(path: str, flags: int) -> int:
+def private(path: str, flags: int) -> int:
     """An opener: what a workspace holds is its owner's alone, whatever the umask."""
     return os.open(path, flags, 0o600)
 
@@ -259,7 +259,7 @@ def create_file(path: Path, data: bytes) -> bool:
     """
     whole = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(8).hex()}.new")
     try:
-        with open(whole, "xb", opener=_private) as file:
+        with open(whole, "xb", opener=private) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

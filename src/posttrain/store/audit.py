@@ -44,8 +44,8 @@ _Rows = dict[str, dict[_Key, dict[str, Any]]]  # table → key → columns
 def verify_rows(ledger: Ledger, names: Collection[str] = ()) -> int:
     """Rebuild every table from the event log and compare.
 
-    Seal first and verify the log: what is not sealed yet is believed. Of a ledger that a newer release upgraded, tables
-    that this one does not know are left to that one.
+    Seal first and verify the log: what is not sealed yet is believed. Of a ledger of a newer release, tables that this
+    one does not know are left to that one.
 
     Args:
         names: ids of runs, refs of assets and names of channels: only their own rows, from their own events; none:
@@ -61,7 +61,7 @@ def verify_rows(ledger: Ledger, names: Collection[str] = ()) -> int:
     with ledger.database.read(across="the log is of every project") as connection:
         schema = schema_version(connection) or SCHEMA_VERSION
         part = _Part(ledger.project, frozenset(names)) if names else None
-        told: _Rows = {name: {} for name in (_PART if part else TABLES) if TABLES[name].since <= schema}
+        told: _Rows = {name: {} for name in (_PART if part else TABLES)}
         for event, audited, body in _said(connection, *(part.events(connection) if part else ())):
             words = json.loads(body).get("rows", ()) if body else ()
             for place, row in enumerate(json.loads(audited).get("rows", ())):
@@ -72,7 +72,7 @@ def verify_rows(ledger: Ledger, names: Collection[str] = ()) -> int:
         staged = list(told["stages"]) if part else []
         for name, rows in told.items():
             where = part.rows(name, staged) if part else ()
-            compared += _compare(connection, name, rows, TABLES[name].columns_of(schema), where, part)
+            compared += _compare(connection, name, rows, where, part)
     return compared
 
 
@@ -115,12 +115,12 @@ class _Part:
         return table in _PART and key[0] in self.names
 
     def events(self, connection: Connection) -> Iterator[ColumnElement[bool]]:
-        """The events that tell of them: their own, those of an upgrade, and where words are gone those of erasures."""
+        """The events that tell of them: their own, and where words are gone those of erasures."""
         own = of_subjects(connection, self.project, self.names)
         query = select(events.c.id).outerjoin(payloads, payloads.c.event == events.c.id)
         gone = connection.execute(query.where(own, events.c.words.is_not(None), payloads.c.event.is_(None)).limit(1))
         told = [events.c.kind == ERASED] if gone.first() else []
-        yield or_(own, events.c.subject.in_(_PART), *told)
+        yield or_(own, *told)
 
     def rows(self, table: str, stages: Iterable[_Key]) -> Iterator[ColumnElement[bool]]:
         """Where they are in a table, with a few others."""
@@ -179,12 +179,11 @@ def _compare(
     connection: Connection,
     name: str,
     told: dict[_Key, dict[str, Any]],
-    compared_columns: Sequence[str],
     where: Iterable[ColumnElement[bool]],
     part: _Part | None,
 ) -> int:
     spec = TABLES[name]
-    columns = [spec.table.c[column] for column in compared_columns]
+    columns = list(spec.table.c)
     kept = {column.name for column in columns if isinstance(column.type, JsonText)}
     raw = [type_coerce(column, Text).label(column.name) if column.name in kept else column for column in columns]
     query = select(*raw).where(*where).order_by(*spec.table.primary_key)
@@ -199,7 +198,7 @@ def _compare(
         expected = told.pop(key, None)
         if expected is None:
             raise IntegrityError(f"{spec.name(row)}: stands in the ledger, but no event tells of it; {_REMEDY}")
-        for column in compared_columns:
+        for column in spec.columns:
             if column not in spec.key and auditable(row[column]) != expected[column]:
                 raise IntegrityError(
                     f"{spec.name(row)}: {column} must be {expected[column]!r} as the event log says, "

@@ -1,4 +1,4 @@
-"""The ledger's database: opened, migrated, and its errors translated once, here.
+"""The ledger's database: opened, made where there is none, and its errors translated once, here.
 
 SQLite runs with a write-ahead log and `synchronous=FULL` (a committed transaction survives a power cut), and every
 write transaction begins IMMEDIATE: it waits for its turn at the start, where nothing is lost, instead of failing in
@@ -22,24 +22,35 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
-from sqlalchemy import URL, Connection, create_engine, event, inspect, text
+from sqlalchemy import URL, Connection, create_engine, event, insert, inspect, select
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from posttrain.domain.errors import ConflictError, DeadlineError, LedgerUnavailableError, PosttrainError, WorkspaceError
 from posttrain.domain.ports import Clock
+from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.store import postgres
 from posttrain.store.atomic import unwritable
 from posttrain.store.clock import SystemClock
 from posttrain.store.journal import TABLES, tell_rows
-from posttrain.store.schema import SCHEMA_VERSION, VERSION_TABLE, events, payloads, work
+from posttrain.store.merkle import EMPTY
+from posttrain.store.schema import (
+    SCHEMA_VERSION,
+    USABLE_SINCE,
+    events,
+    metadata,
+    payloads,
+    projects,
+    schema_versions,
+    tree_head,
+    work,
+)
 from posttrain.store.scope import ACROSS, OF, guard
 
 _MAGIC, _HEADER = b"SQLite format 3\0", 100  # bytes
-_MIGRATIONS = Path(__file__).parent / "migrations"
 _WRITE = "posttrain_write"
-_MAKING = 0x706F7374  # PostgreSQL's advisory lock of whoever makes or upgrades a ledger
+_MAKING = 0x706F7374  # PostgreSQL's advisory lock of whoever makes a ledger
 _FULL_BYTES = 2**20  # free, below which a disk that fails is full
 _COMPLAINTS = 5  # of an integrity check: one is enough to restore a copy
 
@@ -94,26 +105,22 @@ class LostAnswerError(PosttrainError):
 
 
 class Database:
-    """A ledger database at the newest schema.
+    """A ledger database of this schema.
 
     Args:
         location: path of a SQLite file, or a URL (`sqlite:///…`, `postgresql://user@host/database`).
         busy_seconds: how long a transaction waits for another writer before it gives up.
         create: whether a missing SQLite file is made, and tables in a database that has none.
-        older: whether a ledger of an older schema is opened, to be upgraded.
 
     Raises:
-        WorkspaceError: missing, cut short, full, not a database, out of reach, of an older schema than this Posttrain's
-            (`store.upgrade` upgrades it), or of a newer one that this may not use. One that may not be written can be
-            read.
+        WorkspaceError: missing, cut short, full, not a database, out of reach, of an older schema, or of a newer
+            one that this Posttrain may not use. One that may not be written can be read.
         InputError: the URL holds a password.
         DeadlineError: another process holds the database for longer than `busy_seconds`.
     """
 
-    def __init__(
-        self, location: str | Path, *, busy_seconds: float = 30.0, create: bool = True, older: bool = False
-    ) -> None:
-        self._busy, self._older, self._project = busy_seconds, older, ""
+    def __init__(self, location: str | Path, *, busy_seconds: float = 30.0, create: bool = True) -> None:
+        self._busy, self._project = busy_seconds, ""
         self.clock: Clock = SystemClock()
         url = _url(location)
         self._sqlite = url.get_backend_name() == "sqlite"
@@ -319,19 +326,17 @@ class Database:
                 if not self._sqlite:
                     self.read_only = not postgres.may_write(connection, events.name)
                 return
-        if version is not None and self._older:
-            return
         if version is not None:
             raise WorkspaceError(
                 f"ledger {self.place} has schema {version}, this Posttrain needs {SCHEMA_VERSION}; "
-                "run `posttrain upgrade`, which keeps a copy"
+                "use the Posttrain that made it, or `posttrain init` in another folder"
             )
         if not self._create:
             raise WorkspaceError(f"ledger {self.place} holds nothing: it was cut off; restore it from a copy")
-        with self.write(across="a ledger is made or upgraded") as connection:
+        with self.write(across="a ledger is made") as connection:
             hold_off_others(connection)
             if schema_version(connection) is None:
-                migrate(connection)
+                make_tables(connection)
                 tell_rows(connection, self.clock, os.urandom)
 
     def _use_write_ahead_log(self) -> None:
@@ -391,25 +396,18 @@ class Database:
         return WorkspaceError(f"cannot use the ledger {self.place}: {reason}")
 
 
-def hold_off_others(connection: Connection, *, wait: bool = True) -> bool:
-    """Let one transaction at a time make or upgrade the ledger, until it ends; False: another one is at it. SQLite has
-    one writer anyway."""
-    if connection.dialect.name != "postgresql":
-        return True
-    how = "pg_advisory_xact_lock" if wait else "pg_try_advisory_xact_lock"
-    return connection.exec_driver_sql(f"SELECT {how}({_MAKING})").scalar_one() is not False
+def hold_off_others(connection: Connection) -> None:
+    """Let one transaction at a time make the ledger, until it ends. SQLite has one writer anyway."""
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MAKING})")
 
 
-def migrate(connection: Connection) -> None:
-    """Bring the schema up to date, in the transaction of `connection`."""
-    from alembic import command  # 0.2 s of imports that only the first open of a workspace pays
-    from alembic.config import Config
-
-    config = Config()
-    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
-    config.set_main_option("path_separator", "os")
-    config.attributes["connection"] = connection
-    command.upgrade(config, SCHEMA_VERSION)
+def make_tables(connection: Connection) -> None:
+    """Make every table, and the rows that a ledger begins with, in the transaction of `connection`."""
+    metadata.create_all(connection, checkfirst=False)
+    connection.execute(insert(projects).values(id=DEFAULT_PROJECT, created_at=0.0))
+    connection.execute(insert(tree_head).values(id=1, size=0, root=EMPTY, peaks=b""))
+    connection.execute(insert(schema_versions).values(version_num=SCHEMA_VERSION, usable_since=USABLE_SINCE))
 
 
 def _url(location: str | Path) -> URL:
@@ -429,9 +427,9 @@ def _url(location: str | Path) -> URL:
 
 def schema_version(connection: Connection) -> str | None:
     """The schema of a ledger; None: there is nothing yet."""
-    if not inspect(connection).has_table(VERSION_TABLE):
+    if not inspect(connection).has_table(schema_versions.name):
         return None
-    found = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
+    found = connection.execute(select(schema_versions.c.version_num)).scalar()
     return None if found is None else str(found)
 
 
@@ -443,7 +441,7 @@ def _refuse_newer(connection: Connection, version: str) -> None:
     """
     if version == SCHEMA_VERSION:
         return
-    since = connection.execute(text(f"SELECT usable_since FROM {VERSION_TABLE}")).scalar()
+    since = connection.execute(select(schema_versions.c.usable_since)).scalar()
     if since is None or since > SCHEMA_VERSION:
         raise WorkspaceError(
             f"workspace schema {version} is newer than this Posttrain ({SCHEMA_VERSION}); upgrade posttrain"

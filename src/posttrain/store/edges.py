@@ -29,11 +29,10 @@ from posttrain.domain.edges import (
 )
 from posttrain.domain.records import Artifact, Asset, Edge, ReleaseEntry
 from posttrain.store.journal import ADDED, CHANGED, REMOVED, Change
-from posttrain.store.schema import artifacts, assets, edges, holds, projects, releases, runs, stages
+from posttrain.store.schema import artifacts, assets, edges, holds, stages
 from posttrain.store.scope import Scope
 
 LIVE = "live"  # why a channel holds its model
-_BATCH = 200  # rows that an upgrade reads at a time
 _AS_MODEL = (MODEL, BEST)  # of two outputs of the same bytes the last model goes first
 Sizes = Mapping[str, int]  # digest → bytes
 
@@ -217,53 +216,6 @@ class EdgeWriter:
 def to_edge(row: Row[*tuple[Any, ...]]) -> Edge:
     """A row of `edges`."""
     return Edge(row.producer, row.output, row.consumer, row.slot, row.digest)
-
-
-def fill_edges(connection: Connection) -> None:
-    """Artifacts, edges and holds of a ledger whose rows were written before there were any."""
-    for project in connection.execute(select(projects.c.id)).scalars().all():
-        writer = EdgeWriter(connection, project)
-        _fill_runs(connection, writer, project)
-        _fill_assets(connection, writer, project)
-        _fill_releases(connection, writer, project)
-
-
-def _fill_runs(connection: Connection, writer: EdgeWriter, project: str) -> None:
-    """Outputs first: what an input was of another stage is looked up in them."""
-    mine = runs.c.project == project
-    names = connection.execute(select(runs.c.id, runs.c.manifest_digest, runs.c.created_at).where(mine))
-    for some in names.partitions(_BATCH):
-        writer.note([Artifact(row.manifest_digest, "file", None, MANIFEST, row.created_at) for row in some])
-        writer.join([Edge("", "", run_end(row.id), MANIFEST, row.manifest_digest) for row in some])
-    columns = (stages.c.run_id, stages.c.name, stages.c.finished_at, runs.c.created_at)
-    for told in ((stages.c.outputs, stages.c.cached_from), (stages.c.inputs,)):
-        query = select(*columns, *told).join(runs, runs.c.id == stages.c.run_id).where(mine)
-        found = connection.execute(query.order_by(stages.c.run_id, stages.c.position)).mappings()
-        for rows in found.partitions(_BATCH):
-            writer.stages(*(_told(dict(row), [column.name for column in told]) for row in rows))
-
-
-def _told(row: Mapping[str, Any], columns: Sequence[str]) -> Told:
-    at = row["finished_at"] or row["created_at"]
-    return Told(row["run_id"], row["name"], at, **{name: row[name] for name in columns})
-
-
-def _fill_assets(connection: Connection, writer: EdgeWriter, project: str) -> None:
-    query = select(assets).where(assets.c.project == project).order_by(assets.c.created_at)
-    for row in connection.execute(query).mappings().all():
-        kept = ("kind", "name", "version", "digest", "form", "created_at", "meta")
-        asset = Asset(**{name: row[name] for name in kept}, created_by="", parents=tuple(row["parents"]))
-        writer.asset(asset, {}, asset.created_at)
-
-
-def _fill_releases(connection: Connection, writer: EdgeWriter, project: str) -> None:
-    live: dict[str, str] = {}
-    query = select(releases).where(releases.c.project == project).order_by(releases.c.channel, releases.c.sequence)
-    for row in connection.execute(query).mappings().all():
-        kept = ("sequence", "channel", "model_digest", "run_id", "action", "at", "report_digest")
-        entry = ReleaseEntry(**{name: row[name] for name in kept}, actor="")
-        writer.release(entry, live.get(entry.channel))
-        live[entry.channel] = entry.model_digest
 
 
 def _rank(output: str) -> tuple[int, str]:

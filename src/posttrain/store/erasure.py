@@ -31,7 +31,6 @@ from posttrain.store.schema import (
     approval_requests,
     approvals,
     events,
-    events_before,
     looks,
     payloads,
     principals,
@@ -71,7 +70,6 @@ class Erased:
     subject: str  # that the event tells it of
     events: int  # whose words are gone
     rows: int  # whose words became fewer
-    before: int  # events of before an upgrade, which hold their words for ever
     overwritten: bool  # nothing of them is left in the database's file
 
 
@@ -89,7 +87,7 @@ def erase_subject(ledger: Ledger, actor: str, subject: str, reason: str) -> Eras
 
     Raises:
         InputError: a run that has not ended.
-        WorkspaceError: a newer release upgraded the ledger.
+        WorkspaceError: the ledger is of a newer release.
     """
     mine = events.c.project == ledger.project
     with ledger.database.write(across="names are erased in every project") as connection:
@@ -100,7 +98,7 @@ def erase_subject(ledger: Ledger, actor: str, subject: str, reason: str) -> Eras
         found = {one.id: one for one, _ in _told(connection, mine & _below(events.c.subject, subject))}
         rows = {row for one in found.values() for row in one.rows if _belongs(row, subject)}
         rows |= _looks(connection, subject) | _approvals(connection, subject)
-        elsewhere = mine & events.c.kind.in_(("ledger.baseline", "channel.looked"))
+        elsewhere = mine & (events.c.kind == "channel.looked")
         for one, _ in _told(connection, elsewhere):
             its = {row for row in one.rows if row in rows or _belongs(row, subject)}
             if its:
@@ -113,8 +111,7 @@ def erase_subject(ledger: Ledger, actor: str, subject: str, reason: str) -> Eras
         _empty_answers(connection)
         _empty_work(connection, (work.c.project == ledger.project) & _below(work.c.object, subject))
         done = _erase(connection, _journal(connection, ledger, actor), subject, reason, list(found.values()), left)
-        before = _before(connection, lambda said: said[0] == subject or said[0].startswith(f"{subject}/"))
-    return _finish(ledger, subject, done, before)
+    return _finish(ledger, subject, done)
 
 
 def erase_principal(ledger: Ledger, actor: str, name: str, reason: str) -> Erased:
@@ -126,7 +123,7 @@ def erase_principal(ledger: Ledger, actor: str, name: str, reason: str) -> Erase
         NotFoundError: there is no principal of that name.
         InputError: the reason says it.
         ConflictError: they are the last admin of a project.
-        WorkspaceError: a newer release upgraded the ledger.
+        WorkspaceError: the ledger is of a newer release.
     """
     word = re.compile(rf"(?<!\w){re.escape(name.partition(':')[2])}(?!\w)")
     if word.search(reason):
@@ -154,22 +151,21 @@ def erase_principal(ledger: Ledger, actor: str, name: str, reason: str) -> Erase
         for part in _parts(about, _ROWS):
             _empty_work(connection, work.c.id.in_(part))
         done = _erase(connection, journal, principal, reason, mentioning, left)
-        before = _before(connection, lambda said: any(word.search(text) for text in said))
     ledger.forget_principals()
-    return _finish(ledger, principal, done, before)
+    return _finish(ledger, principal, done)
 
 
 def _refuse_newer(connection: Connection) -> None:
     """A newer release may keep words in tables that this one does not know.
 
     Raises:
-        WorkspaceError: it has upgraded the ledger.
+        WorkspaceError: the ledger is of a newer release.
     """
     found = schema_version(connection)
     if found is not None and found > SCHEMA_VERSION:
         raise WorkspaceError(
             f"the ledger has schema {found}, and this Posttrain ({SCHEMA_VERSION}) does not know all of its words; "
-            "erase with the release that upgraded it"
+            "erase with that release"
         )
 
 
@@ -297,16 +293,9 @@ def _nothing(table: str, column: str) -> str | None:
     return None if TABLES[table].table.c[column].nullable else ""
 
 
-def _before(connection: Connection, says: Callable[[tuple[str, str, str]], bool]) -> int:
-    """How many events of before an upgrade say it: they are chained as they are."""
-    query = select(events_before.c.subject, events_before.c.actor, type_coerce(events_before.c.payload, Text))
-    found = connection.execute(query.execution_options(yield_per=_EVENTS))
-    return sum(says((row[0], row[1], row[2])) for row in found)
-
-
-def _finish(ledger: Ledger, subject: str, done: tuple[int, int], before: int) -> Erased:
+def _finish(ledger: Ledger, subject: str, done: tuple[int, int]) -> Erased:
     crashpoint("erase.after_commit")
-    return Erased(subject, *done, before, ledger.database.overwrite())
+    return Erased(subject, *done, ledger.database.overwrite())
 
 
 def _parts(whole: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:

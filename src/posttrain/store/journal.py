@@ -13,16 +13,14 @@ A change of rows is told as `[sign, table, key, values]`: `+` a new row (columns
 out), `~` changed columns, `-` a row that is gone. Columns of free text are told in the event's words instead, in the
 same order.
 
-The first events of a log: what the rows hold when a ledger is made or upgraded.
-
-Without them, rows of before an upgrade would be told by no event that can be replayed.
+The first events of a log tell the rows that a ledger begins with.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,17 +28,15 @@ from sqlalchemy import Connection, LargeBinary, String, Table, bindparam, insert
 from sqlalchemy.exc import IntegrityError as ConstraintError
 
 from posttrain.domain.canonical import canonical_json, digest_bytes
-from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.ports import Clock
 from posttrain.domain.principals import DRIVER
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.store import schema
-from posttrain.store.chain import GENESIS, Chain
 from posttrain.store.merkle import leaf_hash
-from posttrain.store.schema import JsonText, events, events_before, payloads, principals, unsealed
+from posttrain.store.schema import JsonText, events, payloads, principals, projects, unsealed
 from posttrain.store.waking import RUN, WAKE, wake, waking
 
-CREATED, UPGRADED = "ledger.created", "ledger.upgraded"  # the first event of a log is one of them
+CREATED = "ledger.created"  # the first event of a log
 ERASED = "words.erased"  # its `erased` are the digests of payloads that are gone
 RETAINED = "run"  # retention class of words: as long as the run, asset or channel they are about
 SALT = 16  # bytes
@@ -71,9 +67,6 @@ _AT_ONCE = text(
     bindparam("leaf", type_=LargeBinary),
     bindparam("retention", type_=String),
 )
-_NONE = Chain(0, GENESIS)
-_BOUND = select(events_before.c.subject, events_before.c.payload).where(events_before.c.kind == "workspace.bound")
-_ROWS = 200  # of one event
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +110,6 @@ class Audited:
     table: Table
     title: str  # of a row, by its columns
     words: frozenset[str] = frozenset()  # free text and personal data
-    since: str = "0002"  # the revision that made it
-    later: Mapping[str, str] = field(default_factory=dict)  # column → the later revision that added it
 
     @functools.cached_property
     def key(self) -> tuple[str, ...]:
@@ -129,10 +120,6 @@ class Audited:
     def columns(self) -> tuple[str, ...]:
         """Every column: all are told."""
         return tuple(column.name for column in self.table.columns)
-
-    def columns_of(self, schema: str) -> tuple[str, ...]:
-        """The columns that a ledger of this schema has."""
-        return tuple(name for name in self.columns if self.later.get(name, self.since) <= schema)
 
     def name(self, row: Mapping[str, Any]) -> str:
         """A row as a person calls it."""
@@ -157,7 +144,7 @@ _SAID = frozenset({"message", "next_action"})
 TABLES: Mapping[str, Audited] = {
     str(one.table.name): one
     for one in (
-        Audited(schema.projects, "project {id}", later={"images": "0003"}),
+        Audited(schema.projects, "project {id}"),
         Audited(schema.principals, "principal {id}", frozenset({"name"})),
         Audited(schema.roles, "role of {principal} in {project}"),
         Audited(schema.tokens, "token {id}"),
@@ -167,8 +154,6 @@ TABLES: Mapping[str, Audited] = {
             schema.attempts,
             "attempt {run_id}/{stage}/{number}",
             frozenset({"message", "failure_signature", "folder", "handle"}),
-            later=dict.fromkeys(("host", "channel", "resumed_from", "resumed_step", "resumed_tokens"), "0003")
-            | dict.fromkeys(("reserved_tokens", "reserved_seconds", "stop_cause"), "0004"),
         ),
         Audited(schema.signals, "signal {name} of run {run_id}", frozenset({"reason"})),
         Audited(schema.assets, "asset {kind}:{name}@{version}", frozenset({"meta"})),
@@ -184,7 +169,7 @@ TABLES: Mapping[str, Audited] = {
         Audited(schema.artifacts, "artifact {digest}"),
         Audited(schema.edges, "edge {producer} → {consumer} {slot}"),
         Audited(schema.holds, "hold of {holder} on {digest}", frozenset({"reason"})),
-        Audited(schema.sinks, "sink {name}", frozenset({"settings", "rules"}), since="0003"),
+        Audited(schema.sinks, "sink {name}", frozenset({"settings", "rules"})),
     )
 }
 
@@ -350,42 +335,17 @@ class Journal:
         return self.found[name]
 
 
-def tell_rows(
-    connection: Connection, clock: Clock, entropy: Entropy, came_from: str | None = None, chain: Chain = _NONE
-) -> None:
-    """Tell every row that there is, in a log that holds nothing yet.
-
-    Args:
-        came_from: schema of before; None: the ledger was made a moment ago.
-        chain: of the events of before, which the first event names.
-
-    Raises:
-        IntegrityError: a row cannot be read.
-    """
-    actor = connection.execute(select(principals.c.id).where(principals.c.name == DRIVER)).scalar()
-    if actor is None:
-        actor = entropy(8).hex()
-        columns = {"id": actor, "kind": "service", "name": DRIVER, "created_at": clock.now()}
-        connection.execute(insert(principals).values(**columns))
+def tell_rows(connection: Connection, clock: Clock, entropy: Entropy) -> None:
+    """Tell every row of a ledger that was made a moment ago."""
+    actor = entropy(8).hex()
+    columns = {"id": actor, "kind": "service", "name": DRIVER, "created_at": clock.now()}
+    connection.execute(insert(principals).values(**columns))
     author = Author(DRIVER, new_request(entropy), entropy=entropy, known={DRIVER: actor})
     journal = Journal(connection, author, clock, DEFAULT_PROJECT)
-    facts: dict[str, Any] = {"chain": {"events": chain.events, "head": chain.head}} if chain.events else {}
-    journal.tell(UPGRADED if came_from else CREATED, "ledger", facts={**facts, "from": came_from})
-    for name, spec in TABLES.items():
-        try:
-            for changes in _changes(connection, spec):
-                journal.tell("ledger.baseline", name, *changes)
-        except (ValueError, InputError) as error:
-            raise IntegrityError(f"a row of {name} cannot be read ({error}); restore the ledger from a copy") from error
-        journal.flush()
-    for subject, payload in connection.execute(_BOUND):  # whose database it is goes on to be known
-        journal.tell("workspace.bound", subject, said=payload)
+    journal.tell(CREATED, "ledger", facts={"from": None})
+    for table in (projects, principals):
+        spec = TABLES[table.name]
+        rows = connection.execute(select(table)).mappings()
+        changes = [Change(ADDED, table.name, {name: row[name] for name in spec.key}, dict(row)) for row in rows]
+        journal.tell("ledger.baseline", table.name, *changes)
     journal.flush()
-
-
-def _changes(connection: Connection, spec: Audited) -> Iterator[list[Change]]:
-    if connection.exec_driver_sql(f"SELECT 1 FROM {spec.table.name} LIMIT 1").first() is None:
-        return  # twenty tables of a new ledger, and each statement below takes a millisecond to be put together
-    query = select(*(spec.table.c[name] for name in spec.columns)).order_by(*spec.table.primary_key)
-    for rows in connection.execute(query).mappings().partitions(_ROWS):
-        yield [Change(ADDED, spec.table.name, {name: row[name] for name in spec.key}, dict(row)) for row in rows]

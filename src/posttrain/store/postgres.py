@@ -139,11 +139,6 @@ def product(connection: Connection) -> tuple[str, str]:
     return f"PostgreSQL {rows['server_version'].split()[0]}", " and ".join(unsafe)
 
 
-def in_the_way(error: BaseException | None) -> bool:
-    """Whether a statement gave up because of what others do; it may be tried again."""
-    return getattr(error, "sqlstate", None) in (*_LATE, *_RETRIED)
-
-
 def translate(error: BaseException | None, place: str, busy_seconds: float) -> PosttrainError:
     """An error of the driver, as one line."""
     said, state = " ".join(str(error).split()), getattr(error, "sqlstate", None) or ""

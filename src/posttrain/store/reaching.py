@@ -1,4 +1,6 @@
-"""How a job of a server asks its server: the address and the token of `access.json`, read anew at each try.
+"""How a server that is away is waited for, by clients and by jobs: one rule for both.
+
+How a job of a server asks its server: the address and the token of `access.json`, read anew at each try.
 
 A server that is away for minutes is waited for, which the job's log says. Standard library only.
 
@@ -41,10 +43,47 @@ PATIENCE = 900.0  # seconds that a server may be away
 REFUSED = (401, 403)
 _CONNECT_SECONDS = 10.0
 _STALLED = 90.0  # seconds without a byte: longer than a server lets its store be silent
-_PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0)
-_SAY_AFTER = 2  # tries
+_PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between tries, the last one again and again
+_TOLD = 3  # tries after which a person is told
 _GONE = (OSError, http.client.HTTPException, UnavailableError)
 T = TypeVar("T")
+
+
+class AwayError(Exception):
+    """A server gave no answer, or one that says to ask again.
+
+    Args:
+        pause: seconds after which it wants to be asked; 0: it says nothing of that.
+    """
+
+    def __init__(self, words: str, pause: float = 0.0) -> None:
+        super().__init__(words)
+        self.pause = pause
+
+
+def patiently(
+    ask: Callable[[], T],
+    away: type[Exception],
+    patience: float,
+    hope: str,
+    pause: Callable[[float], None] = time.sleep,
+) -> T:
+    """What is answered, once it is: asked again while `away` is raised, which is raised after `patience` seconds.
+
+    Args:
+        hope: what a person is told who waits.
+    """
+    until, tried = time.monotonic() + patience, 0
+    while True:
+        try:
+            return ask()
+        except away as error:
+            if time.monotonic() >= until:
+                raise
+            if tried == _TOLD:
+                print(f"{error}; {hope}", file=sys.stderr, flush=True)
+            pause(getattr(error, "pause", 0.0) or _PAUSES[min(tried, len(_PAUSES) - 1)])
+        tried += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,22 +165,24 @@ class Reach:
             UnavailableError: the server was away for longer than a job waits.
             InfrastructureError: the attempt has no access any more.
         """
-        until, tried = time.monotonic() + (0.0 if once else self._patience), 0
-        while True:
+        url = why = ""
+
+        def tried() -> T:
+            nonlocal url, why
             access = read_access(self.folder)
             if access is None:
                 raise InfrastructureError(f"{self.folder / FILE}: is gone; the attempt has no access any more")
             try:
                 return ask(access)
             except _GONE as error:
-                why = " ".join(str(error).split()) or type(error).__name__
+                url, why = access.url, " ".join(str(error).split()) or type(error).__name__
                 trouble()
-            if time.monotonic() >= until:
-                raise UnavailableError(f"server {access.url} was away for {self._patience:g} s ({why}); try again")
-            if tried == _SAY_AFTER:
-                print(f"server {access.url} does not answer ({why}); waiting for it", file=sys.stderr, flush=True)
-            self._pause(_PAUSES[min(tried, len(_PAUSES) - 1)])
-            tried += 1
+                raise AwayError(f"server {url} does not answer ({why})") from error
+
+        try:
+            return patiently(tried, AwayError, 0.0 if once else self._patience, "waiting for it", self._pause)
+        except AwayError as error:
+            raise UnavailableError(f"server {url} was away for {self._patience:g} s ({why}); try again") from error
 
 
 def refusal() -> InfrastructureError:

@@ -31,8 +31,7 @@ from sqlalchemy import (
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import InputError, IntegrityError
-from posttrain.store.chain import Chain, verify_before
-from posttrain.store.journal import ERASED, FIELDS, UPGRADED, Payload, envelope_leaf
+from posttrain.store.journal import CREATED, ERASED, FIELDS, Payload, envelope_leaf
 from posttrain.store.ledger import Ledger
 from posttrain.store.merkle import LEVELS, Tree
 from posttrain.store.schema import events, leaves, payloads, tiles, tree_head, unsealed
@@ -53,7 +52,6 @@ class TreeReport:
     sealed: int
     root: str
     pending: int
-    before: int = 0  # events of before an upgrade, which hold by the rule of then
     erased: int = 0  # events whose words were erased, as later events say
 
 
@@ -139,7 +137,7 @@ def _hashes(connection: Connection, level: int, first: int, number: int) -> list
 
 
 def verify_chain(ledger: Ledger) -> TreeReport:
-    """Recompute every leaf from its envelope and words, every tile, and the head; and the chain of before.
+    """Recompute every leaf from its envelope and words, every tile, and the head.
 
     Raises:
         IntegrityError: an event was changed, moved, removed or cut off, or words, a leaf, a tile or the head were;
@@ -147,17 +145,16 @@ def verify_chain(ledger: Ledger) -> TreeReport:
     """
     with ledger.database.read(across="the log is of every project") as connection:
         tree, kept, erased = Tree(), _tiles(connection), _Erasures(connection)
-        before = verify_before(connection)
         for row in _sealed(connection):
             _check(tree.size + 1, row, erased)
             if tree.size == 0:
-                _check_upgrade(row, before)
+                _check_beginning(row)
             for tile in tree.add([row["leaf"]]):
                 if kept.pop((tile.level, tile.position), None) != tile.hash:
                     raise _broken(tree.size, f"tile {tile.position} of level {tile.level} is not what its leaves say")
         _check_head(connection, tree, kept)
         pending = _check_pending(connection, tree.size, erased)
-    return TreeReport(tree.size, DIGEST_PREFIX + tree.root.hex(), pending, before.events, erased.met)
+    return TreeReport(tree.size, DIGEST_PREFIX + tree.root.hex(), pending, erased.met)
 
 
 def verify_part(ledger: Ledger, names: Collection[str]) -> TreeReport:
@@ -182,7 +179,7 @@ def verify_part(ledger: Ledger, names: Collection[str]) -> TreeReport:
         if root_at(connection, head.size) != head.root:
             raise _broken(head.size, "its head is not what its leaves and tiles say")
         pending = _check_pending(connection, head.size, erased, mine)
-    return TreeReport(len(sequences), DIGEST_PREFIX + head.root.hex(), pending, 0, erased.met)
+    return TreeReport(len(sequences), DIGEST_PREFIX + head.root.hex(), pending, erased.met)
 
 
 def of_subjects(connection: Connection, project: str, names: Collection[str]) -> ColumnElement[bool]:
@@ -258,11 +255,10 @@ def _check_event(row: Mapping[str, Any], erased: _Erasures, broken: Callable[[st
         raise broken("its words do not match its envelope")
 
 
-def _check_upgrade(first: Mapping[str, Any], before: Chain) -> None:
-    """The first leaf names the head of the chain of before, so that nothing can be added to it or taken away."""
-    told = json.loads(first["audited"]).get("chain", {}) if first["kind"] == UPGRADED else {}
-    if (told.get("events", 0), told.get("head", "")) != (before.events, before.head if before.events else ""):
-        raise _broken(1, "the events of before the upgrade are not those that it names")
+def _check_beginning(first: Mapping[str, Any]) -> None:
+    """A log that goes on from one of schema 0001 leans on events that this does not verify."""
+    if first["kind"] != CREATED:
+        raise _broken(1, f"a log must begin with {CREATED}, got {first['kind']}")
 
 
 def _check_head(connection: Connection, tree: Tree, kept: Mapping[tuple[int, int], bytes]) -> None:

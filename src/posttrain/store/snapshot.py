@@ -62,7 +62,6 @@ from posttrain.store.schema import (
     attempts,
     edges,
     events,
-    events_before,
     holds,
     leaves,
     payloads,
@@ -368,9 +367,8 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
 
     def _logged(self, cache_key: str, stage: StageRecord) -> bool:
         """Whether events let this stage answer this key, and made its outputs what the rows hold."""
-        subjects = (f"{stage.run_id}/{stage.name}", stage_cache.name, stages.name)  # the last two: of an upgrade
         query = select(type_coerce(events.c.audited, Text)).where(events.c.project == self._project)
-        query = query.where(events.c.subject.in_(subjects)).order_by(events.c.id)
+        query = query.where(events.c.subject == f"{stage.run_id}/{stage.name}").order_by(events.c.id)
         answers, made = (stage_cache.name, (self._project, cache_key)), (stages.name, (stage.run_id, stage.name))
         told: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {answers: {}, made: {}}
         for audited in self._connection.execute(query).scalars():
@@ -391,12 +389,9 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
 
     def last_said(self, subject: str) -> float | None:
         """When the newest event of exactly this subject was; None without one."""
-        now, before = self.scope.select(events, func.max(events.c.at)), select(func.max(events_before.c.at))
-        for query in (now.where(events.c.subject == subject), before.where(events_before.c.subject == subject)):
-            found = self._connection.execute(query).scalar()
-            if found is not None:
-                return float(found)
-        return None
+        query = self.scope.select(events, func.max(events.c.at)).where(events.c.subject == subject)
+        found = self._connection.execute(query).scalar()
+        return None if found is None else float(found)
 
     def pending_events(self, subject_prefix: str | None = None, limit: int = 1000) -> list[Event]:
         """Committed events that the sealer has not passed yet, in id order; they have no `sequence`."""

@@ -96,7 +96,7 @@ class Marker:
 
         Raises:
             IntegrityError: a tree or a document that is needed is missing or corrupt: nobody can say what it names.
-            WorkspaceError: a newer release upgraded the ledger, whose tables may name more.
+            WorkspaceError: the ledger is of a newer release, whose tables may name more.
         """
         with self._ledger.database.read(across="garbage of every project") as connection:
             roots = _roots(connection)
@@ -167,7 +167,7 @@ def _roots(connection: Connection) -> _Roots:
     if schema is not None and schema > SCHEMA_VERSION:
         raise WorkspaceError(
             f"the ledger has schema {schema}, and this Posttrain ({SCHEMA_VERSION}) does not know all that its tables "
-            "name; run gc with the release that upgraded it"
+            "name; run gc with that release"
         )
     roots = _Roots(moment=_moment(connection))
     erased = erased_versions(connection)
@@ -241,7 +241,7 @@ def sweep(
 
     Raises:
         IntegrityError: what is needed cannot be told, since a tree or a document is missing or corrupt.
-        WorkspaceError: a newer release upgraded the ledger.
+        WorkspaceError: the ledger is of a newer release.
         DeadlineError: somebody stored artifacts for longer than ten minutes; what was deleted so far is gone.
     """
     marker = Marker(ledger, blobs)

@@ -36,7 +36,7 @@ from typing import IO, Any, ClassVar, Protocol, runtime_checkable
 from posttrain.domain.errors import WorkspaceError
 from posttrain.domain.facts import Metric
 from posttrain.domain.records import AttemptRecord
-from posttrain.store.atomic import unwritable
+from posttrain.store.atomic import private, unwritable
 from posttrain.store.attempts import AttemptFolder
 
 Cursor = Mapping[tuple[str, str], int]  # (stage, metric) → the last step that is there
@@ -163,7 +163,7 @@ def hold(path: Path, run: TrackedRun, target: str, there: Callable[[], bool]) ->
     """
     try:
         with ExitStack() as opened:
-            file = opened.enter_context(open(path, "a+b", buffering=0, opener=_private))
+            file = opened.enter_context(open(path, "a+b", buffering=0, opener=private))
             _lock(file, run, target)
             file.seek(0)
             known = file.read(100).decode(errors="replace").strip()
@@ -198,10 +198,6 @@ def refuse_another(known: str, run: TrackedRun, target: str) -> None:
         raise WorkspaceError(
             f"{target}: another workspace wrote its run {run.id} there; name another place or experiment for this one"
         )
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 _CONTROLS |= dict.fromkeys(range(0xD800, 0xE000), "_")

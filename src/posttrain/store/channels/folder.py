@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from posttrain.domain.errors import IntegrityError, WorkspaceError
-from posttrain.store.atomic import create_file, its_doing, make_folder, most_of, read_left, unwritable
+from posttrain.store.atomic import create_file, its_doing, make_folder, most_of, private, read_left, unwritable
 
 _NUMBERED = re.compile(r"([0-9]{1,15})(\.[a-z]+)?")
 
@@ -38,7 +38,7 @@ class FolderObjects:
         path = self._folder / key
         fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
         try:
-            with open(fresh, "wb", opener=_private) as file:
+            with open(fresh, "wb", opener=private) as file:
                 file.write(data)
             fresh.replace(path)
         except OSError as error:
@@ -71,8 +71,3 @@ def _refused(path: Path, error: BaseException | None) -> IntegrityError | None:
     if not its_doing(error):
         return None
     return IntegrityError(f"{path} cannot be used: {getattr(error, 'strerror', error)}; its job put something there")
-
-
-def _private(path: str, flags: int) -> int:
-    """An opener: the file is its owner's alone."""
-    return os.open(path, flags, 0o600)

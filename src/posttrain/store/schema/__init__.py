@@ -5,8 +5,8 @@ mappings are JSON text. `generation` is the compare-and-set counter of a row; le
 do not touch it.
 
 A release works beside the one before it. So a revision adds only: tables, and columns that may be NULL or whose default
-is the empty value of their type. It writes into `schema_version.usable_since` which revision's code may still use the
-ledger; one that does more than add writes itself, and its upgrade refuses while an older driver lives.
+is the empty value of their type. `schema_version.usable_since` says which revision's code may still use the ledger; one
+that does more than add writes itself.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from posttrain.store.schema.upkeep import (
     operations,
     parts,
     requests,
+    schema_versions,
     sessions,
     uploads,
     watches,
     work,
 )
 
-SCHEMA_VERSION = "0004"  # the newest revision in migrations/versions; revisions are counted, so they compare as text
-VERSION_TABLE = "schema_version"
+SCHEMA_VERSION = "0004"  # revisions are counted, so they compare as text
+USABLE_SINCE = "0002"  # the oldest revision whose code may use a ledger of this one
 
 __all__ = [
     "SCHEMA_VERSION",
-    "VERSION_TABLE",
+    "USABLE_SINCE",
     "JsonText",
     "UnreadableColumnError",
     "approval_requests",
@@ -75,6 +76,7 @@ __all__ = [
     "requests",
     "roles",
     "runs",
+    "schema_versions",
     "sessions",
     "signals",
     "sinks",

@@ -1,4 +1,4 @@
-"""The event log and its Merkle tree; and the log of ledgers that were made before it."""
+"""The event log and its Merkle tree."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ tree_head = Table(
     CheckConstraint("id = 1", name="one_tree_head"),
 )
 
-# --- of ledgers that were made before: read and verified by the old rule ----------------------------------------------
+# --- empty in every ledger: they stand in those of this schema, until the next one takes them away --------------------
 
 events_before = Table(
     "events_before",

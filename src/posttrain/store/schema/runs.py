@@ -22,8 +22,8 @@ runs = Table(
     Column("started_at", Float(53)),
     Column("finished_at", Float(53)),
     Column("desired", String(32), nullable=False),
-    Column("project", String(63), nullable=False),
-    Column("repeat", Integer, nullable=False),  # 1, 2, …: runs of one manifest
+    Column("project", String(63), nullable=False, server_default="default"),
+    Column("repeat", Integer, nullable=False, server_default="1"),  # 1, 2, …: runs of one manifest
     Index("runs_by_manifest", "project", "manifest_digest", "repeat", unique=True),
     Index("runs_by_name", "name"),
     Index("runs_by_state", "state"),

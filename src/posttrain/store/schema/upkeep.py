@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Column, Float, Index, Integer, String, Table, Text
+from sqlalchemy import BigInteger, Column, Float, Index, Integer, PrimaryKeyConstraint, String, Table, Text
 
 from posttrain.store.schema.columns import Counter, metadata
+
+schema_versions = Table(  # one row
+    "schema_version",
+    metadata,
+    Column("version_num", String(32), nullable=False),
+    Column("usable_since", String(32)),  # the oldest revision whose code may use it
+    PrimaryKeyConstraint("version_num", name="schema_version_pkc"),
+)
 
 work = Table(
     "work",

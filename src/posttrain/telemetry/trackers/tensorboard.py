@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.store.atomic import make_folder, unwritable
+from posttrain.store.atomic import make_folder, private, unwritable
 from posttrain.telemetry.tracking import Cursor, Ending, Row, TrackedRun, hold
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class TensorBoardTracker:
         found: dict[tuple[str, str], int] = {}
         end = 0
         try:
-            self._file = open(self._path, "ab", buffering=0, opener=_private)  # noqa: SIM115
+            self._file = open(self._path, "ab", buffering=0, opener=private)  # noqa: SIM115
             for place, event in _events(self._path):
                 self._take(event, found)
                 end = place
@@ -190,7 +190,3 @@ def _event(at: float, step: int, **content: Any) -> Event:
 def _float32(value: float) -> float:
     """What float32 cannot hold is infinite there."""
     return value if abs(value) < 3.4e38 or value != value else float("inf") * (1 if value > 0 else -1)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -18,12 +18,13 @@ from typing import Any, TypeVar, final
 import psutil
 import ray
 from ray.exceptions import RayError
+from ray.util import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from posttrain.domain.errors import InfrastructureError, InputError
 from posttrain.engine.groups.backends.ray_calls import RayCall, RayFlow, settle, take
 from posttrain.engine.groups.backends.ray_host import Host
-from posttrain.engine.groups.backends.ray_placement import RankResources, release, reserve
+from posttrain.engine.groups.backends.ray_placement import RankResources, reserve
 from posttrain.engine.groups.failures import WorkerLostError
 from posttrain.engine.groups.payload import Parcel, check_importable, pack
 from posttrain.engine.groups.port import Answer, Call, Flow, Process, Stored
@@ -178,7 +179,7 @@ class RayBackend:
                 ray.wait(leaving, num_returns=len(leaving), timeout=_CLOSING)
         for host in hosts:
             ray.kill(host)
-        release(self._room)
+        remove_placement_group(self._room)
         here = ray.util.get_node_ip_address()
         pids, deadline = {p.pid for p in self.processes if p.host == here}, time.monotonic() + _CLOSING
         while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:

@@ -65,11 +65,6 @@ def reserve(pool: str, ranks: int, resources: RankResources, seconds: float) -> 
     return group
 
 
-def release(group: Any) -> None:
-    """Give the room back."""
-    remove_placement_group(group)
-
-
 def _holders(own: Any) -> str:
     """The placement groups that hold resources now; other work in the cluster has no name to give."""
     groups = placement_group_table().values()
