@@ -86,8 +86,8 @@ class Workbench:
     def start(self, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """`posttrain ARGUMENTS…` in the folder, in a session of its own as if typed in another terminal."""
         process = subprocess.Popen(
-            # a suite that a shell runs in the background is started with SIGINT ignored, and hands that down
-            ["env", "--default-signal=INT", self.python, "-P", "-m", "posttrain", *arguments],
+            # a suite under nohup, or in the background of a shell, is started with signals ignored, and hands that down
+            ["env", "--default-signal=INT,HUP", self.python, "-P", "-m", "posttrain", *arguments],
             cwd=self.folder,
             env=self.variables(env),
             stdin=subprocess.DEVNULL,
