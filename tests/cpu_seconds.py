@@ -1,4 +1,4 @@
-"""What each test costs in CPU seconds, its own process and those that it waited for: `--cpu 100` prints the hundred that
+"""What each test costs in CPU seconds, its own process and those that it waited for. `--cpu 100` prints those that
 cost most, `--cpu-file` keeps all. Unlike durations, CPU seconds hardly grow when the machine is busy.
 """
 

@@ -93,7 +93,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ci.Run:
     """A run of CI with a lane that passes, one that fails, and one that passes when it is tried again."""
     (tmp_path / "Makefile").write_text(
         "good:\n\t@echo fine\n"
-        "bad:\n\t@echo FAILED a; echo FAILED a; echo E  because; exit 1\n"
+        "bad:\n\t@echo FAILED a; echo FAILED a; echo 'E   because'; exit 1\n"
         'flaky:\n\t@case "$$PYTEST_ADDOPTS" in *--last-failed*) ;; *) echo FAILED b; exit 1;; esac\n'
     )
     monkeypatch.setattr(ci, "ROOT", tmp_path)
@@ -116,7 +116,7 @@ def test_what_fails_is_tried_once_more_and_told(run: ci.Run, capfd: pytest.Captu
     ]  # fmt: skip
     assert table.endswith(
         "flaky: FAILED b\nflaky: make: *** [Makefile:6: flaky] Error 1\n"
-        "bad: FAILED a\nbad: E  because\nbad: make: *** [Makefile:4: bad] Error 1\n"
+        "bad: FAILED a\nbad: E   because\nbad: make: *** [Makefile:4: bad] Error 1\n"
     )
 
 
