@@ -22,7 +22,7 @@ from workbench import Finished, Workbench
 from posttrain.store.schema import VERSION_TABLE
 from posttrain.store.trees import tree_listing
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.journey]
 
 RAISES = '''
 def score(completion: str) -> float:

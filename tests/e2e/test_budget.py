@@ -28,6 +28,7 @@ def limited(bench: Workbench, **changes: Any) -> None:
     bench.write("run.yaml", raw)
 
 
+@pytest.mark.journey
 def test_a_raised_budget_goes_on_at_the_step_it_stopped_at(empty: Workbench, reference: Reference) -> None:
     """A checkpoint interval that is changed on the way does not matter either."""
     spent = tokens(reference.bench, reference.run_id)

@@ -222,6 +222,7 @@ def test_every_command_of_the_command_line_does_what_a_reader_expects(tmp_path: 
         bench.clean()
 
 
+@pytest.mark.journey
 @pytest.mark.slow
 def test_the_run_that_the_readme_pastes_into_an_empty_folder_is_shipped(tmp_path: Path) -> None:
     (block,) = fences(README, "bash")

@@ -171,6 +171,7 @@ def die_unwatched(bench: Workbench, point: Point) -> None:
     bench.wait_quiet()
 
 
+@pytest.mark.journey
 def test_the_reconciler_dies_at_every_point(bench: Workbench, reference: Reference) -> None:
     variant(bench, sft_every=6, release={"channel": "staging", "model": "grpo"})
     for point in CONTROL:
@@ -284,6 +285,7 @@ def test_a_job_dies_after_its_last_word(bench: Workbench, reference: Reference) 
     assert [(a.stage, a.number, a.state) for a in attempts] == [("grpo", 1, "succeeded"), ("sft", 1, "succeeded")]
 
 
+@pytest.mark.journey
 def test_steps_are_lost_and_done_again(bench: Workbench, reference: Reference) -> None:
     variant(bench, grpo_every=4, reward=slow(0.3))
     env, mark = armed(bench, STEPS)
@@ -353,6 +355,7 @@ def pause(bench: Workbench, seconds: float) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.journey
 def test_ctrl_c_detaches(bench: Workbench, reference: Reference) -> None:
     reward, go = held(bench)
     variant(bench, reward=reward)
@@ -373,6 +376,7 @@ def test_ctrl_c_detaches(bench: Workbench, reference: Reference) -> None:
     assert [attempt.number for attempt in bench.attempts(checked(bench, reference))] == [1]
 
 
+@pytest.mark.journey
 def test_stop_writes_a_checkpoint_and_the_same_command_goes_on(bench: Workbench, reference: Reference) -> None:
     reward, go = held(bench)
     variant(bench, grpo_every=100, reward=reward)
