@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "golden"
 WRITES = os.environ.get("GOLDEN") == "write"
 _WIDE = 116  # characters of a line, if it holds more than one value
 _SHOWN = 60  # lines of a difference
-_MOMENT = re.compile(r"(^|_)(at|after|before|seconds|bytes)$")
+_MOMENT = re.compile(r"(^|_)(at|since|after|before|seconds|bytes)$")
 _FORMS = (
     (re.compile(r"sha256:[0-9a-f]{8,64}"), "sha256:*"),
     (re.compile(r"\b[0-9a-f]{64}\b"), "<hash>"),
@@ -68,6 +68,8 @@ class Mask:
             return {self.text(name): self._field(name, one) for name, one in value.items()}
         if isinstance(value, list | tuple):
             return [self(one) for one in value]
+        if isinstance(value, float):
+            return float(f"{value:.5g}")  # what processors and libraries agree on
         return self.text(value) if isinstance(value, str) else value
 
     def _field(self, name: str, value: Any) -> Any:
@@ -76,6 +78,13 @@ class Mask:
         if _MOMENT.search(name) and isinstance(value, int | float):
             return f"<{name}>"
         return self(value)
+
+
+def in_order(value: Any) -> Any:
+    """The same value with its lists in an order of their own, where ids decide the order."""
+    if isinstance(value, dict):
+        return {name: in_order(one) for name, one in value.items()}
+    return sorted(map(in_order, value), key=json.dumps) if isinstance(value, list) else value
 
 
 def once_each(value: Any) -> Any:
