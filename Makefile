@@ -138,8 +138,9 @@ bench: $(VENV)/.bench ## ratios against HF generate and TRL, measured side by si
 levels: $(VENV)/.dev ## how often each gate passes a model just on its threshold: the table of docs/gates.md
 	$(BIN)/python -m benchmarks.gates
 
-golden: $(VENV)/.dev ## writes tests/golden/ anew: review the difference with git diff
+golden: $(VENV)/.dev ## writes tests/golden/ anew: review the difference with git diff; DEMO=1 plays the demo for its digests
 	GOLDEN=write $(BIN)/python -m pytest tests/unit/test_golden.py
+	$(if $(DEMO),$(BIN)/python .ci/lanes.py demo)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

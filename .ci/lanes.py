@@ -4,6 +4,7 @@
     python .ci/lanes.py everything   all lanes one after another, and a table of the minutes that each took
     python .ci/lanes.py plan         the order of the others for this commit; runs nothing
     python .ci/lanes.py files LANE   the test files of one share of the slow tests
+    python .ci/lanes.py demo         make demo, whose digests become tests/golden/demo.json
 
 A lane is a target of the Makefile. The others come in this order: first the lanes about files that this change touches,
 those with most changed lines before; then the rest as a hash of the commit and the lane's name draws them, so that each
@@ -18,6 +19,7 @@ much as this machine is slower today. Two lanes run side by side. Variables:
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -31,6 +33,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+GOLDEN_DEMO = ROOT / "tests" / "golden" / "demo.json"
 NO_RETRY_AFTER = 70 * 60  # seconds: whoever runs this ends it after 90 minutes, and what is ended says nothing
 SESSION = 8 * 3600  # seconds: a change that lands is not older
 
@@ -201,7 +204,7 @@ class Run:
                 print("".join(output), flush=True)
             self.took[lane.name] = time.time() - start
             self.ended[lane.name] = how if passed else "FAILED"
-            self.told[lane.name] = first_failures(output)
+            self.told[lane.name] = first_failures(output) + (other_digests(output) if lane.name == "demo" else [])
         return passed
 
     def pace(self, lanes: Sequence[Lane]) -> float:
@@ -258,6 +261,38 @@ def first_failures(output: Iterable[str]) -> list[str]:
     """The first lines of a log that say what failed: the end of a long log is what is kept of it."""
     telling = (line[:240].rstrip() for line in output if re.match(r"(FAILED|ERROR) |make: \*\*\* |E  |WARNING: ", line))
     return list(dict.fromkeys(telling))[:20]
+
+
+def demo_digests(output: Iterable[str]) -> dict[str, str]:
+    """What the demo made: assets by name, what a stage left by run and stage; the first twelve digits of each digest.
+
+    Digests that name code (of manifests and reports) are not among them: they are others after every change.
+    """
+    found, run = dict[str, str](), 0
+    for line in output:
+        run += line.startswith("run ") and "  manifest sha256:" in line
+        asset = re.match(r"((?:model|dataset|reward):\S+@\d+)  sha256:([0-9a-f]{12})", line)
+        stage = re.match(r"[✔✘]  \S+ +(sft|grpo|evaluate) .* sha256:([0-9a-f]{12})", line)
+        if asset:
+            found[asset[1]] = asset[2]
+        elif stage:
+            found[f"run {run} {line.split()[1]}"] = stage[2]
+    return found
+
+
+def other_digests(output: Iterable[str]) -> list[str]:
+    """Where the demo made something else than tests/golden/demo.json says. A warning: processors differ in rounding."""
+    known, found = json.loads(GOLDEN_DEMO.read_text(encoding="utf-8")), demo_digests(output)
+    names = sorted(name for name in {*known, *found} if known.get(name) != found.get(name))
+    return [f"WARNING: {name} is {found.get(name)}, tests/golden/demo.json has {known.get(name)}" for name in names]
+
+
+def demo() -> bool:
+    """Play the demo and keep its digests."""
+    passed, output = make(Lane("demo", 2), True)
+    if passed:
+        GOLDEN_DEMO.write_text(json.dumps(demo_digests(output), indent=1) + "\n", encoding="utf-8")
+    return passed
 
 
 def this_commit() -> tuple[list[tuple[Lane, int]], str]:
@@ -326,7 +361,7 @@ def main(words: Sequence[str]) -> int:
     if words[:1] == ["files"] and len(words) == 2:
         print(" ".join(next(lane.files for lane in SLOW if lane.name == words[1])))
         return 0
-    verbs = {"run": run, "everything": everything, "plan": plan}
+    verbs = {"run": run, "everything": everything, "plan": plan, "demo": demo}
     if len(words) != 1 or words[0] not in verbs:
         print(__doc__, file=sys.stderr)
         return 2

@@ -45,6 +45,8 @@ class CpuSeconds:
         self.config.stash[_LAST] = spent()
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if hasattr(self.config, "workerinput"):  # one of several workers, which knows its own share alone
+            return
         ranked = sorted(self.cost.items(), key=lambda item: -item[1][0])
         if most := self.config.getoption("--cpu"):
             total = sum(cpu for _, (cpu, _) in ranked)

@@ -21,6 +21,7 @@ _MOMENT = re.compile(r"(^|_)(at|since|after|before|seconds|bytes)$")
 _FORMS = (
     (re.compile(r"sha256:[0-9a-f]{8,64}"), "sha256:*"),
     (re.compile(r"\b[0-9a-f]{64}\b"), "<hash>"),
+    (re.compile(r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"), "<time>"),
     (re.compile(r"\b(took|after|ago|in) [\d.]+ ?(ms|s|m|h)\b"), r"\1 <time>"),
 )
 

@@ -135,3 +135,19 @@ def test_a_machine_that_is_slower_is_known_by_what_always_runs(run: ci.Run) -> N
     assert run.pace([good, bad]) == 2.0
     run.took = {"good": 1.0, "bad": 1.0}
     assert run.pace([good, bad]) == 1.0
+
+
+def test_what_the_demo_makes_otherwise_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "demo.json").write_text('{"model:tiny@1": "103cbfde7505", "run 2 grpo": "99d0a1e8d37d"}')
+    monkeypatch.setattr(ci, "GOLDEN_DEMO", tmp_path / "demo.json")
+    output = [
+        "model:tiny@1  sha256:103cbfde7505  architecture Qwen3ForCausalLM\n",
+        "run a-b6n5h4c5  manifest sha256:cf39f09033e9\n",
+        "run b-b6n5h4c5  manifest sha256:cf39f09033e9\n",
+        "✔  grpo               grpo      succeeded         1     33.1    2.1M  sha256:99d0a1e8d37d\n",
+        "✔  gate               gate      succeeded                             sha256:a6adf72ac5fa\n",
+    ]
+    assert ci.demo_digests(output) == {"model:tiny@1": "103cbfde7505", "run 2 grpo": "99d0a1e8d37d"}
+    assert ci.other_digests(output) == []
+    (told,) = ci.other_digests([line.replace("99d0", "0000") for line in output])
+    assert told == "WARNING: run 2 grpo is 0000a1e8d37d, tests/golden/demo.json has 99d0a1e8d37d"

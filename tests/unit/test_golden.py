@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from cli_world import BAD_REWARD, World, make_world
-from golden_files import Mask, check, in_order, laid_out, once_each
+from golden_files import FOLDER, Mask, check, in_order, laid_out, once_each
 from test_channel_policies import policy_file
 from test_cli_trace import say
 from typer.main import get_command
@@ -178,6 +178,14 @@ def test_every_verb_that_prints_json_and_changes_nothing_is_read() -> None:
     }
     read = {name for name in prints if any(f"{line} ".startswith(f"{name} ") for line in READING.values())}
     assert prints - read == changing
+
+
+def test_the_readme_shows_the_digests_of_the_demo() -> None:
+    """CI plays the demo, and tells where it makes others."""
+    known = json.loads((FOLDER / "demo.json").read_text(encoding="utf-8"))
+    shown = set(re.findall(r"sha256:([0-9a-f]{12})", (FOLDER.parents[1] / "README.md").read_text(encoding="utf-8")))
+    assert len(shown) >= 4
+    assert shown <= set(known.values()), "make golden DEMO=1, and the README's block"
 
 
 # --- events, errors ---------------------------------------------------------------------------------------------------
