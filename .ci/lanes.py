@@ -64,7 +64,7 @@ CHECKS = (
     Lane("types", 1.5, retried=False),
     Lane("contracts", 0.2, retried=False),
 )
-ALWAYS = (Lane("fast", 9), Lane("journey", 12), Lane("demo", 1.5))
+ALWAYS = (Lane("fast", 9), Lane("journey", 9), Lane("demo", 1.5))
 SLOW = (
     Lane(
         "slow-engine", 7, (*_source("engine", "jobs", "planner", "pacing", "domain"), "tests/contract"),
@@ -86,7 +86,7 @@ SLOW = (
         ),
     ),
     Lane(
-        "slow-server", 7, _source("access", "api", "client", "events", "server", "telemetry", "trackers", "workspace"),
+        "slow-server", 5, _source("access", "api", "client", "events", "server", "telemetry", "trackers", "workspace"),
         files=(
             *_tests("contract", "tracker_kills", "tracker_trouble"),
             *_tests("e2e", "operated", "served", "served_s3", "trackers", "trl_journey"),
@@ -94,14 +94,14 @@ SLOW = (
         ),
     ),
     Lane(
-        "slow-cli", 7, (*_source("app", "cli", "examples", "foreign", "views", "web"), "README.md", "docs"),
+        "slow-cli", 3, (*_source("app", "cli", "examples", "foreign", "views", "web"), "README.md", "docs"),
         files=(
             *_tests("e2e", "bad_input", "demo_steps", "doc_commands", "from_trl", "judged", "plugin"),
             *_tests("unit", "cli_import", "cli_upgraded", "web_report"),
         ),
     ),
     Lane(
-        "slow-tools", 7, ("benchmarks", "mutants"),
+        "slow-tools", 4, ("benchmarks", "mutants"),
         files=(*_tests("e2e", "mutants"), *_tests("unit", "benchmark_targets", "benchmarks")),
     ),
 )  # fmt: skip

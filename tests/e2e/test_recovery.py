@@ -29,7 +29,7 @@ from posttrain.domain.crashpoints import CRASHPOINTS
 from posttrain.domain.facts import Metric
 from posttrain.store.atomic import read_json
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.journey]
 Point = tuple[str, int]  # a crashpoint, and which time it is reached in one process
 
 # The reconciler dies at each in turn, in one run.
@@ -171,7 +171,6 @@ def die_unwatched(bench: Workbench, point: Point) -> None:
     bench.wait_quiet()
 
 
-@pytest.mark.journey
 def test_the_reconciler_dies_at_every_point(bench: Workbench, reference: Reference) -> None:
     variant(bench, sft_every=6, release={"channel": "staging", "model": "grpo"})
     for point in CONTROL:
@@ -285,7 +284,6 @@ def test_a_job_dies_after_its_last_word(bench: Workbench, reference: Reference) 
     assert [(a.stage, a.number, a.state) for a in attempts] == [("grpo", 1, "succeeded"), ("sft", 1, "succeeded")]
 
 
-@pytest.mark.journey
 def test_steps_are_lost_and_done_again(bench: Workbench, reference: Reference) -> None:
     variant(bench, grpo_every=4, reward=slow(0.3))
     env, mark = armed(bench, STEPS)
@@ -355,7 +353,6 @@ def pause(bench: Workbench, seconds: float) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.journey
 def test_ctrl_c_detaches(bench: Workbench, reference: Reference) -> None:
     reward, go = held(bench)
     variant(bench, reward=reward)
@@ -376,7 +373,6 @@ def test_ctrl_c_detaches(bench: Workbench, reference: Reference) -> None:
     assert [attempt.number for attempt in bench.attempts(checked(bench, reference))] == [1]
 
 
-@pytest.mark.journey
 def test_stop_writes_a_checkpoint_and_the_same_command_goes_on(bench: Workbench, reference: Reference) -> None:
     reward, go = held(bench)
     variant(bench, grpo_every=100, reward=reward)

@@ -92,6 +92,7 @@ def test_whoever_is_killed_the_run_goes_on(served: Served, reference: Reference,
     served.host.check(run_id)
 
 
+@pytest.mark.journey
 def test_two_who_submit_the_same_at_once_get_one_run(served: Served, tmp_path: Path) -> None:
     people = [served.client(tmp_path / name, name, "submitter") for name in ("ann", "ben")]
     both = [one.start("run", "run.yaml", "--detach") for one in people]
