@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= passive
 # Where it is set, each of the thousand processes that tests start would compile all of this again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: lanes demo demos day dist test fast slow fuzz chaos ray ecosystem postgres containers site browser mutants bench levels lint weight types contracts format setup clean gpu
+.PHONY: lanes demo demos day dist test everything fast journey slow fuzz chaos ray ecosystem postgres containers site browser mutants bench levels golden lint weight types contracts format setup clean gpu
 
 setup: $(VENV)/.dev
 
@@ -75,13 +75,26 @@ day: $(VENV)/.dev ## a first user's day, played from the wheel in an empty folde
 demos: $(VENV)/.engine ## the other examples, one after the other
 	@for task in $(or $(TASKS),02 03 04); do $(BIN)/posttrain demo --task $$task || exit 1; done
 
-test: lint types contracts fast slow ## everything CI runs
+test: lint types contracts fast journey ## what CI always runs, beside the demo
 
-fast: $(VENV)/.dev ## unit and contract tests
-	$(BIN)/python -m pytest -m "not slow and not gpu and not ray and not ecosystem and not browser and not postgres and not containers" -n 3 --dist worksteal --durations 12
+everything: $(VENV)/.bench ## every lane of CI one after another, and the minutes that each took
+	@$(BIN)/python .ci/lanes.py everything
+
+# What a test needs that is not on every machine has a lane of its own.
+ELSEWHERE := not gpu and not ray and not ecosystem and not browser and not postgres and not containers
+SLOW = $(BIN)/python -m pytest -n 4 --dist worksteal --timeout 3000 --durations 12
+
+fast: $(VENV)/.dev ## unit and contract tests; CPU=50 shows the 50 that take most CPU seconds
+	$(BIN)/python -m pytest -m "not slow and $(ELSEWHERE)" -n 3 --dist worksteal --durations 12 $(if $(CPU),--cpu $(CPU))
+
+journey: $(VENV)/.dev ## users' ways end to end, over real processes: the slow tests that CI always runs
+	$(SLOW) -m "journey and not deep and $(ELSEWHERE)" $$(grep -rl mark.journey tests --include='test_*.py')
 
 slow: $(VENV)/.bench ## real processes end to end, killed on purpose; one tiny round of every benchmark; CASES=all tries more
-	$(BIN)/python -m pytest -m "slow $(if $(CASES),,and not deep) and not gpu and not ray and not ecosystem and not browser and not postgres and not containers" -n 4 --dist worksteal --timeout 3000 --durations 12 $$(grep -rl mark.slow tests --include='test_*.py')
+	$(SLOW) -m "slow $(if $(CASES),,and not deep) and $(ELSEWHERE)" $$(grep -rl mark.slow tests --include='test_*.py')
+
+slow-%: $(VENV)/.bench ## what is slow of a part and no journey: slow-engine, -control, -server, -cli, -tools (.ci/lanes.py)
+	$(SLOW) -m "slow and not journey and not deep and $(ELSEWHERE)" $$($(BIN)/python .ci/lanes.py files $@)
 
 fuzz: $(VENV)/.dev ## random signals to every process of whole runs: make fuzz SEED=1 RUNS=30
 	SEED=$(or $(SEED),1) RUNS=$(or $(RUNS),30) $(BIN)/python -m pytest -m slow tests/e2e/test_fuzz.py -s -v
@@ -124,6 +137,10 @@ bench: $(VENV)/.bench ## ratios against HF generate and TRL, measured side by si
 
 levels: $(VENV)/.dev ## how often each gate passes a model just on its threshold: the table of docs/gates.md
 	$(BIN)/python -m benchmarks.gates
+
+golden: $(VENV)/.dev ## writes tests/golden/ anew: review the difference with git diff; DEMO=1 plays the demo for its digests
+	GOLDEN=write $(BIN)/python -m pytest tests/unit/test_golden.py
+	$(if $(DEMO),$(BIN)/python .ci/lanes.py demo)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ from hypothesis import settings
 from sqlalchemy import Connection, Engine
 from typer.main import get_command
 
+from cpu_seconds import CpuSeconds
 from postgres_server import MissingError, Server
 from posttrain.store import database
 
@@ -127,8 +128,14 @@ def durable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--ledger postgresql` runs the control suite on a PostgreSQL of its own."""
+    """`--ledger postgresql` runs the control suite on a PostgreSQL of its own; `--cpu 100` tells what tests cost."""
     parser.addoption("--ledger", choices=("sqlite", "postgresql"), default="sqlite")
+    parser.addoption("--cpu", type=int, default=0, metavar="N", help="print the N tests that take most CPU seconds")
+    parser.addoption("--cpu-file", metavar="FILE", help="write what each test took: CPU seconds, seconds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(CpuSeconds(config))
 
 
 @pytest.fixture(scope="session")

@@ -98,6 +98,7 @@ def end_run(bench: Workbench, run_id: str) -> None:
     assert requested(bench.root) == []
 
 
+@pytest.mark.journey
 def test_detach_takes_the_whole_run(bench: Workbench) -> None:
     taken = held_devices(bench)
     run_id, pid = detach(bench, "held")
@@ -124,6 +125,7 @@ def test_detach_takes_the_whole_run(bench: Workbench) -> None:
     assert not drivers(bench)
 
 
+@pytest.mark.journey
 def test_ctrl_c_on_a_terminal_hands_the_run_over_once(bench: Workbench) -> None:
     with closing(held_devices(bench)):
         terminal = Terminal(bench, "run", "held.yaml")
@@ -324,6 +326,7 @@ def test_a_suspended_driver_is_none(bench: Workbench) -> None:
         end_run(bench, run_id)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("how", ["removed", "moved"])
 def test_a_driver_ends_with_its_workspace(bench: Workbench, how: str) -> None:
     with closing(held_devices(bench)):
@@ -341,6 +344,7 @@ def test_a_driver_ends_with_its_workspace(bench: Workbench, how: str) -> None:
             end_run(bench, run_id)
 
 
+@pytest.mark.journey
 def test_all_stages_gates_and_the_release_without_a_terminal(reference: Reference, tmp_path: Path) -> None:
     """From the stage cache: nothing is trained again."""
     copy = reference.bench.copy(tmp_path / "bench")

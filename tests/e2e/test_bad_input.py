@@ -21,7 +21,7 @@ from workbench import Finished, Workbench
 
 from posttrain.store.trees import tree_listing
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.journey]
 
 RAISES = '''
 def score(completion: str) -> float:

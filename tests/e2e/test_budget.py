@@ -28,6 +28,7 @@ def limited(bench: Workbench, **changes: Any) -> None:
     bench.write("run.yaml", raw)
 
 
+@pytest.mark.journey
 def test_a_raised_budget_goes_on_at_the_step_it_stopped_at(empty: Workbench, reference: Reference) -> None:
     """A checkpoint interval that is changed on the way does not matter either."""
     spent = tokens(reference.bench, reference.run_id)
@@ -55,6 +56,7 @@ def test_a_raised_budget_goes_on_at_the_step_it_stopped_at(empty: Workbench, ref
     assert attempt.tokens + empty.attempts(first, "grpo")[0].tokens == spent["grpo"], "nothing was done twice"
 
 
+@pytest.mark.journey
 def test_what_killed_attempts_spent_is_billed_and_bounded(empty: Workbench, reference: Reference) -> None:
     spent = tokens(reference.bench, reference.run_id)
     budget = spent["sft"] + round(1.5 * spent["grpo"])

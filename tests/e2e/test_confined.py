@@ -76,6 +76,7 @@ def home(tmp_path: Path) -> Home:
     return Home(folder / "bin" / "python", packages)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("user", ["as it is", "ordinary user"])
 def test_a_reward_writes_nothing_into_the_environment(empty: Workbench, home: Home, user: str) -> None:
     prefix = [] if user == "as it is" else ["unshare", "--user", "--map-user", "1000", "--map-group", "1000"]

@@ -19,7 +19,7 @@ from workbench import Reference, Workbench
 
 from posttrain.domain.canonical import digest_bytes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.journey]
 
 LONG = '''
 def score(completion: str) -> float:

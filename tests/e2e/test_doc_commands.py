@@ -21,6 +21,7 @@ from documents import ROOT, Command, commands, fences
 from tiny_run import MODEL, RUN, SHORT, training_row
 from workbench import Workbench
 
+from ci_lanes import ci
 from posttrain.cli.main import app
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.models import adopt_module
@@ -30,7 +31,6 @@ COMMANDS = list(commands())
 README = ROOT / "README.md"
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 VERBS = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
-CI = "".join(path.read_text(encoding="utf-8") for path in (ROOT / ".ci").iterdir())
 SUITES = {
     "rollout",
     "versions",
@@ -60,15 +60,13 @@ def named(command: Command) -> str:
 
 
 def is_make(words: list[str]) -> bool:
-    """A target there is, that CI runs: by its name, or as a part of `make test`."""
-    part_of_test = re.search(r"^test: (.*?)(?: ##|$)", MAKEFILE, re.MULTILINE)
-    assert part_of_test
-    lanes = re.findall(r"\b(\w+)=\(\1\)", CI) if 'lane "$name"' in CI else []  # where what they need is there
-    run = {*re.findall(r"^ *(?:if ! )?(?:make|lane) (\w+)", CI, re.MULTILINE), *lanes, *part_of_test.group(1).split()}
+    """A target there is, that CI runs: by its name, or as a part of one."""
+    lanes = {lane.name for lane in (*ci.CHECKS, *ci.ALWAYS, *ci.OTHERS)}
+    lanes |= {"test", "everything", "slow"}  # several lanes each
     # run small: `ruff format --check`, tiny benchmarks, a sample of mutants, a seed of the fuzz, 20 of chaos; and by
     # `make dist` one of the demos, drawn by the commit
     by_hand = {"format", "bench", "levels", "mutants", "fuzz", "chaos", "demos"}
-    return len(words) == 2 and words[0] == "make" and words[1] in run | by_hand
+    return len(words) == 2 and words[0] == "make" and words[1] in lanes | by_hand
 
 
 def is_install(words: list[str]) -> bool:
@@ -224,6 +222,7 @@ def test_every_command_of_the_command_line_does_what_a_reader_expects(tmp_path: 
         bench.clean()
 
 
+@pytest.mark.journey
 @pytest.mark.slow
 def test_the_run_that_the_readme_pastes_into_an_empty_folder_is_shipped(tmp_path: Path) -> None:
     (block,) = fences(README, "bash")

@@ -107,6 +107,7 @@ def make_what_the_reader_has(bench: Workbench) -> None:
     bench.write("train_grpo.py", script.text)
 
 
+@pytest.mark.journey
 @pytest.mark.slow
 def test_the_list_leads_from_a_trl_script_to_a_released_and_exported_model(tmp_path: Path) -> None:
     bench = Workbench(tmp_path / "mine")

@@ -40,6 +40,7 @@ def home(tmp_path: Path) -> Workbench:
     return Workbench(tmp_path)
 
 
+@pytest.mark.journey
 def test_a_model_is_measured_by_a_reward(home: Workbench) -> None:
     asked = ("eval", "model:tiny", "./open.jsonl", "--max-new-tokens", "8", "-o", "json")
     first = home.run(*asked, "--reward", "rules.py", "--entry", "digits", "--samples", "2")

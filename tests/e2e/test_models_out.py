@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workbench import Workbench
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.journey, pytest.mark.timeout(1500)]
 
 
 def judged(bench: Workbench) -> list[dict[str, Any]]:

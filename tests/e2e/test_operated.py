@@ -76,6 +76,7 @@ def operated(empty: Workbench, tmp_path: Path) -> Iterator[Operated]:
     manager.close()
 
 
+@pytest.mark.journey
 def test_a_run_is_seen_in_logs_and_metrics_and_no_secret_is(operated: Operated) -> None:
     host = operated.host
     operated.heard("WATCHDOG=1")

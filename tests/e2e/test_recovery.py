@@ -29,7 +29,7 @@ from posttrain.domain.crashpoints import CRASHPOINTS
 from posttrain.domain.facts import Metric
 from posttrain.store.atomic import read_json
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.journey]
 Point = tuple[str, int]  # a crashpoint, and which time it is reached in one process
 
 # The reconciler dies at each in turn, in one run.

@@ -32,6 +32,7 @@ def served(empty: Workbench) -> Iterator[Served]:
     made.host.wait("the end of the driver", lambda: made.driver() is None)
 
 
+@pytest.mark.journey
 def test_a_run_over_a_server_makes_what_it_makes_here(served: Served, reference: Reference, tmp_path: Path) -> None:
     ann = served.client(tmp_path / "ann", "ann", "submitter")
     ran = ann.run("run", "run.yaml")
@@ -73,6 +74,7 @@ def taken_out_and_asked(ann: Workbench, host: Workbench) -> None:
     assert (ann.folder / traced["page"]).stat().st_size > 1000
 
 
+@pytest.mark.journey
 def test_whoever_is_killed_the_run_goes_on(served: Served, reference: Reference, tmp_path: Path) -> None:
     ann = served.client(tmp_path / "ann", "ann", "submitter")
     waiting = ann.start("run", "run.yaml")
@@ -90,6 +92,7 @@ def test_whoever_is_killed_the_run_goes_on(served: Served, reference: Reference,
     served.host.check(run_id)
 
 
+@pytest.mark.journey
 def test_two_who_submit_the_same_at_once_get_one_run(served: Served, tmp_path: Path) -> None:
     people = [served.client(tmp_path / name, name, "submitter") for name in ("ann", "ben")]
     both = [one.start("run", "run.yaml", "--detach") for one in people]
@@ -102,6 +105,7 @@ def test_two_who_submit_the_same_at_once_get_one_run(served: Served, tmp_path: P
     served.host.check(run_id)
 
 
+@pytest.mark.journey
 def test_commands_in_a_served_folder_go_through_its_server(served: Served) -> None:
     host = served.host
     assert host.run("whoami", "-o", "json").json["role"] == "admin"
@@ -152,6 +156,7 @@ def test_a_server_that_others_can_reach_needs_tls(empty: Workbench, host: str) -
     assert "--tls-certificate" in empty.run("serve", "--host", host, "--port", "0", code=2).error
 
 
+@pytest.mark.journey
 def test_a_browser_sees_what_real_jobs_do(served: Served) -> None:
     host = served.host
     host.write("run.yaml", RUN)

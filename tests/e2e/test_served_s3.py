@@ -61,6 +61,7 @@ def served(host: Workbench) -> Iterator[Served]:
     host.wait("the end of the driver", lambda: made.driver() is None)
 
 
+@pytest.mark.journey
 def test_a_run_over_a_server_on_s3_makes_what_it_makes_here(
     served: Served, reference: Reference, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from test_recovery import armed
 from tiny_run import RUN
 from workbench import Workbench
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.journey]
 LIMIT = 3600.0
 
 

@@ -169,6 +169,7 @@ def edited(bench: Workbench, name: str, changes: dict[str, Any], stages: dict[st
     path.unlink()
 
 
+@pytest.mark.journey
 @pytest.mark.timeout(1500)
 def test_audit_25_two_trl_scripts_become_compared_approved_and_rolled_back_releases(
     journey: Journey, tmp_path: Path
