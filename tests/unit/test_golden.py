@@ -135,7 +135,6 @@ READING: Mapping[str, str] = {
     "token ls": "token ls",
     "doctor": "doctor",
     "examples": "examples",
-    "upgrade": "upgrade",
     "track": "track {shipped} --tracker csv",
     "trace": "trace {shipped}",
     "trace samples": "trace {shipped} --samples",
