@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from posttrain.foreign.settings import PLACES
+
 pytestmark = pytest.mark.ecosystem
 PATIENCE = 1500.0  # seconds; it ends what hangs
 
@@ -252,3 +254,6 @@ def test_audit_25_the_recorded_settings_of_trl_are_those_of_the_installed_one() 
             else set(inspect.signature(kind.__init__).parameters) - {"self", "args"}
         )
         assert set(settings) == there, f"{name} of TRL {trl.__version__}, recorded of {recorded['trl']}"
+    for name, places in PLACES.items():
+        order = list(inspect.signature(getattr(trl, name).__init__).parameters)[1:]
+        assert order[: len(places.split())] == places.split(), name

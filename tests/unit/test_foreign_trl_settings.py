@@ -16,7 +16,7 @@ from cli_world import World, make_world
 
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.engine.config import stage_config
-from posttrain.foreign.settings import Draft, read_settings
+from posttrain.foreign.settings import PLACES, Draft, read_settings
 from posttrain.foreign.trl import from_trl
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "fixtures" / "trl_settings.json").read_text())
@@ -119,6 +119,33 @@ def test_audit_25_what_changes_the_result_is_reported_by_name(world: World) -> N
         (line,) = (line for line in draft.changed if line.startswith("callbacks: "))
         assert "EarlyStoppingCallback(3)" in line
         assert "early_stopping" in line
+
+
+@pytest.mark.parametrize("trainer", PLACES)
+def test_audit_25_arguments_without_a_keyword_are_read_as_their_class_names_them(world: World, trainer: str) -> None:
+    Path("base").mkdir()
+    kind = trainer.removesuffix("Trainer")
+    names = {
+        **{"model": "'./base'", "ref_model": "None", "reward_funcs": "good", "data_collator": "None"},
+        **{"args": f"{kind}Config('out', max_steps=3)", "train_dataset": "load_dataset('json', data_files='a.jsonl')"},
+    }
+    order = PLACES[trainer].split()
+    first = order[: order.index("train_dataset") + 1]
+    by_place = f"{trainer}({', '.join(names[name] for name in first)})\n"
+    by_name = f"{trainer}({', '.join(f'{name}={names[name]}' for name in first)})\n"
+    (placed, _), (named, _) = (read(world, f"def good(completions):\n    pass\n{text}") for text in (by_place, by_name))
+    assert placed == named
+    assert placed.run["model"] == "./base"
+    assert placed.run["data"] == {"train": "./a.jsonl"}
+
+
+def test_audit_25_arguments_of_unknown_names_are_told(world: World) -> None:
+    text = "MyTrainer('./base', 3, args=SFTConfig('out', 0.1, max_steps=3))\nSFTTrainer(*parts)\n"
+    draft, _ = read(world, text)
+    told = [line for line in draft.changed if "write them as keywords" in line]
+    assert [line.partition(" (line")[0] for line in told] == [
+        "MyTrainer(… './base', 3 …)", "SFTConfig(… 0.1 …)", "SFTTrainer(… *parts …)",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

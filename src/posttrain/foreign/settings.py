@@ -34,6 +34,14 @@ _ASKED_FOR = ("args", "model", "reward_funcs", "train_dataset", "dataset_name") 
 _FUNCTIONS = ("reward_funcs", "reward_func")  # a name there is a function's, no value
 _PARTS = ("LoraConfig", "BitsAndBytesConfig", "GenerationConfig")  # the argument that they are is reported whole
 _LOADED = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split", "data_files": "data_files"}
+_TRAINED = "model args data_collator train_dataset eval_dataset processing_class"
+_REWARDED = "model reward_funcs args train_dataset eval_dataset processing_class"
+PLACES = {  # class → its parameters in their order, as of TRL 1.16; a script that gives more by place is told so
+    "SFTTrainer": f"{_TRAINED} compute_loss_func compute_metrics callbacks optimizers",
+    "RewardTrainer": f"{_TRAINED} compute_metrics callbacks optimizers",
+    "DPOTrainer": f"{_TRAINED.replace('model', 'model ref_model')} compute_metrics callbacks optimizers",
+    **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), f"{_REWARDED} reward_processing_classes callbacks optimizers"),
+}
 _IN_PLACE = ("update", "setdefault", "pop", "append")
 _READ = ("Config", "Arguments", "Trainer", "from_pretrained", "load_dataset")  # calls whose arguments are settings
 _DEEP = 8  # names that stand for names
@@ -218,7 +226,7 @@ def _of_python(text: str, source: str) -> Settings:
         called = ast.unparse(call.func).rpartition(".")[2]
         if called.endswith(("Config", "Arguments", "Trainer")) and called not in _PARTS:
             words.append(called)
-            script.read(_keywords(call))
+            script.read([*script.placed(call, called), *_keywords(call)])
         elif called == "from_pretrained" and "Model" in ast.unparse(call.func):
             script.read(_keywords(call), "model_init_kwargs.")
         elif called == "add_callback":
@@ -240,6 +248,7 @@ class _Script:
         self.values: dict[str, Any] = {}
         self.unknown: dict[str, str] = {}
         self.notes: list[str] = []
+        self._rows: list[ast.expr] = []  # `train_dataset`, where it has no keyword
         self._nodes = list(ast.walk(module))
         assigned = [(node.targets, node.value) for node in self._nodes if isinstance(node, ast.Assign)]
         bound = [(one.id, value) for targets, value in assigned for one in targets if isinstance(one, ast.Name)]
@@ -260,10 +269,24 @@ class _Script:
                     "none of what it sets is carried over: write it out as keywords"
                 )
 
+    def placed(self, call: ast.Call, called: str) -> list[tuple[str | None, ast.expr]]:
+        """Arguments without a keyword, by the names that their class gives them; what it does not say is noted."""
+        names = ["output_dir"] if called.endswith(("Config", "Arguments")) else PLACES.get(called, "").split()
+        starred = next((place for place, one in enumerate(call.args) if isinstance(one, ast.Starred)), len(call.args))
+        known = list(zip(names, call.args[:starred], strict=False))
+        if left := call.args[len(known) :]:
+            said = ", ".join(ast.unparse(one)[:40] for one in left)
+            self.notes.append(
+                f"{called}(… {said} …) (line {call.lineno}): the names of these arguments are not known, so none is "
+                "carried over: write them as keywords"
+            )
+        self._rows += [value for name, value in known if name == "train_dataset"]
+        return [*known]
+
     def read_rows(self) -> None:
         """The arguments of `load_dataset`: of the call that makes `train_dataset`, or of the first."""
         given = [node.value for node in self._nodes if isinstance(node, ast.keyword) and node.arg == "train_dataset"]
-        parts: list[ast.expr] = given[:1]
+        parts: list[ast.expr] = [*self._rows, *given][:1]
         for part in parts:  # grows by what its names stand for; a name that stands for itself is bound twice
             used = [node.id for node in ast.walk(part) if isinstance(node, ast.Name) and node.id in self._names]
             parts += [self._names[name] for name in used if self._names[name] not in parts]
