@@ -72,6 +72,7 @@ def waits(world: World, *words: str) -> str:
     """A run that waits for its approvals; its id."""
     result = world("run", "run.yaml", *words, "--timeout", "200")
     assert result.exit_code == 12, (result.stdout, result.stderr)
+    assert re.search(r"still running after 200 s; stage release .*approv", result.stderr), result.stderr
     run = world.newest()
     release = next(stage for stage in world.json("get", run)["stages"] if stage["name"] == "release")
     assert (release["state"], release["reason"]) == ("ready", "WaitingForApproval")

@@ -43,7 +43,7 @@ from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord
 from posttrain.domain.sinks import RUN_SET_ASIDE
-from posttrain.domain.waits import signals_of
+from posttrain.domain.waits import signals_of, waiting
 from posttrain.store.waking import RUN, SWEEP
 from posttrain.store.work import NEVER, Work, WorkQueue
 
@@ -256,9 +256,10 @@ class Reconciler:
                 if is_final("run", tick.run.state):
                     return tick.run
                 if until is not None and clock.now() >= until:
+                    waits = [f"; stage {s.name} {s.message}" for s in self._stores.ledger.stages(run_id) if waiting(s)]
                     raise DeadlineError(
-                        f"run {run_id}: still {tick.run.state} after {timeout:g} s; wait again or look: "
-                        f"posttrain why {run_id}"
+                        f"run {run_id}: still {tick.run.state} after {timeout:g} s{''.join(waits)}; "
+                        f"wait again or look: posttrain why {run_id}"
                     )
                 if not tick.changed:
                     self.rest(interval)
