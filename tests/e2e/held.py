@@ -148,7 +148,7 @@ class Terminal:
         self._told, self._tell = os.pipe()
         words = [bench.python, "-P", "-m", "posttrain", *arguments]
         self.process = subprocess.Popen(
-            ["env", "--default-signal=INT", sys.executable, "-c", _ON_IT, *words],
+            ["env", "--default-signal=INT,HUP", sys.executable, "-c", _ON_IT, *words],
             cwd=bench.folder, env=bench.variables(), stdout=slave, stderr=slave,
             stdin=slave if stdin is None else stdin, start_new_session=True, text=True,
         )  # fmt: skip
