@@ -72,25 +72,26 @@ SLOW = (
             *_tests("contract", "reward_contract", "rollout_schedules", "sharded_loading", "sharded_roles",
                     "train_engine_contract", "weight_transport"),
             *_tests("e2e", "best", "distill", "forked_jobs", "models_out", "outside_models", "sizes", "turns"),
-            *_tests("unit", "config_reaches", "engine_algorithm_protocol", "evaluate_job", "job_start", "selection",
-                    "train_job", "weighted_rewards"),
+            *_tests("unit", "config_reaches", "engine_algorithm_protocol", "engine_lag", "engine_streaming",
+                    "engine_turns", "evaluate_job", "job_start", "selection", "train_job", "weighted_rewards"),
         ),
     ),
     Lane(
         "slow-control", 7, _source("control", "data", "decision", "drivers", "execution", "preflight", "store"),
         files=(
-            *_tests("contract", "budget_stops", "device_locks", "environment", "event_bus", "executor_contract",
-                    "starved_jobs"),
+            *_tests("contract", "budget_stops", "channel_contract", "device_locks", "environment", "event_bus",
+                    "executor_contract", "starved_jobs"),
             *_tests("e2e", "background", "budget", "channels", "confined", "fuzz", "recovery", "stalls"),
-            *_tests("unit", "control_idle", "control_model", "simulation"),
+            *_tests("unit", "cli_backup", "cli_gc", "cli_s3", "control_idle", "control_model", "control_watching",
+                    "simulation"),
         ),
     ),
     Lane(
         "slow-server", 5, _source("access", "api", "client", "events", "server", "telemetry", "trackers", "workspace"),
         files=(
             *_tests("contract", "tracker_kills", "tracker_trouble"),
-            *_tests("e2e", "operated", "served", "served_s3", "trackers", "trl_journey"),
-            *_tests("unit", "cli_sinks", "foreign_objects", "interface", "server_s3"),
+            *_tests("e2e", "operated", "served", "served_s3", "served_store", "trackers", "trl_journey"),
+            *_tests("unit", "cli_sinks", "foreign_objects", "interface", "server_children", "server_s3"),
         ),
     ),
     Lane(

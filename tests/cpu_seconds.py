@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+MOST = 10.0  # CPU seconds of a fast test, which takes two at most on a quiet machine: a test that takes more is slow
+OTHERS = ("slow", "gpu", "ray", "ecosystem", "browser", "postgres", "containers")  # marks of tests that are not fast
 _LAST = pytest.StashKey[float]()
 
 
@@ -24,8 +26,8 @@ def spent() -> float:
 class CpuSeconds:
     """Measures every phase of a test where it runs, and adds the phases up where the test is reported."""
 
-    def __init__(self, config: pytest.Config) -> None:
-        self.config = config
+    def __init__(self, config: pytest.Config, limit: float = MOST) -> None:
+        self.config, self.limit = config, limit
         self.cost: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     @pytest.hookimpl(wrapper=True)
@@ -34,6 +36,17 @@ class CpuSeconds:
         now = spent()
         report.cpu = now - self.config.stash.get(_LAST, now)  # xdist carries every attribute of a report
         self.config.stash[_LAST] = now
+        if (
+            report.when == "call"
+            and report.passed
+            and report.cpu > self.limit
+            and not any(map(item.get_closest_marker, OTHERS))
+        ):
+            report.outcome = "failed"
+            report.longrepr = (
+                f"a fast test must take at most {self.limit:g} CPU seconds, this one took {report.cpu:.1f}: "
+                "make it cheaper, share what it starts with, or mark it slow"
+            )
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -50,7 +50,11 @@ def store() -> Iterator[str]:
         yield endpoint
 
 
-@pytest.fixture(params=["folder", "objects", "served"])
+ADDRESSES = ["folder", "objects", "served"]
+LONG = [*ADDRESSES[:2], pytest.param("served", marks=pytest.mark.slow)]  # of tests that ask a served one very often
+
+
+@pytest.fixture(params=ADDRESSES)
 def address(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "folder":
         return str(tmp_path / "attempt")
@@ -293,6 +297,7 @@ def expected(first: int, last: int) -> list[tuple[int, bytes]]:
     return [(number, b"%d\n" % number) for number in range(first, last + 1)]
 
 
+@pytest.mark.parametrize("address", LONG, indirect=True)
 def test_packed_segments_are_few_and_read_from_anywhere(objects: ChannelObjects) -> None:
     channel = filled(objects, 2 * PACK + 3)
     assert objects.numbers(EVENTS) == [2 * PACK + 1, 2 * PACK + 2, 2 * PACK + 3]
@@ -303,6 +308,7 @@ def test_packed_segments_are_few_and_read_from_anywhere(objects: ChannelObjects)
     assert list(channel.backwards(EVENTS)) == [data for _, data in reversed(expected(1, 2 * PACK + 3))]
 
 
+@pytest.mark.parametrize("address", LONG, indirect=True)
 def test_numbering_goes_on_behind_a_pack_and_only_whole_packs_are_made(objects: ChannelObjects) -> None:
     channel = filled(objects, PACK)
     assert (objects.numbers(EVENTS), channel.last(EVENTS)) == ([], PACK)
@@ -314,6 +320,7 @@ def test_numbering_goes_on_behind_a_pack_and_only_whole_packs_are_made(objects: 
     assert objects.numbers(EVENTS) == list(range(PACK + 2, 2 * PACK + 1))
 
 
+@pytest.mark.parametrize("address", LONG, indirect=True)
 def test_a_reader_between_two_looks_misses_and_doubles_nothing(objects: ChannelObjects) -> None:
     """Whatever is packed between any two of its segments."""
     channel = AttemptChannel(objects)
@@ -329,6 +336,7 @@ def test_a_reader_between_two_looks_misses_and_doubles_nothing(objects: ChannelO
         assert seen == expected(1, 2 * PACK)
 
 
+@pytest.mark.parametrize("address", LONG, indirect=True)
 def test_a_writer_killed_between_any_two_writes_loses_and_doubles_nothing(address: str) -> None:
     # before the pack, behind it, between two removals, before the last one, behind it
     for steps in (PACK, PACK + 1, PACK + 2, PACK + 30, 2 * PACK, 2 * PACK + 1):
@@ -340,6 +348,7 @@ def test_a_writer_killed_between_any_two_writes_loses_and_doubles_nothing(addres
         assert list(AttemptChannel(objects).segments(EVENTS)) == expected(1, PACK + 2)
 
 
+@pytest.mark.parametrize("address", LONG, indirect=True)
 def test_a_damaged_pack_is_named_or_left_out(objects: ChannelObjects) -> None:
     channel = filled(objects, PACK + 1)
     for bad in (b"{", b'{"lengths": [1]}\n1', b'{"lengths": 3}\n'):

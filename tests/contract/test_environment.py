@@ -280,6 +280,7 @@ class TestOddPlaces:
         assert read(packages) == before
 
 
+@pytest.mark.slow
 def test_nothing_is_made_where_a_workspace_was(tmp_path: Path) -> None:
     """Between reading an environment and keeping it there are seconds, in which a workspace may be moved."""
     gone = tmp_path / "gone"

@@ -34,6 +34,7 @@ class Early(Served):
         return readiness(self.port)[0] != 0
 
 
+@pytest.mark.slow
 def test_a_server_that_begins_without_its_store_is_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with s3_server("artifacts") as address, hostile_proxy(address) as proxy:
         use_s3(monkeypatch, proxy.url)

@@ -64,6 +64,7 @@ def test_what_was_backed_up_comes_back_elsewhere(world: World, tmp_path: Path, m
     assert "must not be there yet" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_run_under_way_is_backed_up_and_goes_on_elsewhere(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -257,6 +257,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_that_somebody_records_at_the_same_time(world: World) -> None:
     """A process registers bytes that it finds in the store, where nobody needs them, while others delete at once."""
     store = world.root / ".posttrain" / "blobs"
@@ -275,7 +276,7 @@ def test_nothing_is_lost_that_somebody_records_at_the_same_time(world: World) ->
     everything_holds(world)
 
 
-@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("seed", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_after_any_history_what_is_recorded_holds_and_the_rest_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

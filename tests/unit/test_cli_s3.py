@@ -36,6 +36,7 @@ def unfinished() -> list[Unfinished]:
     return direct.unfinished(time.time() + 60)
 
 
+@pytest.mark.slow
 def test_gc_deletes_what_nobody_needs_and_ends_what_nobody_ended(world: World) -> None:
     blobs, store = open_blobs(STORE), from_url(STORE)
     needed = {one.digest for one in blobs.stored()}

@@ -183,6 +183,7 @@ def test_audit_8_no_stop_waits_for_a_hash(bench: Bench, monkeypatch: pytest.Monk
     until(lambda: [bench.ledger.run(one).state for one in (first, second)] == ["succeeded", "stopped"])
 
 
+@pytest.mark.slow
 def test_audit_8_many_idle_runs_cost_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The counts of `benchmarks/watching.py`, of fewer runs; so few are looked at more often."""
     monkeypatch.setattr("posttrain.control.pulse._PACE", 10.0)

@@ -111,13 +111,17 @@ def check(part: dict[str, Any], world: World) -> None:
         assert all(name in planned for name in spec.stages)
 
 
-@pytest.mark.parametrize("block", YAML, ids=str)
-def test_every_yaml_block_is_planned(block: Block, world: World) -> None:
-    for part in parts(block):
-        if block.file == "model.yaml":
-            InitModelConfig.model_validate(part)
-        elif "placement" not in part:  # of a stage; test_docs_run_yaml validates each
-            check(part, world)
+@pytest.mark.parametrize("page", sorted({block.page for block in YAML}))
+def test_every_yaml_block_of_a_page_is_planned(page: str, world: World) -> None:
+    for block in (one for one in YAML if one.page == page):
+        for part in parts(block):
+            if block.file == "model.yaml":
+                InitModelConfig.model_validate(part)
+            elif "placement" not in part:  # of a stage; test_docs_run_yaml validates each
+                try:
+                    check(part, world)
+                except (AssertionError, ValueError) as error:
+                    raise AssertionError(f"{block}: {error}") from error
 
 
 @pytest.mark.parametrize(
@@ -137,9 +141,10 @@ def test_a_block_that_cannot_be_planned_is_noticed(part: dict[str, Any], world: 
 # --- Python -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=str)
-def test_every_python_block_compiles(block: Block) -> None:
-    ast.parse(block.text, str(block))
+@pytest.mark.parametrize("page", sorted({block.page for block in PYTHON}))
+def test_every_python_block_of_a_page_compiles(page: str) -> None:
+    for block in (one for one in PYTHON if one.page == page):
+        ast.parse(block.text, str(block))
 
 
 @pytest.mark.parametrize("block", REWARDS, ids=str)
@@ -189,15 +194,16 @@ def parse(words: list[str]) -> None:
     command.make_context(" ".join(words), rest).close()
 
 
-@pytest.mark.parametrize("block", SHELL, ids=str)
-def test_every_command_of_a_shell_block_is_one_that_there_is(block: Block) -> None:
-    commands = typed(block)
-    assert commands
-    for words in commands:
-        if words[0] == "posttrain":
-            parse(words)
-        else:
-            assert words[:2] in (["git", "clone"], ["pip", "install"]), f"{block}: {' '.join(words)}: no test knows it"
+@pytest.mark.parametrize("page", sorted({block.page for block in SHELL}))
+def test_every_command_of_a_pages_shell_blocks_is_one_that_there_is(page: str) -> None:
+    for block in (one for one in SHELL if one.page == page):
+        assert typed(block), block
+        for words in typed(block):
+            if words[0] == "posttrain":
+                parse(words)
+            else:
+                known = words[:2] in (["git", "clone"], ["pip", "install"])
+                assert known, f"{block}: {' '.join(words)}: no test knows it"
 
 
 @pytest.mark.parametrize(

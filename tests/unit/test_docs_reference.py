@@ -53,22 +53,25 @@ def sections() -> dict[str, dict[str, list[str]]]:
     return found
 
 
-@pytest.mark.parametrize("model", schemas())
-def test_every_field_of_the_models_is_on_the_page_and_no_other(model: str) -> None:
-    shown, known = sections()[model.lower()], schemas()[model]
-    assert set(shown) == set(known["properties"]) - ({"params"} if model == "StageSpec" else set())
-    for name, cells in shown.items():
-        written, property_ = cells[1], known["properties"][name]
-        assert (written == "required") == (name in known["required"]), name
-        usual = property_.get("default")
-        if isinstance(usual, str | int | float) and not isinstance(usual, bool):
-            assert written.strip("`").replace("\\n", "\n") in (str(usual), f"{usual!r}".replace("e-0", ".0e-")), name
+def test_every_field_of_the_models_is_on_the_page_and_no_other() -> None:
+    for model, known in schemas().items():
+        shown = sections()[model.lower()]
+        assert set(shown) == set(known["properties"]) - ({"params"} if model == "StageSpec" else set()), model
+        for name, cells in shown.items():
+            written, property_ = cells[1], known["properties"][name]
+            assert (written == "required") == (name in known["required"]), (model, name)
+            usual = property_.get("default")
+            if isinstance(usual, str | int | float) and not isinstance(usual, bool):
+                forms = (str(usual), f"{usual!r}".replace("e-0", ".0e-"))
+                assert written.strip("`").replace("\\n", "\n") in forms, (model, name)
 
 
-@pytest.mark.parametrize("model", schemas())
-def test_every_field_is_explained(model: str) -> None:
-    silent = [name for name, cells in sections()[model.lower()].items() if not cells[2].strip()]
-    assert not silent, f"{model}: write a comment beside {', '.join(silent)}"
+def test_every_field_is_explained() -> None:
+    fields_of = {model: sections()[model.lower()] for model in schemas()}
+    silent = [
+        f"{model}.{name}" for model, rows in fields_of.items() for name, cells in rows.items() if not cells[2].strip()
+    ]
+    assert not silent, f"write a comment beside {', '.join(silent)}"
 
 
 def test_no_meaning_is_kept_for_a_field_that_is_gone() -> None:
@@ -104,16 +107,16 @@ def test_every_verb_is_on_the_page() -> None:
     assert set(re.findall(r"^## posttrain (.+)$", verbs.page(), re.MULTILINE)) == set(helps())
 
 
-@pytest.mark.parametrize("verb", sorted(helps()))
-def test_every_option_and_its_text_is_on_the_page(verb: str) -> None:
-    section = re.split(r"^## ", verbs.page().split(f"## posttrain {verb}\n")[1], maxsplit=1, flags=re.MULTILINE)[0]
-    printed = helps()[verb]
-    switches = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", printed.partition("Options:")[2])) - {"--help"}
-    rows = re.findall(r"^\| (.+?) \| .* \| (.*) \|$", section, re.MULTILINE)[1:]
-    assert switches <= set(re.findall(r"--[a-z][a-z-]+", " ".join(words for words, _ in rows)))
-    for words, told in rows:
-        assert re.sub(r"\\(?=\|)", "", told) in printed, words
-    assert section.strip().partition("\n\n")[0] in printed
+def test_every_option_and_its_text_is_on_the_page() -> None:
+    page = verbs.page()
+    for verb, printed in helps().items():
+        section = re.split(r"^## ", page.split(f"## posttrain {verb}\n")[1], maxsplit=1, flags=re.MULTILINE)[0]
+        switches = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", printed.partition("Options:")[2])) - {"--help"}
+        rows = re.findall(r"^\| (.+?) \| .* \| (.*) \|$", section, re.MULTILINE)[1:]
+        assert switches <= set(re.findall(r"--[a-z][a-z-]+", " ".join(words for words, _ in rows))), verb
+        for words, told in rows:
+            assert re.sub(r"\\(?=\|)", "", told) in printed, (verb, words)
+        assert section.strip().partition("\n\n")[0] in printed, verb
 
 
 def test_every_exit_code_failure_verdict_and_state_is_on_the_page() -> None:

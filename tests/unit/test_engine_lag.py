@@ -261,7 +261,7 @@ def test_the_price_covers_what_every_step_spends(model: ModelSource, tmp_path: P
     assert prices[3][1] < prices[2][1] / 2 + prices[2][1], "the last ones sample nothing"
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("lag", [0, *(pytest.param(lag, marks=pytest.mark.slow) for lag in (1, 2))])
 def test_no_budget_is_passed_and_what_it_ended_goes_on(model: ModelSource, tmp_path: Path, lag: int) -> None:
     """Wherever it ends: in what the step samples for itself, or in what it samples ahead."""
     options: dict[str, Any] = {"scores": rarely_right, **({"lag": {"steps": lag}} if lag else {})}

@@ -137,7 +137,7 @@ def ended(desk: Desk) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     return desk.weights(), told(desk)
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("lag", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_whoever_ends_first_changes_no_bit(model: ModelSource, tmp_path: Path, lag: int) -> None:
     ahead = {"lag": {"steps": lag}} if lag else {}
     plain = Even()

@@ -71,6 +71,7 @@ def test_a_job_imports_nothing_needless_and_its_fork_has_the_rest(kind: str, sho
     assert within(names, NEEDLESS) == []
 
 
+@pytest.mark.slow
 def test_what_jobs_are_forked_from_has_one_thread() -> None:
     """More than one cannot be forked, so every job would start cold."""
     said = said_by("-c", "import os, posttrain.jobs.preload; print('threads', len(os.listdir('/proc/self/task')))")

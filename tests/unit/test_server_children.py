@@ -82,6 +82,7 @@ def test_serve_is_closed_to_others_before_it_loads_anything(words: str, dumpable
     assert said.stdout == f"dumpable {dumpable}\n", said.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to see what root alone may see")
 def test_driver_and_workers_of_a_server_show_no_key(tmp_path: Path) -> None:
     workspace = init_workspace(tmp_path)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from sim_day import Day, chosen_seeds, simulate
 
-FAST, SHORTEST = 4, 2  # days among the fast tests, and the one of them that takes least
+FAST, SHORTEST = 2, 1  # days among the fast tests, and the one of them that takes least
 CHOSEN = any(os.environ.get(name) for name in ("SEED", "SEEDS"))  # by a person, who wants all of them
 
 
@@ -33,5 +33,6 @@ def test_a_day_keeps_every_promise(seed: int) -> None:
     assert day(seed).counts["runs"] >= 1
 
 
+@pytest.mark.slow
 def test_a_seed_is_a_whole_history(tmp_path: Path) -> None:
     assert simulate(SHORTEST, tmp_path) == day(SHORTEST)
