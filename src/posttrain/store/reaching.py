@@ -66,7 +66,7 @@ def patiently(
     away: type[Exception],
     patience: float,
     hope: str,
-    pause: Callable[[float], None] = time.sleep,
+    pause: Callable[[float], None] | None = None,
 ) -> T:
     """What is answered, once it is: asked again while `away` is raised, which is raised after `patience` seconds.
 
@@ -82,7 +82,7 @@ def patiently(
                 raise
             if tried == _TOLD:
                 print(f"{error}; {hope}", file=sys.stderr, flush=True)
-            pause(getattr(error, "pause", 0.0) or _PAUSES[min(tried, len(_PAUSES) - 1)])
+            (pause or time.sleep)(getattr(error, "pause", 0.0) or _PAUSES[min(tried, len(_PAUSES) - 1)])
         tried += 1
 
 
