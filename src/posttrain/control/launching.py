@@ -253,8 +253,10 @@ def plan_attempt(
         created_at=now,
         host=jobs.host,
     )
+    if found:  # its hash took time, in which slots may have been taken
+        _, unwatched = taken_slots(stores, jobs)
     limited = budgets.limited(manifest)  # else nothing is counted, and no row is read for that
-    every = [*view.attempts, attempt] if limited else []
+    every = [*stores.ledger.attempts(stage.run_id), attempt] if limited else []
     taken_over = tokens_taken_over(stores, jobs.folders, every)
     with stores.ledger.transaction(stores.actor) as transaction:
         transaction.lock_run(stage.run_id)

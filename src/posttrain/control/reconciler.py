@@ -100,7 +100,7 @@ class Reconciler:
         self._swept = stores.clock.now()
         self._pulse = Pulse(stores.clock, jobs)
         self._beside, self._ending = Beside(jobs.beside), Beside(4 * jobs.beside)  # no end of a job waits for a hash
-        self._begun: dict[tuple[str, str], int] = {}  # stage → its generation when work beside was begun
+        self._begun: dict[tuple[str, str], tuple[int, ...]] = {}  # stage → the run's rows when work beside was begun
         self._slots, self._devices = Turns(), Turns()
         self._counted = self._dealt = -NEVER  # when slots and devices were looked for
 
@@ -115,6 +115,8 @@ class Reconciler:
         claim = self._claim(run_id, rows.get(run_id))
         if claim is None:
             return None
+        if claim is not rows.get(run_id):  # claimed a moment ago: the version that it counts is newer than the rows
+            rows = self.queue.of_run(run_id)
         if run_id in self._watched:
             self._watched[run_id].turn = (-claim.priority, claim.id)
         troubles = Troubles(self._stores, self.queue, rows.values())
@@ -449,7 +451,8 @@ class Reconciler:
                 view = self._advance(view, name, looks, over)
                 continue
             view = self._view(run_id)  # something was raised, after the rows had changed perhaps
-        ending = settle(view)
+        # what is still done beside may begin a job after the rows were read: nothing ends before it is collected
+        ending = None if run_id in self._beside.runs() | self._ending.runs() else settle(view)
         if ending is None:
             return view
         return self._done(view, ending)
@@ -461,8 +464,8 @@ class Reconciler:
             if beside.has(run_id, name):
                 if name not in over or not beside.collect(run_id, name):
                     return view
-                if view.stage(name).generation == self._begun.pop((run_id, name), None):
-                    return view  # it changed nothing: what is due is the same, and waits for its time or a sign
+                if _generations(view) == self._begun.pop((run_id, name), None):
+                    return view  # nothing changed since: what is due is the same, and waits for its time or a sign
         running = view.stage(name).state == StageState.RUNNING
         if running and self._jobs.elsewhere(view.tries(name)[-1]):
             return view  # the run became another host's since this pass began
@@ -473,7 +476,7 @@ class Reconciler:
         if not self._jobs.beside or not isinstance(order, (*_LONG, Kill)):
             return self._done(view, order)
         beside = self._ending if isinstance(order, Kill) else self._beside
-        self._begun[run_id, name] = view.stage(name).generation
+        self._begun[run_id, name] = _generations(view)
         beside.begin(run_id, name, functools.partial(act, self._stores, self._jobs, view, order))
         return view
 

@@ -105,7 +105,8 @@ def start_ready(stores: Stores, jobs: Jobs, view: View, stage: StageRecord) -> N
         said = f"{twin} computes the same; its result will be reused"
         _wait(stores, stage, Reason.WAITING_FOR_IDENTICAL_STAGE, said, key)
         return
-    attempts = view.attempts if budgets.limited(manifest) else ()
+    # of now: beside the deciding thread the view is older, and what was spent since counts
+    attempts = stores.ledger.attempts(stage.run_id) if budgets.limited(manifest) else []
     taken_over = tokens_taken_over(stores, jobs.folders, attempts)
     spent = budgets.spending(view.stages, attempts, taken_over=taken_over)
     driven, unwatched = taken_slots(stores, jobs)
