@@ -99,6 +99,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ci.Run:
     monkeypatch.setattr(ci, "ROOT", tmp_path)
     lanes = tuple(ci.Lane(name, minutes) for name, minutes in (("good", 2), ("bad", 3), ("flaky", 5)))
     monkeypatch.setattr(ci, "OTHERS", lanes)
+    monkeypatch.delenv("CI_STARTED", raising=False)
     return ci.Run(allowed=240.0)
 
 
