@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import control_bench
 import pytest
@@ -13,7 +14,7 @@ from sqlalchemy import update
 from posttrain.control.attempts import assume_dead
 from posttrain.control.jobs import AttemptFolders
 from posttrain.control.reconciler import LEASE_SECONDS, Reconciler
-from posttrain.domain.errors import FailureClass, InputError
+from posttrain.domain.errors import FailureClass, InputError, IntegrityError
 from posttrain.domain.jobs import Capacity
 from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.execution.trainers.native import NativeTrainer
@@ -23,6 +24,7 @@ from posttrain.store.hosts import GONE_SECONDS, Hosts, host_of, server_lives
 from posttrain.store.ledger import Ledger
 from posttrain.store.schema import attempts, hosts, work
 from posttrain.store.sealer import seal
+from posttrain.store.waking import RUN
 from posttrain.store.work import WorkQueue, open_runs
 
 
@@ -184,3 +186,23 @@ def test_a_host_says_where_it_is_and_how_long_it_was_silent(two: Two) -> None:
     hosts_of(two.a).beat()
     again = hosts_of(two.b).all()[0]
     assert (again.url, again.gone) == ("http://a", False), "a driver's word does not forget where its server is"
+
+
+def test_a_host_that_cannot_read_a_manifest_leaves_the_run_to_the_host_that_has_its_job(
+    two: Two,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    two.a.scripts["sft"] = [None]
+    run_id = two.a.submit(**TRAIN_ONLY)
+    two.pass_over(run_id, two.a)
+    two.forget_leases()
+    with two.a.ledger.database.write(across="a test") as connection:  # the queue's row was lost, say
+        connection.execute(update(work).values(affinity=None))
+
+    def raises(self: Any, run: Any) -> Any:
+        raise IntegrityError("another release wrote it")
+
+    monkeypatch.setattr(type(two.b.stores), "manifest", raises)
+    two.pass_over(run_id, two.b, 1)
+    (row,) = two.a.reconciler.queue.rows(RUN)
+    assert (row.affinity, row.failures) == (two.a.jobs.host, 0), row.error

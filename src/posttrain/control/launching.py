@@ -256,13 +256,12 @@ def plan_attempt(
     if found:  # its hash took time, in which slots may have been taken
         _, unwatched = taken_slots(stores, jobs)
     limited = budgets.limited(manifest)  # else nothing is counted, and no row is read for that
-    every = [*stores.ledger.attempts(stage.run_id), attempt] if limited else []
-    taken_over = tokens_taken_over(stores, jobs.folders, every)
     with stores.ledger.transaction(stores.actor) as transaction:
         transaction.lock_run(stage.run_id)
         state = transaction.snapshot.run(stage.run_id).state
         attempts = transaction.snapshot.attempts(stage.run_id) if limited else []
         stages = transaction.snapshot.stages(stage.run_id) if limited else []
+        taken_over = tokens_taken_over(stores, jobs.folders, [*attempts, attempt] if limited else [])
         spent = budgets.spending(stages, attempts, taken_over=taken_over)
         driven, _ = transaction.snapshot.occupying(jobs.host, now)
         free = jobs.slots - driven - unwatched

@@ -41,7 +41,7 @@ from posttrain.domain.errors import ConflictError, DeadlineError, Infrastructure
 from posttrain.domain.lifecycle import StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import Reason
-from posttrain.domain.records import RunRecord
+from posttrain.domain.records import RunRecord, RunRows
 from posttrain.domain.sinks import RUN_SET_ASIDE
 from posttrain.domain.waits import signals_of, waiting
 from posttrain.store.waking import RUN, SWEEP
@@ -122,9 +122,10 @@ class Reconciler:
         troubles = Troubles(self._stores, self.queue, rows.values())
         try:
             over = self._beside.over(run_id) | self._ending.over(run_id)  # before its rows are read
-            began, view = self._stores.clock.now(), self._view(run_id)
-            if self._is_elsewhere(view):
+            began, now = self._stores.clock.now(), self._rows_of(run_id)
+            if self._is_elsewhere(now):
                 return None
+            view = self._told(now)
             after = self._pass(view, troubles, over)
             if _moved(view, after) and not is_final("run", after.run.state):
                 return Tick(after.run, changed=True, view=after)  # the pass that finds nothing to do gives it back
@@ -206,15 +207,15 @@ class Reconciler:
         self._held[run_id] = claimed[0]
         return claimed[0]
 
-    def _is_elsewhere(self, view: View) -> bool:
+    def _is_elsewhere(self, rows: RunRows) -> bool:
         """Whether another host has a job of this run; its row, which had forgotten that, knows it again."""
         if self._jobs.host is None:
             return False
-        found = (one for one in view.attempts if not is_final("attempt", one.state) and self._jobs.elsewhere(one))
+        found = (one for one in rows.attempts if not is_final("attempt", one.state) and self._jobs.elsewhere(one))
         other = next(found, None)
         if other is not None:
-            self._held.pop(view.run.id, None)
-            self.queue.leave_to(view.run.id, other.host)
+            self._held.pop(rows.run.id, None)
+            self.queue.leave_to(rows.run.id, other.host)
         return other is not None
 
     def release(self, run_id: str) -> None:
@@ -450,7 +451,7 @@ class Reconciler:
             with troubles.kept_to(view.stage(name)):
                 view = self._advance(view, name, looks, over)
                 continue
-            view = self._view(run_id)  # something was raised, after the rows had changed perhaps
+            view = self._told(self._rows_of(run_id))  # something was raised, after the rows had changed perhaps
         # what is still done beside may begin a job after the rows were read: nothing ends before it is collected
         ending = None if run_id in self._beside.runs() | self._ending.runs() else settle(view)
         if ending is None:
@@ -487,11 +488,13 @@ class Reconciler:
                 act(self._stores, self._jobs, view, order)
         return view.after(rows)
 
-    def _view(self, run_id: str) -> View:
+    def _rows_of(self, run_id: str) -> RunRows:
         with self._stores.ledger.snapshot() as now:
-            rows = now.rows_of(run_id)
+            return now.rows_of(run_id)
+
+    def _told(self, rows: RunRows) -> View:
         manifest = self._manifest(rows.run)
-        signals = tuple(self._stores.ledger.signals(run_id)) if signals_of(manifest) else ()
+        signals = tuple(self._stores.ledger.signals(rows.run.id)) if signals_of(manifest) else ()
         return View(rows.run, manifest, rows.stages, rows.attempts, signals, rows.watches)
 
     def _manifest(self, run: RunRecord) -> Manifest:

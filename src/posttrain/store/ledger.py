@@ -115,12 +115,14 @@ class Ledger:
     @contextmanager
     def written(self) -> Iterator[list[Any]]:
         """The records of runs, stages and attempts that this thread's transactions in the block commit."""
-        found: list[Any] = []
+        found, outer = list[Any](), _WRITTEN.get()
         kept = _WRITTEN.set(found)
         try:
             yield found
         finally:
             _WRITTEN.reset(kept)
+            if outer is not None:
+                outer += found
 
     def forget_principals(self) -> None:
         """Look up the ids of principals anew: a name was erased, and whoever has it from now on is somebody else."""

@@ -74,6 +74,7 @@ from posttrain.store.schema import (
     watches,
     work,
 )
+from posttrain.store.schema.columns import read_json_text
 from posttrain.store.scope import Scope, across, of_project
 from posttrain.store.sinks import SinkReading
 from posttrain.store.waking import RUN
@@ -102,6 +103,10 @@ _CACHED = select(stages).join(
     stage_cache, (stages.c.run_id == stage_cache.c.run_id) & (stages.c.name == stage_cache.c.stage)
 )
 _CACHED = _CACHED.where(stage_cache.c.cache_key == bindparam("of_key"), stage_cache.c.project == _PROJECT)
+_TEXTS = {  # the columns of `_rows_on` that are JSON
+    kind: [column.key for column in table.c if isinstance(column.type, JsonText)]
+    for kind, table in (("StageRecord", stages), ("AttemptRecord", attempts))
+}
 _WATCHES = select(watches).where(of_project(watches, _PROJECT), watches.c.run_id == _RUN_ID).order_by(watches.c.attempt)
 _ASSETS = select(assets, principals.c.name.label("created_by")).join(principals, principals.c.id == assets.c.principal)
 
@@ -454,11 +459,15 @@ def _run_on(dialect: str) -> Select[Any]:
 
 @functools.cache
 def _rows_on(dialect: str) -> Select[Any]:
-    """Every column of a run, its stages, attempts and watches, called `KIND.COLUMN`: a row for each attempt."""
+    """Every column of a run, its stages, attempts and watches, called `KIND.COLUMN`: a row for each attempt.
+
+    JSON comes as text: a stage's stands in the row of each of its attempts, and is read once.
+    """
     run = _run_on(dialect)
     columns = [column.label(f"RunRecord.{column.key}") for column in run.selected_columns]
     for kind, table in (("StageRecord", stages), ("AttemptRecord", attempts), ("Watch", watches)):
-        columns += [column.label(f"{kind}.{column.key}") for column in table.c]
+        texts = [type_coerce(column, Text) if isinstance(column.type, JsonText) else column for column in table.c]
+        columns += [text.label(f"{kind}.{column.key}") for text, column in zip(texts, table.c, strict=True)]
     query = run.with_only_columns(*columns).outerjoin(stages, stages.c.run_id == runs.c.id)
     tries = (attempts.c.run_id == runs.c.id) & (attempts.c.stage == stages.c.name)
     seen = (watches.c.run_id == runs.c.id) & (watches.c.attempt == attempts.c.name)
@@ -469,13 +478,15 @@ def _rows_on(dialect: str) -> Select[Any]:
 def _of_kind(kind: type[Record], rows: Sequence[Row[*tuple[Any, ...]]]) -> list[Record]:
     """The records of one kind in what `_rows_on` found, each once."""
     columns = [(name, f"{kind.__name__}.{name}") for name in names_of(kind)]
+    texts = _TEXTS.get(kind.__name__, ())
     key = [label for name, label in columns if name in ("id", "run_id", "name", "attempt")]
     found: dict[tuple[Any, ...], Record] = {}
     for row in rows:
         values = row._mapping
         here = tuple(values[label] for label in key)
         if here not in found and None not in here:
-            found[here] = kind(**{name: values[label] for name, label in columns})
+            fields = {name: values[label] for name, label in columns}
+            found[here] = kind(**fields | {name: read_json_text(fields[name]) for name in texts})
     return list(found.values())
 
 

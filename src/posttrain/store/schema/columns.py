@@ -28,14 +28,23 @@ class JsonText(TypeDecorator[Any]):
         return None if value is None else json.dumps(value, sort_keys=True, ensure_ascii=False)
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
-        if value == "{}":  # of most rows
-            return {}
-        try:
-            return None if value is None else json.loads(value)
-        except ValueError as error:
-            raise UnreadableColumnError(
-                f"the ledger holds {value!r:.40} where JSON was written: a row was altered; posttrain doctor says which"
-            ) from error
+        return read_json_text(value)
+
+
+def read_json_text(value: str | None) -> Any:
+    """The value of a column of `JsonText`.
+
+    Raises:
+        UnreadableColumnError: it is not JSON.
+    """
+    if value == "{}":  # of most rows
+        return {}
+    try:
+        return None if value is None else json.loads(value)
+    except ValueError as error:
+        raise UnreadableColumnError(
+            f"the ledger holds {value!r:.40} where JSON was written: a row was altered; posttrain doctor says which"
+        ) from error
 
 
 Counter = BigInteger().with_variant(Integer(), "sqlite")  # SQLite counts only in a column declared INTEGER
