@@ -99,7 +99,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ci.Run:
     monkeypatch.setattr(ci, "ROOT", tmp_path)
     lanes = tuple(ci.Lane(name, minutes) for name, minutes in (("good", 2), ("bad", 3), ("flaky", 5)))
     monkeypatch.setattr(ci, "OTHERS", lanes)
-    monkeypatch.delenv("CI_STARTED", raising=False)
+    for name in ("CI_STARTED", "PYTEST_ADDOPTS", "MAKELEVEL", "MAKEFLAGS", "MFLAGS"):  # of CI, which runs this
+        monkeypatch.delenv(name, raising=False)
     return ci.Run(allowed=240.0)
 
 

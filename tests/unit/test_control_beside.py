@@ -183,7 +183,7 @@ def test_a_stage_that_waits_for_budget_begins_when_it_is_free_though_all_threads
         driver.rest(0.01)
     if threads == 2:  # another run's work takes one of them meanwhile
         go_on = threading.Event()
-        driver._beside.begin("another", "stage", lambda: go_on.wait(5) and None)
+        driver._beside.begin("another", "stage", lambda: go_on.wait(60) and None)
     (attempt,) = bench.ledger.attempts(run_id, "a")
     train("a", tokens=100)(bench.jobs.folders.of(attempt))
     bench.executor.finish(attempt.name)
