@@ -127,13 +127,16 @@ def test_garbage_of_one_host_is_what_no_host_needs(
     first = make("first")
     first.prepare()
     first.ok("run", "run.yaml")
-    kept = {path for path in (tmp_path / "shared").rglob("*") if path.is_file()}
+    shared = tmp_path / "shared"
+    # heads of the log come and go as it grows
+    kept = {path for path in shared.rglob("*") if path.is_file() and path.relative_to(shared).parts[0] != "heads"}
     second = make("second")
     second.ok("init")
     open_blobs(tmp_path / "shared").put(b"nobody's")
     told = second.json("gc", "--older-than", "0s")
     assert told["blobs"]["deleted"] == 1
-    assert kept <= {path for path in (tmp_path / "shared").rglob("*") if path.is_file()}
+    assert kept
+    assert kept <= {path for path in shared.rglob("*") if path.is_file()}
     monkeypatch.chdir(first.root)
     assert first.json("verify", "prod")["ok"] is True
 
