@@ -224,7 +224,7 @@ def plan_attempt(
 
     Args:
         same: stages with its cache key.
-        unwatched: slots that jobs have of runs which nobody drives.
+        unwatched: slots taken by jobs of runs without a driver.
         rivals: other stages of the run that could start now.
 
     Raises:
@@ -234,25 +234,8 @@ def plan_attempt(
     manifest, earlier = view.manifest, view.tries(stage.name)
     number = len(earlier) + 1
     found = find_checkpoint(stores, jobs.folders, stage, earlier, same)
-    directory = jobs.folders.path(stage.run_id, stage.name, number)
     now = stores.clock.now()
-    attempt = AttemptRecord(
-        run_id=stage.run_id,
-        stage=stage.name,
-        number=number,
-        name=f"{stage.run_id}-{stage.name}-{number}",
-        folder=directory.relative_to(jobs.folders.root).as_posix(),
-        state=AttemptState.PLANNED,
-        executor=jobs.executor.name,
-        resume=found.digest if found else None,
-        channel=jobs.folders.channel_of(stage.run_id, stage.name, number),
-        resumed_from=found.origin if found else None,
-        resumed_step=found.step if found else None,
-        resumed_tokens=found.tokens if found else None,
-        reason=Reason.PLANNED,
-        created_at=now,
-        host=jobs.host,
-    )
+    attempt = _new_attempt(jobs, stage, number, found, now)
     if found:  # its hash took time, in which slots may have been taken
         _, unwatched = taken_slots(stores, jobs)
     limited = budgets.limited(manifest)  # else nothing is counted, and no row is read for that
@@ -279,6 +262,28 @@ def plan_attempt(
             cache_key=key,
             started_at=stage.started_at or now,
         )
+
+
+def _new_attempt(jobs: Jobs, stage: StageRecord, number: int, found: Found | None, now: float) -> AttemptRecord:
+    """The planned attempt of this number, which resumes from the checkpoint `found`."""
+    directory = jobs.folders.path(stage.run_id, stage.name, number)
+    return AttemptRecord(
+        run_id=stage.run_id,
+        stage=stage.name,
+        number=number,
+        name=f"{stage.run_id}-{stage.name}-{number}",
+        folder=directory.relative_to(jobs.folders.root).as_posix(),
+        state=AttemptState.PLANNED,
+        executor=jobs.executor.name,
+        resume=found.digest if found else None,
+        channel=jobs.folders.channel_of(stage.run_id, stage.name, number),
+        resumed_from=found.origin if found else None,
+        resumed_step=found.step if found else None,
+        resumed_tokens=found.tokens if found else None,
+        reason=Reason.PLANNED,
+        created_at=now,
+        host=jobs.host,
+    )
 
 
 def launch_attempt(

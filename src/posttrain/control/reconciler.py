@@ -107,7 +107,7 @@ class Reconciler:
     def tick(self, run_id: str) -> Tick | None:
         """One pass over one run, due or not; None when another live process holds its lease."""
         rows = self.queue.of_run(run_id)
-        if run_id not in rows:  # it has ended; or its row was lost, or somebody lets it go on at this moment
+        if run_id not in rows:  # the run has ended, its row was lost, or another process resumes it right now
             run = self._stores.ledger.run(run_id)
             if is_final("run", run.state):
                 self._held.pop(run_id, None)
@@ -452,7 +452,7 @@ class Reconciler:
                 view = self._advance(view, name, looks, over)
                 continue
             view = self._told(self._rows_of(run_id))  # something was raised, after the rows had changed perhaps
-        # what is still done beside may begin a job after the rows were read: nothing ends before it is collected
+        # work beside may start a job after the rows were read: the run ends only after that work is collected
         ending = None if run_id in self._beside.runs() | self._ending.runs() else settle(view)
         if ending is None:
             return view
@@ -482,7 +482,7 @@ class Reconciler:
         return view
 
     def _done(self, view: View, *orders: Order) -> View:
-        """Carry out orders of one run in this thread. The rows afterwards, which nobody has to read."""
+        """Carry out orders of one run in this thread; return the rows afterwards without a read."""
         with self._stores.ledger.written() as rows:
             for order in orders:
                 act(self._stores, self._jobs, view, order)

@@ -36,7 +36,7 @@ _PARTS = ("LoraConfig", "BitsAndBytesConfig", "GenerationConfig")  # the argumen
 _LOADED = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split", "data_files": "data_files"}
 _TRAINED = "model args data_collator train_dataset eval_dataset processing_class"
 _REWARDED = "model reward_funcs args train_dataset eval_dataset processing_class"
-PLACES = {  # class → its parameters in their order, as of TRL 1.16; a script that gives more by place is told so
+PLACES = {  # class → its first parameters in order, as of TRL 1.16; further positional arguments are reported
     "SFTTrainer": f"{_TRAINED} compute_loss_func compute_metrics callbacks optimizers",
     "RewardTrainer": f"{_TRAINED} compute_metrics callbacks optimizers",
     "DPOTrainer": f"{_TRAINED.replace('model', 'model ref_model')} compute_metrics callbacks optimizers",
@@ -270,15 +270,15 @@ class _Script:
                 )
 
     def placed(self, call: ast.Call, called: str) -> list[tuple[str | None, ast.expr]]:
-        """Arguments without a keyword, by the names that their class gives them; what it does not say is noted."""
+        """Positional arguments with the names that their class gives them; reports those whose names are unknown."""
         names = ["output_dir"] if called.endswith(("Config", "Arguments")) else PLACES.get(called, "").split()
         starred = next((place for place, one in enumerate(call.args) if isinstance(one, ast.Starred)), len(call.args))
         known = list(zip(names, call.args[:starred], strict=False))
         if left := call.args[len(known) :]:
             said = ", ".join(ast.unparse(one)[:40] for one in left)
             self.notes.append(
-                f"{called}(… {said} …) (line {call.lineno}): the names of these arguments are not known, so none is "
-                "carried over: write them as keywords"
+                f"{called}(… {said} …) (line {call.lineno}): these positional arguments have no known names and are "
+                "not carried over: write them as keywords"
             )
         self._rows += [value for name, value in known if name == "train_dataset"]
         return [*known]

@@ -50,7 +50,7 @@ from posttrain.store.scope import ACROSS, OF, guard
 
 _MAGIC, _HEADER = b"SQLite format 3\0", 100  # bytes
 _WRITE = "posttrain_write"
-_MAKING = 0x706F7374  # PostgreSQL's advisory lock of whoever makes a ledger
+_MAKING = 0x706F7374  # PostgreSQL's advisory lock for making a ledger
 _FULL_BYTES = 2**20  # free, below which a disk that fails is full
 _COMPLAINTS = 5  # of an integrity check: one is enough to restore a copy
 

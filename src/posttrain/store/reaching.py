@@ -44,7 +44,7 @@ REFUSED = (401, 403)
 _CONNECT_SECONDS = 10.0
 _STALLED = 90.0  # seconds without a byte: longer than a server lets its store be silent
 _PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between tries, the last one again and again
-_TOLD = 3  # tries after which a person is told
+_TOLD = 3  # tries before the first message
 _GONE = (OSError, http.client.HTTPException, UnavailableError)
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class AwayError(Exception):
     """A server gave no answer, or one that says to ask again.
 
     Args:
-        pause: seconds after which it wants to be asked; 0: it says nothing of that.
+        pause: seconds that the server asks to wait (Retry-After); 0: it names none.
     """
 
     def __init__(self, words: str, pause: float = 0.0) -> None:
@@ -68,10 +68,10 @@ def patiently(
     hope: str,
     pause: Callable[[float], None] | None = None,
 ) -> T:
-    """What is answered, once it is: asked again while `away` is raised, which is raised after `patience` seconds.
+    """Call `ask` until it answers; retry while it raises `away`, and raise that after `patience` seconds.
 
     Args:
-        hope: what a person is told who waits.
+        hope: the end of the message that is printed once, after some tries.
     """
     until, tried = time.monotonic() + patience, 0
     while True:
