@@ -15,7 +15,7 @@ from posttrain.control import actions, actuator, budgets, launching, stages
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import FailureClass, InfrastructureError
 from posttrain.store.attempts import AttemptFolder
-from posttrain.store.waking import STAGE
+from posttrain.store.waking import RUN, STAGE
 from posttrain.store.work import WorkQueue
 
 TWO: dict[str, Any] = {
@@ -196,3 +196,27 @@ def test_a_stage_that_waits_for_budget_begins_when_it_is_free_though_all_threads
         go_on.set()
     assert bench.stage(run_id, "a").state == "succeeded"
     assert bench.stage(run_id, "b").state == "succeeded", bench.stage(run_id, "b").message
+
+
+def test_a_run_that_is_woken_while_work_goes_on_is_decided_anew(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An approval, say, that comes after the work has looked for it, and that a look meanwhile has seen."""
+    bench.scripts["sft"] = [None]
+    going, go_on, starts = threading.Event(), threading.Event(), list[str]()
+    start = actuator.start_ready
+
+    def late(*words: Any) -> None:
+        starts.append("start")
+        if len(starts) > 1:
+            start(*words)
+            return
+        going.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(actuator, "start_ready", late)
+    driver = Reconciler(bench.stores, replace(bench.jobs, beside=2), "here")
+    run_id = bench.submit(**TRAIN_ONLY)
+    until(bench, driver, run_id, going.is_set)
+    driver.queue.wake(RUN, [run_id])
+    assert driver.tick(run_id) is not None
+    go_on.set()
+    until(bench, driver, run_id, lambda: bench.stage(run_id, "sft").state == "running")

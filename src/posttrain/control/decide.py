@@ -96,10 +96,12 @@ class View:
         return tuple(attempt for attempt in self.attempts if attempt.stage == name)
 
     def after(self, written: Iterable[RunRecord | StageRecord | AttemptRecord | Watch]) -> View:
-        """The rows as they are once these, of the same run, were written."""
+        """The rows as they are once these were written; rows of other runs change nothing."""
         run, stages, attempts = self.run, {s.name: s for s in self.stages}, {a.name: a for a in self.attempts}
         watches = {watch.attempt: watch for watch in self.watches}
         for row in written:
+            if (row.id if isinstance(row, RunRecord) else row.run_id) != run.id:
+                continue
             match row:
                 case RunRecord():
                     run = row

@@ -100,7 +100,7 @@ class Reconciler:
         self._swept = stores.clock.now()
         self._pulse = Pulse(stores.clock, jobs)
         self._beside, self._ending = Beside(jobs.beside), Beside(4 * jobs.beside)  # no end of a job waits for a hash
-        self._begun: dict[tuple[str, str], tuple[int, ...]] = {}  # stage → the run's rows when work beside was begun
+        self._begun: dict[tuple[str, str], int] = {}  # stage → version of the queue's row when work beside was begun
         self._slots, self._devices = Turns(), Turns()
         self._counted = self._dealt = -NEVER  # when slots and devices were looked for
 
@@ -197,7 +197,8 @@ class Reconciler:
                 f"posttrain dead {run_id} --retry"
             )
         elif held is not None and row.lease_token == held.lease_token and (row.lease_in or 0.0) > LEASE_SECONDS / 2:
-            return row  # still ours for long enough: a renewal costs an fsync
+            self._held[run_id] = row  # still ours for long enough: a renewal costs an fsync
+            return row
         claimed = self.queue.claim([run_id], early=True)
         if not claimed and self.queue.succeed_the_dead():
             claimed = self.queue.claim([run_id], early=True)
@@ -465,8 +466,8 @@ class Reconciler:
             if beside.has(run_id, name):
                 if name not in over or not beside.collect(run_id, name):
                     return view
-                if _generations(view) == self._begun.pop((run_id, name), None):
-                    return view  # nothing changed since: what is due is the same, and waits for its time or a sign
+                if self._held[run_id].wanted_version == self._begun.pop((run_id, name), None):
+                    return view  # nobody woke the run since: what is due is the same, and waits for its time or a sign
         running = view.stage(name).state == StageState.RUNNING
         if running and self._jobs.elsewhere(view.tries(name)[-1]):
             return view  # the run became another host's since this pass began
@@ -477,7 +478,7 @@ class Reconciler:
         if not self._jobs.beside or not isinstance(order, (*_LONG, Kill)):
             return self._done(view, order)
         beside = self._ending if isinstance(order, Kill) else self._beside
-        self._begun[run_id, name] = _generations(view)
+        self._begun[run_id, name] = self._held[run_id].wanted_version
         beside.begin(run_id, name, functools.partial(act, self._stores, self._jobs, view, order))
         return view
 
