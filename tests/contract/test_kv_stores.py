@@ -72,7 +72,8 @@ class Beside:
             new[(self.next, *[7] * (length - 1))] = end, end + length
             self.next += 1
             end += length
-        if self.store.used + sum(self.store.prompt_bytes(len(prompt)) for prompt in new) > self.budget:
+        front = self.shape.position_bytes  # a store that keeps them packed holds what lies in front too
+        if self.store.used + front + sum(self.store.prompt_bytes(len(prompt)) for prompt in new) > self.budget:
             return
         pairs = [self.draw(end, 2, KV_HEADS, WIDTH) for _ in range(LAYERS)]
         self.store.keep(new, [pair.to(self.shape.device) for pair in pairs])
