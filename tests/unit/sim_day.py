@@ -60,7 +60,7 @@ class Simulation:
     """The world of one seed, below a folder."""
 
     def __init__(self, seed: int, root: Path) -> None:
-        self.world = world = World(seed)
+        self.world = world = World(seed, folder=str(root))
         dice = world.random
         world.lease, world.fatal = LEASE_SECONDS, dice.choice((0.0, 0.002, 0.006))
         self.weather = weather = Weather(world, lost_commits=dice.choice((0.0, 0.01, 0.03)))

@@ -84,8 +84,9 @@ class World:
         calm_after: hours after which no fault comes any more.
     """
 
-    def __init__(self, seed: int, hours: float = 24.0, calm_after: float = 16.0) -> None:
+    def __init__(self, seed: int, hours: float = 24.0, calm_after: float = 16.0, folder: str = "") -> None:
         self.seed, self.random = seed, Random(seed)
+        self.folder = folder  # of the workspace: its path differs between two histories of one seed
         self.time, self.jumped = 0.0, 0.0
         self.end, self.calm_after = hours * 3600, calm_after * 3600
         self.hub = getcurrent()
@@ -113,7 +114,7 @@ class World:
     def say(self, what: str) -> None:
         """A line of the history."""
         who = self.current.name if self.current else "world"
-        line = f"{self.time:10.3f}  {who:<12} {what}"
+        line = f"{self.time:10.3f}  {who:<12} {what.replace(self.folder, 'WORKSPACE') if self.folder else what}"
         self._digest.update(line.encode() + b"\n")
         self._lines.append(line)
 

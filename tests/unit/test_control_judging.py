@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from control_bench import RUN, TRAIN_ONLY, Bench, Script, evaluate, train
+from sqlalchemy import text
 
 from posttrain.control import actions
 from posttrain.control.explain import explain_run
@@ -207,7 +208,7 @@ def test_audit_13_an_edited_release_row_is_found_whichever_way_verify_is_asked(b
         ):
             assert any(problem.startswith("release ") for problem in found.problems), name
         with bench.ledger.database.write(across="a test") as connection:
-            connection.exec_driver_sql(f"UPDATE releases SET {name} = ?", (kept,))
+            connection.execute(text(f"UPDATE releases SET {name} = :kept"), {"kept": kept})
     with pytest.raises(NotFoundError):
         verify(bench.stores, lambda: release_lineage(bench.stores, "unheard-of"))
 
@@ -218,8 +219,8 @@ def test_audit_13_an_edited_cache_row_answers_nothing(bench: Bench) -> None:
     other = bench.drive(bench.submit(seed=2))
     bench.launched.clear()
     with bench.ledger.database.write(across="a test") as connection:
-        moved = "UPDATE stage_cache SET run_id = ? WHERE stage = 'sft' AND run_id = ?"
-        assert connection.exec_driver_sql(moved, (other.id, first.id)).rowcount == 1
+        moved = text("UPDATE stage_cache SET run_id = :other WHERE stage = 'sft' AND run_id = :first")
+        assert connection.execute(moved, {"other": other.id, "first": first.id}).rowcount == 1
     bench.scripts["sft"] = [train()]
     again = bench.drive(bench.submit(again=True))
     assert bench.launched[0] == "sft", "the edited row is no answer"
