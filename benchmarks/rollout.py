@@ -1,19 +1,20 @@
 """Sampling throughput: Hugging Face `generate` against Posttrain's rollout engines, same weights, same work.
 
-    python -m benchmarks.rollout [--size 1m|24m] [--json FILE] [--rounds N] [--tiny]
+    python -m benchmarks.rollout [--size 1m|24m|600m] [--device cpu|cuda] [--json FILE] [--rounds N] [--tiny]
 
-Both sides get the same prompts, the same weights, one thread, float32, temperature 1 without top-k or top-p. Response
-lengths are prescribed, because a randomly initialised model never ends by itself: every row stops at its own limit,
-drawn once from a distribution with a mean near 27 and maximum 64, and end-of-sequence tokens are ignored. So both
-produce exactly the same number of useful tokens. `generate` learns the limits through a stopping criterion per row
-and, as it does with end-of-sequence tokens, computes finished rows until the last one ends.
+Both sides get the same prompts, the same weights, one thread, float32 (bfloat16 on CUDA), temperature 1 without top-k
+or top-p. Response lengths are prescribed, because a randomly initialised model never ends by itself: every row stops at
+its own limit, drawn once from a distribution with a mean near 27 and maximum 64 (on CUDA four times as long), and
+end-of-sequence tokens are ignored. So both produce exactly the same number of useful tokens. `generate` learns the
+limits through a stopping criterion per row and, as it does with end-of-sequence tokens, computes finished rows until
+the last one ends.
 
 Each batch size is measured with every prompt different (group 1) and with 8 samples of every prompt (group 8), as in
 GRPO; only there does computing a prompt once for its group help.
 
 Rounds are interleaved (A B A B …); a ratio is taken inside each round; reported are the median and the range. Time is
 CPU time of this process, which on one thread equals elapsed time on an idle machine and leaves out what other
-processes do.
+processes do. On CUDA it is elapsed time, from an idle device to an idle device.
 
 The bound is what the machine could reach on the useful work: matrix products and attention of every useful token
 counted in FLOP at the GEMM rate measured in this process, or weights and key-value cache read once per step at the
@@ -48,13 +49,55 @@ from posttrain.engine.rollout.backends.module import ModuleRollout
 ROWS, GROUPS = (256, 16), (1, 8)
 LONGEST = 64
 PROMPT = 20
-SIZES = {  # hidden, intermediate, layers, heads, kv_heads, head_dim
-    "1m": (128, 384, 4, 4, 2, 32),  # 0.85 M parameters in the layers and 0.07 M in the tied embedding
-    "24m": (512, 1408, 8, 8, 4, 64),  # 23.6 M and 0.3 M
+SIZES = {  # hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary
+    "1m": (128, 384, 4, 4, 2, 32, 512),  # 0.85 M parameters in the layers and 0.07 M in the tied embedding
+    "24m": (512, 1408, 8, 8, 4, 64, 512),  # 23.6 M and 0.3 M
+    "600m": (1024, 3072, 28, 16, 8, 128, 151_936),  # 440 M and 156 M: the shape of Qwen3-0.6B
 }
-# Times Hugging Face's rate, at least, by rows. What is not named is told: at 16 rows of 24 M parameters both sides read
-# the same weights for few tokens, and what is left is overhead.
+# Times Hugging Face's rate on a CPU, at least, by rows. What is not named is told: at 16 rows of 24 M parameters both
+# sides read the same weights for few tokens, and what is left is overhead.
 TARGETS = {"1m": {256: 2.5, 16: 2.2}, "24m": {256: 1.6}}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What computes, and in which numbers."""
+
+    name: str = "cpu"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return torch.bfloat16 if self.name == "cuda" else torch.float32
+
+    def clock(self) -> float:
+        """Seconds: of this process's CPU, or until the device has done what it was given."""
+        if self.name == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def timed(self, run: Callable[[], object], repeats: int = 1) -> float:
+        """Seconds of one run."""
+        start = self.clock()
+        for _ in range(repeats):
+            run()
+        return (self.clock() - start) / repeats
+
+    def gemm_rate(self) -> float:
+        """FLOP/s of a square product, best of several."""
+        size = 1024 if self.name == "cpu" else 8192
+        a, b = torch.randn(2, size, size, device=self.name, dtype=self.dtype).unbind()
+        return 2 * size**3 / min(self.timed(lambda: torch.mm(a, b)) for _ in range(8))
+
+    def copy_rate(self) -> float:
+        """Bytes/s of reading and writing a buffer beyond the caches."""
+        source = torch.randn(2**26 if self.name == "cpu" else 2**30, device=self.name)
+        target = torch.empty_like(source)
+        return 2 * source.numel() * 4 / min(self.timed(lambda: target.copy_(source)) for _ in range(4))
+
+
+CPU = Machine()
 
 
 @dataclass(frozen=True)
@@ -86,12 +129,12 @@ class Result:
     share_of_bound: float
 
 
-def build_module(positions: int = 256, size: str = "1m") -> PreTrainedModel:
+def build_module(positions: int = 256, size: str = "1m", machine: Machine = CPU) -> PreTrainedModel:
     """Qwen3 architecture of a size."""
     torch.manual_seed(0)
-    hidden, intermediate, layers, heads, kv_heads, head_dim = SIZES[size]
+    hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary = SIZES[size]
     config = Qwen3Config(
-        vocab_size=512,
+        vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=layers,
@@ -105,21 +148,23 @@ def build_module(positions: int = 256, size: str = "1m") -> PreTrainedModel:
         eos_token_id=2,
         attn_implementation="sdpa",
     )
-    return Qwen3ForCausalLM(config).eval()
+    with torch.device(machine.name):
+        return Qwen3ForCausalLM(config).to(machine.dtype).eval()
 
 
-def build_workload(rows: int, group: int) -> Workload:
-    """Prompts of 20 tokens; response lengths 4 + exponential(28), cut at 64."""
+def build_workload(rows: int, group: int, longer: int = 1) -> Workload:
+    """Prompts of 20 tokens; response lengths 4 + exponential(28), cut at 64, or so many times as long."""
     rng = random.Random(rows)
     prompts = [[rng.randrange(3, 512) for _ in range(PROMPT)] for _ in range(rows // group)]
-    return Workload(group, prompts, [min(LONGEST, 4 + int(rng.expovariate(1 / 28))) for _ in range(rows)])
+    limits = [min(LONGEST, 4 + int(rng.expovariate(1 / 28))) * longer for _ in range(rows)]
+    return Workload(group, prompts, limits)
 
 
 class RowLimits(StoppingCriteria):
     """Ends each row at its own limit."""
 
-    def __init__(self, limits: Sequence[int], prompt: int) -> None:
-        self._ends = torch.tensor(limits) + prompt
+    def __init__(self, limits: Sequence[int], prompt: int, device: torch.device) -> None:
+        self._ends = torch.tensor(limits, device=device) + prompt
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
         return self._ends <= input_ids.shape[1]
@@ -127,7 +172,7 @@ class RowLimits(StoppingCriteria):
 
 def run_hugging_face(module: PreTrainedModel, work: Workload) -> None:
     """One batch through `generate`."""
-    ids = torch.tensor(work.prompts).repeat_interleave(work.group, 0)
+    ids = torch.tensor(work.prompts, device=module.device).repeat_interleave(work.group, 0)
     with torch.inference_mode():
         out = module.generate(
             ids,
@@ -136,36 +181,22 @@ def run_hugging_face(module: PreTrainedModel, work: Workload) -> None:
             temperature=1.0,
             top_k=0,
             top_p=1.0,
-            max_new_tokens=LONGEST,
+            max_new_tokens=max(work.limits),
             eos_token_id=None,
-            stopping_criteria=StoppingCriteriaList([RowLimits(work.limits, PROMPT)]),
+            stopping_criteria=StoppingCriteriaList([RowLimits(work.limits, PROMPT, module.device)]),
         )
     assert out.shape[1] == PROMPT + max(work.limits)
 
 
 def run_engine(engine: RolloutEngine, work: Workload) -> None:
     """The same batch through one of our engines."""
-    sampling = SamplingParams(max_new_tokens=LONGEST, batch_size=len(work.limits), ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=max(work.limits), batch_size=len(work.limits), ignore_eos=True)
     out = generate(engine, work.prompts, samples=work.group, sampling=sampling, limits=work.limits)
     assert sum(t.generated for t in out) == work.tokens
 
 
-def gemm_rate() -> float:
-    """FLOP/s of a square float32 product, best of several."""
-    size = 1024
-    a, b = torch.randn(size, size), torch.randn(size, size)
-    return 2 * size**3 / min(_timed(lambda: torch.mm(a, b)) for _ in range(8))
-
-
-def copy_rate() -> float:
-    """Bytes/s of reading and writing a buffer beyond the caches."""
-    source = torch.randn(2**26)
-    target = torch.empty_like(source)
-    return 2 * source.numel() * 4 / min(_timed(lambda: target.copy_(source)) for _ in range(4))
-
-
-def bound_seconds(model: LanguageModel, work: Workload, flops: float, bytes_rate: float) -> float:
-    """Least time for the useful work.
+def bound_seconds(model: LanguageModel, work: Workload, machine: Machine) -> float:
+    """Least time for the useful work at the rates that the machine is measured to reach.
 
     The first token of a response comes from the prompt pass, so a response of n tokens needs n - 1 steps; a prompt is
     computed once for its group.
@@ -179,14 +210,14 @@ def bound_seconds(model: LanguageModel, work: Workload, flops: float, bytes_rate
     contexts = sum(sum(range(at + 1, at + n + 1)) for at, n in zip(before, steps, strict=True))
     contexts += sum(size * (size + 1) // 2 for size in sizes)
     work_flops = 2 * weights * (prompt_tokens + sum(steps)) + per_key * contexts
-    kv_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * contexts
-    work_bytes = 4 * weights * max(work.limits) + kv_bytes
-    return max(work_flops / flops, work_bytes / bytes_rate)
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * contexts
+    work_bytes = machine.dtype.itemsize * (weights * max(work.limits) + numbers)
+    return max(work_flops / machine.gemm_rate(), work_bytes / machine.copy_rate())
 
 
-def measure(work: Workload, rounds: int, size: str) -> list[Result]:
+def measure(work: Workload, rounds: int, size: str, machine: Machine) -> list[Result]:
     """Interleaved rounds of all engines on one batch."""
-    module = build_module(size=size)
+    module = build_module(positions=max(256, max(work.limits) + PROMPT), size=size, machine=machine)
     own = adopt_module(copy.deepcopy(module))
     contenders: dict[str, Callable[[], None]] = {
         "hf generate": lambda: run_hugging_face(module, work),
@@ -200,8 +231,8 @@ def measure(work: Workload, rounds: int, size: str) -> list[Result]:
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, run in contenders.items():
-            times[name].append(_timed(run, repeats))
-    bound = bound_seconds(own, work, gemm_rate(), copy_rate())
+            times[name].append(machine.timed(run, repeats))
+    bound = bound_seconds(own, work, machine)
     results = []
     for name, taken in times.items():
         ratios = [base / own_time for base, own_time in zip(times["hf generate"], taken, strict=True)]
@@ -222,37 +253,35 @@ def measure(work: Workload, rounds: int, size: str) -> list[Result]:
     return results
 
 
-def _timed(run: Callable[[], object], repeats: int = 1) -> float:
-    start = time.process_time()
-    for _ in range(repeats):
-        run()
-    return (time.process_time() - start) / repeats
-
-
 def main() -> None:
     """Print the table; exit 1 when a target is missed."""
     parser = argparse.ArgumentParser(description="Sampling throughput against Hugging Face generate")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--size", choices=SIZES, default="1m", help="parameters of the model")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what computes; cuda has no targets")
     parser.add_argument("--tiny", action="store_true", help="one round of four rows: that it runs, no figures")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    targets = TARGETS[options.size]
-    batches = [build_workload(rows, group) for rows in ROWS for group in GROUPS]
+    machine = Machine(options.device)
+    targets = TARGETS.get(options.size, {}) if machine == CPU else {}
+    longer = 1 if machine == CPU else 4
+    batches = [build_workload(rows, group, longer) for rows in ROWS for group in GROUPS]
     if options.tiny:
         batches = [build_workload(4, 2)]
-    results = [
-        result for work in batches for result in measure(work, 1 if options.tiny else options.rounds, options.size)
-    ]
+    rounds = 1 if options.tiny else options.rounds
     head = f"{'rows':>4} {'group':>5}  {'engine':<18} {'tokens/s':>9}"
     print(f"{head}  {'ratio (min-max)':<20} {'bound':>9} {'reached':>8}")
-    for r in results:
-        spread = f"{r.ratio:.2f}x ({r.lowest:.2f}-{r.highest:.2f})"
-        print(
-            f"{r.rows:>4} {r.group:>5}  {r.engine:<18} {r.tokens_per_second:>9.0f}  {spread:<20} "
-            f"{r.bound_tokens_per_second:>9.0f} {r.share_of_bound:>8.0%}"
-        )
+    results = []
+    for work in batches:
+        for r in measure(work, rounds, options.size, machine):
+            spread = f"{r.ratio:.2f}x ({r.lowest:.2f}-{r.highest:.2f})"
+            print(
+                f"{r.rows:>4} {r.group:>5}  {r.engine:<18} {r.tokens_per_second:>9.0f}  {spread:<20} "
+                f"{r.bound_tokens_per_second:>9.0f} {r.share_of_bound:>8.0%}",
+                flush=True,
+            )
+            results.append(r)
     if options.json:
         options.json.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
     judged = [r for r in results if r.engine == "posttrain native" and r.rows in targets]

@@ -56,7 +56,7 @@ from trl import GRPOTrainer, SFTTrainer
 from trl import SFTConfig as TrlSFTConfig
 
 from benchmarks.judging import at_least, judge
-from benchmarks.rollout import gemm_rate
+from benchmarks.rollout import CPU
 from benchmarks.sorting_task import TEACHING_STEPS, exact, one_process, render, task, teach
 from benchmarks.trl_trainers import Clock, mean_loss, seconds_of, trainer_options
 from posttrain.domain.facts import Fact, Sample
@@ -300,7 +300,7 @@ def compare(
     pairs = [(ours(), trl()) for _ in range(rounds)]
     ratios = [theirs.seconds / own.seconds for own, theirs in pairs]
     seconds = statistics.median(own.seconds for own, _ in pairs)
-    bound = flops / gemm_rate()
+    bound = flops / CPU.gemm_rate()
     return Result(
         task=kind,
         ours=per_step / seconds,

@@ -211,3 +211,14 @@ def test_what_is_kept_of_prompts_is_their_keys_and_values_alone(count: int) -> N
     assert held == decoder.shape.position_bytes * sum(map(len, prompts))
     one = decoder.prefill([(5,)])
     assert sum(pair.untyped_storage().nbytes() for pair in one.pairs) == decoder.shape.position_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_is_recorded_after_the_last_recording_is_gone_has_memory() -> None:
+    """Keys and values that move make every recording void: the memory that those shared goes with the last of them."""
+    record, numbers = cuda_recorder(), torch.arange(8.0, device="cuda")
+    for factor in (2.0, 3.0, 5.0):
+        replays = [record(lambda by=factor: numbers * by) for _ in range(2)]
+        assert all(torch.equal(replay(), numbers * factor) for replay in replays)
+        del replays

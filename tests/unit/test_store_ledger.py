@@ -472,6 +472,7 @@ def test_a_cache_key_is_answered_by_the_stage_put_last(ledger: Ledger) -> None:
     for number, run_id in enumerate(("run1", "run2")):
         submit(ledger, a_run(run_id, repeat=number + 1))
         with ledger.transaction("reconciler") as transaction:
+            transaction.update_stage(ledger.stages(run_id)[0], cache_key=OTHER)
             transaction.put_cache(OTHER, run_id, "train")
     found = ledger.cached_stage(OTHER)
     assert found is not None

@@ -240,8 +240,7 @@ def plan_attempt(
         _, unwatched = taken_slots(stores, jobs)
     limited = budgets.limited(manifest)  # else nothing is counted, and no row is read for that
     with stores.ledger.transaction(stores.actor) as transaction:
-        transaction.lock_run(stage.run_id)
-        state = transaction.snapshot.run(stage.run_id).state
+        state = transaction.lock_run(stage.run_id)
         attempts = transaction.snapshot.attempts(stage.run_id) if limited else []
         stages = transaction.snapshot.stages(stage.run_id) if limited else []
         taken_over = tokens_taken_over(stores, jobs.folders, [*attempts, attempt] if limited else [])

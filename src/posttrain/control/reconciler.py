@@ -37,7 +37,7 @@ from posttrain.control.pulse import Beside, Pulse, Turns, look_again_after
 from posttrain.control.sights import Looks, see
 from posttrain.control.stores import Stores
 from posttrain.control.trouble import Troubles, one_line, record_trouble
-from posttrain.domain.errors import ConflictError, DeadlineError, InfrastructureError, PosttrainError
+from posttrain.domain.errors import ConflictError, DeadlineError, InfrastructureError, NotFoundError, PosttrainError
 from posttrain.domain.lifecycle import StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import Reason
@@ -106,9 +106,10 @@ class Reconciler:
 
     def tick(self, run_id: str) -> Tick | None:
         """One pass over one run, due or not; None when another live process holds its lease."""
-        rows = self.queue.of_run(run_id)
+        over, began = self._over(run_id), self._stores.clock.now()
+        rows, now = self._looked_at(run_id)
         if run_id not in rows:  # the run has ended, its row was lost, or another process resumes it right now
-            run = self._stores.ledger.run(run_id)
+            run = self._stores.ledger.run(run_id) if now is None else now.run
             if is_final("run", run.state):
                 self._held.pop(run_id, None)
                 return Tick(run, changed=False)
@@ -116,13 +117,13 @@ class Reconciler:
         if claim is None:
             return None
         if claim is not rows.get(run_id):  # claimed a moment ago: the version that it counts is newer than the rows
-            rows = self.queue.of_run(run_id)
+            over, began = self._over(run_id), self._stores.clock.now()
+            rows, now = self._looked_at(run_id)
         if run_id in self._watched:
             self._watched[run_id].turn = (-claim.priority, claim.id)
         troubles = Troubles(self._stores, self.queue, rows.values())
         try:
-            over = self._beside.over(run_id) | self._ending.over(run_id)  # before its rows are read
-            began, now = self._stores.clock.now(), self._rows_of(run_id)
+            now = self._rows_of(run_id) if now is None else now
             if self._is_elsewhere(now):
                 return None
             view = self._told(now)
@@ -134,6 +135,19 @@ class Reconciler:
             return Tick(self._stores.ledger.run(run_id), changed=True)
         except Exception as error:
             return self._met(self._stores.ledger.run(run_id), claim, error)
+
+    def _over(self, run_id: str) -> Set[str]:
+        """Stages whose work beside this thread has ended: asked before the rows are read, which it wrote."""
+        return self._beside.over(run_id) | self._ending.over(run_id)
+
+    def _looked_at(self, run_id: str) -> tuple[dict[str, Work], RunRows | None]:
+        """The rows of a run, the queue's with its own; None: they cannot be read, which is the run's trouble."""
+        try:
+            return self.queue.look_at(run_id)
+        except NotFoundError:
+            raise
+        except Exception:
+            return self.queue.of_run(run_id), None
 
     def _given_back(self, view: View, claim: Work, troubles: Troubles, began: float) -> Tick:
         """Whatever was written after `view` was read woke the run: then it is not settled, and looked at again."""

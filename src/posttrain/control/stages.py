@@ -49,6 +49,7 @@ def bind_pending(
             elif not kind_of(stage.kind).judges:
                 return _skip(stores, stage, ref.name)
     bound = {slot: asdict(blob) for slot, blob in inputs.items()}
+    taken = {slot: ref.output for slot, ref in plan.inputs.items() if ref.source == "stage" and ref.output}
     waits = kind_of(stage.kind).driver is Driver.WAIT
     begun: dict[str, Any] = wait_of(manifest, stage.name).begun(stores.clock.now()) if waits else {}
     with stores.ledger.transaction(stores.actor) as transaction:
@@ -59,6 +60,7 @@ def bind_pending(
             message="inputs are there",
             next_action="",
             inputs=bound,
+            taken=taken,
             **begun,
         )
 
@@ -97,9 +99,9 @@ def start_ready(stores: Stores, jobs: Jobs, view: View, stage: StageRecord) -> N
     """Reuse a cached result, or plan the next attempt of a ready stage when there is a slot and budget."""
     manifest, stages = view.manifest, {one.name: one for one in view.stages}
     key = cache_key(manifest, manifest.stage(stage.name), bound_inputs(stage))
-    if _reuse(stores, stage, key):
+    cached, same = stores.ledger.computed(key)
+    if cached and _reuse(stores, stage, key, cached):
         return
-    same = stores.ledger.stages_by_key(key)
     twin = _twin(stores, stage, same)
     if twin:
         said = f"{twin} computes the same; its result will be reused"
@@ -179,9 +181,8 @@ def _environment_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: 
     return True
 
 
-def _reuse(stores: Stores, stage: StageRecord, key: str) -> bool:
-    cached = stores.ledger.cached_stage(key)
-    if cached is None or not usable(cached, stores.blobs):
+def _reuse(stores: Stores, stage: StageRecord, key: str, cached: StageRecord) -> bool:
+    if not usable(cached, stores.blobs):
         return False
     origin = f"{cached.run_id}/{cached.name}"
     with stores.ledger.transaction(stores.actor) as transaction:

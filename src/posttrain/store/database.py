@@ -33,7 +33,7 @@ from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.store import postgres
 from posttrain.store.atomic import unwritable
 from posttrain.store.clock import SystemClock
-from posttrain.store.journal import TABLES, tell_rows
+from posttrain.store.journal import TABLES, TRIGGER, tell_rows
 from posttrain.store.merkle import EMPTY
 from posttrain.store.schema import (
     SCHEMA_VERSION,
@@ -309,6 +309,8 @@ class Database:
         cursor.execute(f"PRAGMA busy_timeout = {int(self._busy * 1000)}")
         cursor.execute("PRAGMA synchronous = FULL")
         cursor.execute("PRAGMA foreign_keys = ON")
+        for statement in () if self.read_only else TRIGGER:
+            cursor.execute(statement)
         cursor.close()
 
     def _on_begin(self, connection: Connection) -> None:

@@ -48,6 +48,7 @@ class Told:
     outputs: Mapping[str, Any] = field(default_factory=dict)
     cached_from: str | None = None  # RUN/STAGE whose outputs they are
     sizes: Sizes = field(default_factory=dict)  # of the outputs, where they are known
+    taken: Mapping[str, str] = field(default_factory=dict)  # input → output of another stage that it is, where known
 
     @property
     def end(self) -> str:
@@ -67,10 +68,11 @@ class Told:
             if self.cached_from:
                 yield Edge(source_of(self.cached_from)[0], output, self.end, REUSED, digest)
 
-    def used(self) -> Iterator[tuple[str, str, str]]:
-        """Slot, digest and name of every input."""
+    def used(self) -> Iterator[tuple[str, str, str, str]]:
+        """Slot, digest, producer and output of every input; the output is empty where it is not known."""
         for slot, digest, _ in _blobs(self.inputs):
-            yield slot, digest, str(self.inputs[slot].get("name", ""))
+            producer, output = source_of(str(self.inputs[slot].get("name", "")))
+            yield slot, digest, producer, output or self.taken.get(slot, "")
 
 
 class EdgeWriter:
@@ -160,7 +162,7 @@ class EdgeWriter:
         """Rows in an order of their own, so that two who add the same wait for each other in one direction only."""
         if not rows:
             return []
-        added = {tuple(row) for row in self._connection.execute(_addition(self._connection.dialect.name, table), rows)}
+        added = {tuple(row) for row in self._connection.execute(addition(self._connection.dialect.name, table), rows)}
         names = [column.name for column in table.primary_key]
         changes = []
         for row in rows:
@@ -184,8 +186,8 @@ class EdgeWriter:
         return [Change(CHANGED, holds.name, key, values)] if there else []
 
     def _uses(self, told: Sequence[Told]) -> Iterator[Edge]:
-        """Inputs; which output of another stage each is where its name does not say it: the one of its bytes."""
-        sources = [(one.end, slot, digest, *source_of(name)) for one in told for slot, digest, name in one.used()]
+        """Inputs; which output of another stage each is where that is not known: the one of its bytes."""
+        sources = [(one.end, *used) for one in told for used in one.used()]
         asked = {producer for *_, producer, output in sources if producer.startswith("run:") and not output}
         made: dict[tuple[str, str], list[str]] = {}
         for edge in self._made(asked):
@@ -231,7 +233,7 @@ def _blobs(columns: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 @functools.cache
-def _addition(dialect: str, table: Table) -> Insert:
+def addition(dialect: str, table: Table) -> Insert:
     """What adds rows that are not there, and says which those were."""
     from sqlalchemy.dialects import postgresql, sqlite  # not before somebody writes
 

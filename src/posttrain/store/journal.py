@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, LargeBinary, String, Table, bindparam, insert, select, text
+from sqlalchemy import Connection, LargeBinary, String, Table, TextClause, bindparam, insert, select, text
 from sqlalchemy.exc import IntegrityError as ConstraintError
 
 from posttrain.domain.canonical import canonical_json, digest_bytes
@@ -33,8 +33,8 @@ from posttrain.domain.principals import DRIVER
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.store import schema
 from posttrain.store.merkle import leaf_hash
-from posttrain.store.schema import JsonText, events, payloads, principals, projects, unsealed
-from posttrain.store.waking import RUN, WAKE, wake, waking
+from posttrain.store.schema import JsonText, principals, projects
+from posttrain.store.waking import RUN, WAKE, wake
 
 CREATED = "ledger.created"  # the first event of a log
 ERASED = "words.erased"  # its `erased` are the digests of payloads that are gone
@@ -44,29 +44,49 @@ FIELDS = ("project", "kind", "subject", "principal", "auth", "request", "at", "a
 _EXACT = 2**53  # whole numbers from here on are not the same in every JSON reader
 ADDED, CHANGED, REMOVED = "+", "~", "-"
 Entropy = Callable[[int], bytes]  # so many random bytes
+_PRINCIPAL_BYTES, _REQUEST_BYTES = 8, 16
 # Of a remembered principal another process may have erased the name since. Then none has this id and this name, and the
 # column, which may not be NULL, refuses the event: no statement more for what hardly ever happens.
-_STILL = "(SELECT id FROM principals WHERE id = :author AND name = coalesce(:called, name))"
-_EVENT = insert(events).values(principal=text(_STILL))
-_PAYLOAD, _UNSEALED = insert(payloads), insert(unsealed)
-_EVENTS = insert(events).returning(events.c.id, sort_by_parameter_order=True)
-_EVENTS_IN_ORDER = _EVENT.returning(events.c.id)  # SQLite numbers the rows of one statement in their order
-_PRINCIPAL_BYTES, _REQUEST_BYTES = 8, 16
-# An event of one run, as most are, in one question to the server instead of four: each is a way there and back.
-_AT_ONCE = text(
-    "WITH told AS (INSERT INTO events (project, kind, subject, principal, auth, request, at, audited, words, leaf) "
-    f"VALUES (:project, :kind, :subject, {_STILL}, :auth, :request, :at, :audited, :words, :leaf) RETURNING id), "
+_STILL = "(SELECT id FROM principals WHERE id = {0}author AND name = coalesce({0}called, name))"
+_ENVELOPE = "project, kind, subject, principal, auth, request, at, audited, words, leaf"
+_BESIDE = "retention, salt, body, woken"  # the words of an event, and the run that it wakes
+# An event, its words, its place in the sealer's queue and the run that it wakes are one question to the database
+# instead of four. SQLite cannot write to several tables in one statement, so a trigger of each connection does.
+_GIVEN = "{0}project, {0}kind, {0}subject, " + _STILL + ", {0}auth, {0}request, {0}at, {0}audited, {0}words, {0}leaf"
+_WAKEN = WAKE.replace("VALUES (:project, :what, :object, :due,", "SELECT {0}project, 'run', {1}, 0.0,").replace(
+    "'', '')", "'', '' WHERE {1} IS NOT NULL"
+)
+_NAMES = _ENVELOPE.replace("principal", "author, called") + f", {_BESIDE}"
+TRIGGER = (
+    f"CREATE TEMP VIEW telling AS SELECT {', '.join(f'NULL AS {name}' for name in _NAMES.split(', '))}",
+    "CREATE TEMP TRIGGER telling_events INSTEAD OF INSERT ON telling BEGIN "
+    f"INSERT INTO events ({_ENVELOPE}) VALUES ({_GIVEN.format('NEW.')}); "
+    "INSERT INTO unsealed (event) VALUES (last_insert_rowid()); "  # its key is the event's: so it is below, too
+    "INSERT INTO payloads (event, retention, salt, body) "
+    "SELECT last_insert_rowid(), NEW.retention, NEW.salt, NEW.body WHERE NEW.words IS NOT NULL; "
+    f"{_WAKEN.format('NEW.', 'NEW.woken')}; END",
+)
+_ROWS = f"({_NAMES}) VALUES ({', '.join(f':{name}' for name in _NAMES.split(', '))})"
+_TELLING = {
+    "sqlite": f"INSERT INTO telling {_ROWS}",
+    "postgresql": f"WITH told AS (INSERT INTO events ({_ENVELOPE}) VALUES ({_GIVEN.format(':')}) RETURNING id), "
     "said AS (INSERT INTO payloads (event, retention, salt, body) "
     "SELECT id, :retention, :salt, :body FROM told WHERE :words IS NOT NULL), "
-    f"waiting AS (INSERT INTO unsealed (event) SELECT id FROM told) {WAKE}"
-).bindparams(
-    bindparam("audited", type_=JsonText),
-    bindparam("body", type_=JsonText),
-    bindparam("words", type_=String),
-    bindparam("salt", type_=LargeBinary),
-    bindparam("leaf", type_=LargeBinary),
-    bindparam("retention", type_=String),
-)
+    f"waiting AS (INSERT INTO unsealed (event) SELECT id FROM told) {_WAKEN.format(':', 'CAST(:woken AS VARCHAR)')}",
+}
+
+
+@functools.cache
+def _telling(dialect: str) -> TextClause:
+    """What writes one event, with all that goes with it."""
+    return text(_TELLING[dialect]).bindparams(
+        bindparam("audited", type_=JsonText),
+        bindparam("body", type_=JsonText),
+        bindparam("words", type_=String),
+        bindparam("salt", type_=LargeBinary),
+        bindparam("leaf", type_=LargeBinary),
+        bindparam("retention", type_=String),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,13 +232,6 @@ def new_request(entropy: Entropy) -> str:
     return entropy(_REQUEST_BYTES).hex()
 
 
-def _at_once(row: Mapping[str, Any], payload: Payload | None, run_id: str) -> dict[str, Any]:
-    """The values of `_AT_ONCE`."""
-    said = Payload(RETAINED, b"", {}) if payload is None else payload
-    words = {"retention": said.retention, "salt": said.salt, "body": said.body}
-    return {**row, **words, **waking(str(row["project"]), RUN, run_id)}
-
-
 class Journal:
     """What a transaction will tell."""
 
@@ -265,40 +278,24 @@ class Journal:
         self._payloads.append(payload)
 
     def flush(self, woken: Collection[str] = ()) -> None:
-        """Write what was told, and wake these runs."""
+        """Write what was told, and wake these runs, in one order for everybody, so that two never deadlock."""
         rows, said = self._rows, self._payloads
         self._rows, self._payloads = [], []
-        if self._connection.dialect.name == "postgresql" and len(rows) == len(woken) == 1:
-            self._connection.execute(_AT_ONCE, self._signed(_at_once(rows[0], said[0], next(iter(woken)))))
-            return
-        wake(self._connection, self._project, RUN, woken)
-        if not rows:
-            return
-        ids = self._numbered(rows)
-        told = [
-            {"event": event, "retention": payload.retention, "salt": payload.salt, "body": payload.body}
-            for event, payload in zip(ids, said, strict=True)
-            if payload is not None
-        ]
-        if told:
-            self._connection.execute(_PAYLOAD, told)
-        self._connection.execute(_UNSEALED, [{"event": event} for event in ids])
+        names = sorted(woken)
+        last = names.pop() if names and rows else None
+        wake(self._connection, self._project, RUN, names)
+        if rows:
+            told = [self._whole(row, payload) for row, payload in zip(rows, said, strict=True)]
+            told[0]["woken"] = last
+            self._connection.execute(_telling(self._connection.dialect.name), told)
 
-    def _numbered(self, rows: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Write events; their ids, in the same order."""
-        if self._connection.dialect.name == "sqlite":
-            found = self._connection.execute(_EVENTS_IN_ORDER, [self._signed(row) for row in rows])
-            return sorted(found.scalars())
-        key = self._connection.execute(_EVENT, self._signed(rows[0])).inserted_primary_key
-        assert key is not None
-        return [key.id, *(sorted(self._connection.execute(_EVENTS, rows[1:]).scalars()) if rows[1:] else ())]
-
-    def _signed(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """An event, whose author must still be called so where that was not read in this transaction."""
+    def _whole(self, row: Mapping[str, Any], payload: Payload | None) -> dict[str, Any]:
+        """The values of `_telling`: the author must still be called so where that was not read in this transaction."""
         name = self.author.name
-        signed = {**row, "author": row["principal"], "called": None if name in self.found else name}
+        signed = {**row, "author": row["principal"], "called": None if name in self.found else name, "woken": None}
         del signed["principal"]
-        return signed
+        words = Payload(RETAINED, b"", {}) if payload is None else payload
+        return {**signed, "retention": words.retention, "salt": words.salt, "body": words.body}
 
     @property
     def own(self) -> str:

@@ -160,6 +160,7 @@ class Ledger:
     channels = _read(Snapshot.channels)
     stages_by_key = _read(Snapshot.stages_by_key)
     cached_stage = _read(Snapshot.cached_stage)
+    computed = _read(Snapshot.computed)
     events = _read(Snapshot.events)
     pending_events = _read(Snapshot.pending_events)
 

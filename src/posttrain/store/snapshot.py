@@ -99,11 +99,14 @@ _IN_BRIEF = _IN_BRIEF.where(of_project(stages, _PROJECT)).order_by(stages.c.run_
 _ATTEMPTS_OF_MANY = select(attempts).where(of_project(attempts, _PROJECT))
 _ATTEMPTS_OF_MANY = _ATTEMPTS_OF_MANY.order_by(attempts.c.run_id, attempts.c.stage, attempts.c.number)
 _ATTEMPTS = _ATTEMPTS_OF_MANY.where(attempts.c.run_id == _RUN_ID)
-_CACHED = select(stages).join(
-    stage_cache, (stages.c.run_id == stage_cache.c.run_id) & (stages.c.name == stage_cache.c.stage)
+_ANSWERS = (stages.c.run_id == stage_cache.c.run_id) & (stages.c.name == stage_cache.c.stage)
+_ANSWERS &= (stage_cache.c.cache_key == stages.c.cache_key) & (stage_cache.c.project == runs.c.project)
+_BY_KEY = select(stages, stage_cache.c.stage.label("answers")).join(runs, runs.c.id == stages.c.run_id)
+_BY_KEY = _BY_KEY.outerjoin(stage_cache, _ANSWERS).where(
+    stages.c.cache_key == bindparam("of_key"), runs.c.project == _PROJECT
 )
-_CACHED = _CACHED.where(stage_cache.c.cache_key == bindparam("of_key"), stage_cache.c.project == _PROJECT)
-_TEXTS = {  # the columns of `_rows_on` that are JSON
+_BY_KEY = _BY_KEY.order_by(runs.c.created_at.desc(), runs.c.id, stages.c.position)
+_TEXTS = {  # the columns of `rows_on` that are JSON
     kind: [column.key for column in table.c if isinstance(column.type, JsonText)]
     for kind, table in (("StageRecord", stages), ("AttemptRecord", attempts))
 }
@@ -140,13 +143,22 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         Raises:
             NotFoundError: there is no such run.
         """
-        values = {"run_id": run_id, **self._here()}
-        found = self._connection.execute(_rows_on(self._connection.dialect.name), values).all()
+        return self.rows_in(run_id, rows_on(self._connection.dialect.name))[0]
+
+    def rows_in(
+        self, run_id: str, query: Select[Any], values: Mapping[str, Any] | None = None
+    ) -> tuple[RunRows, Sequence[Row[*tuple[Any, ...]]]]:
+        """What `rows_on`, or more beside it, finds of a run; the rows themselves are for who asked for more.
+
+        Raises:
+            NotFoundError: there is no such run.
+        """
+        found = self._connection.execute(query, {"run_id": run_id, **self._here(), **(values or {})}).all()
         if not found:
             raise NotFoundError(f"there is no run {run_id}; `posttrain ls` shows them")
         tries = sorted(_of_kind(AttemptRecord, found), key=lambda one: (one.stage, one.number))
         run, below, seen = (_of_kind(RunRecord, found)[0], _of_kind(StageRecord, found), _of_kind(Watch, found))
-        return RunRows(run, tuple(below), tuple(tries), tuple(seen))
+        return RunRows(run, tuple(below), tuple(tries), tuple(seen)), found
 
     def runs(
         self,
@@ -351,9 +363,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
 
     def stages_by_key(self, cache_key: str) -> list[StageRecord]:
         """Every stage that computes, or computed, what this key names; newest run first."""
-        query = select(stages).join(runs, runs.c.id == stages.c.run_id).where(stages.c.cache_key == cache_key)
-        query = query.where(runs.c.project == self._project)
-        return self._all(StageRecord, query.order_by(runs.c.created_at.desc(), runs.c.id, stages.c.position))
+        return self._all(StageRecord, _BY_KEY, {"of_key": cache_key, "of_project": self._project})
 
     def runs_that_wait_for(self, cache_key: str) -> set[str]:
         """Ids of unfinished runs with a stage that is ready and computes what this key names, but is not at it."""
@@ -366,9 +376,14 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
 
         Whether its blobs are still there is for the caller to see.
         """
-        values = {"of_key": cache_key, "of_project": self._project}
-        found = next(iter(self._all(StageRecord, _CACHED, values)), None)
-        return found if found and self._logged(cache_key, found) else None
+        return self.computed(cache_key)[0]
+
+    def computed(self, cache_key: str) -> tuple[StageRecord | None, list[StageRecord]]:
+        """`cached_stage` and `stages_by_key`."""
+        found = self._connection.execute(_BY_KEY, {"of_key": cache_key, "of_project": self._project}).all()
+        same = [to_record(StageRecord, row) for row in found]
+        answers = next((one for one, row in zip(same, found, strict=True) if row._mapping["answers"]), None)
+        return answers if answers and self._logged(cache_key, answers) else None, same
 
     def _logged(self, cache_key: str, stage: StageRecord) -> bool:
         """Whether events let this stage answer this key, and made its outputs what the rows hold."""
@@ -458,7 +473,7 @@ def _run_on(dialect: str) -> Select[Any]:
 
 
 @functools.cache
-def _rows_on(dialect: str) -> Select[Any]:
+def rows_on(dialect: str) -> Select[Any]:
     """Every column of a run, its stages, attempts and watches, called `KIND.COLUMN`: a row for each attempt.
 
     JSON comes as text: a stage's stands in the row of each of its attempts, and is read once.
@@ -476,7 +491,7 @@ def _rows_on(dialect: str) -> Select[Any]:
 
 
 def _of_kind(kind: type[Record], rows: Sequence[Row[*tuple[Any, ...]]]) -> list[Record]:
-    """The records of one kind in what `_rows_on` found, each once."""
+    """The records of one kind in what `rows_on` found, each once."""
     columns = [(name, f"{kind.__name__}.{name}") for name in names_of(kind)]
     texts = _TEXTS.get(kind.__name__, ())
     key = [label for name, label in columns if name in ("id", "run_id", "name", "attempt")]

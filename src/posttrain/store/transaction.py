@@ -123,18 +123,21 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         state: str | None = None,
         event_payload: Mapping[str, Any] | None = None,
         sizes: Sizes | None = None,
+        taken: Mapping[str, str] | None = None,
         **columns: Any,
     ) -> StageRecord:
         """Change a stage; everything as in `update_run`. Inputs and outputs are edges too.
 
         Args:
             sizes: bytes of the outputs, where they are known.
+            taken: which output of another stage an input is, where that is known; else it is looked up by its bytes.
         """
 
         def joined(changes: Mapping[str, Any]) -> list[Change]:
             blobs = {name: changes[name] for name in ("inputs", "outputs", "cached_from") if name in changes}
             gone = self._edges.rebind(stage.run_id, stage.name) if stage.inputs and "inputs" in changes else []
-            told = Told(stage.run_id, stage.name, self._clock.now(), sizes=sizes or {}, **blobs)
+            known: dict[str, Any] = {"sizes": sizes or {}, "taken": taken or {}}
+            told = Told(stage.run_id, stage.name, self._clock.now(), **known, **blobs)
             return gone + self._edges.stages(told) if blobs else gone
 
         return self._update("stage", stage, f"{stage.run_id}/{stage.name}", state, event_payload, columns, joined)
@@ -197,11 +200,14 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         """Let this host's drivers alone look at a run from now on."""
         settle_at(self._connection, self._project, run_id, host)
 
-    def lock_run(self, run_id: str) -> None:
-        """Lock a run's row until the end of this transaction: of several drivers one begins or ends something of it."""
-        if self._connection.dialect.name == "postgresql":  # on SQLite one writes at a time
-            mine = self.snapshot.scope.select(runs, runs.c.id).where(runs.c.id == run_id)
-            self._connection.execute(mine.with_for_update())
+    def lock_run(self, run_id: str) -> str:
+        """Lock a run's row until the end of this transaction: of several drivers one begins or ends something of it.
+
+        Returns:
+            Its state; empty: there is no such run.
+        """
+        mine = self.snapshot.scope.select(runs, runs.c.state).where(runs.c.id == run_id)
+        return self._connection.execute(mine.with_for_update()).scalar() or ""  # on SQLite one writes at a time
 
     def set_asset_status(self, asset: Asset, status: str, reason: str = "") -> AssetStatus:
         """Say what is thought of a version; an empty status takes back what was said.

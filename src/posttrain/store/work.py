@@ -21,6 +21,7 @@ from sqlalchemy import (
     CompoundSelect,
     Connection,
     Float,
+    FromClause,
     Select,
     Update,
     bindparam,
@@ -35,17 +36,20 @@ from sqlalchemy import (
 
 from posttrain.domain.errors import InfrastructureError, NotFoundError, StaleWriteError
 from posttrain.domain.lifecycle import is_final
+from posttrain.domain.records import RunRows
 from posttrain.store.database import Database, LostAnswerError
 from posttrain.store.ledger import Ledger
 from posttrain.store.moments import SERVER_TIME, moment, now_in
 from posttrain.store.rows import plain
-from posttrain.store.schema import cursors, runs, work
+from posttrain.store.schema import cursors, runs, stages, work
 from posttrain.store.scope import Scope
+from posttrain.store.snapshot import Snapshot, rows_on
 from posttrain.store.waking import RUN, STAGE, settle_at, wake
 
 NEVER = 1e11  # seconds: until somebody wakes it
 _TOKEN_BYTES = 16
 _TRACEBACK = 20_000  # characters kept
+_QUEUED = ("Work", "Trouble")  # a run's row of the queue, and one of a stage that is in trouble
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,20 @@ class WorkQueue:
             below = {"within": f"{run_id}/", "length": len(run_id) + 1}
             rows = connection.execute(_about(not at), {**values, **below})
             return {row.object: _work(row) for row in rows}
+
+    def look_at(self, run_id: str) -> tuple[dict[str, Work], RunRows]:
+        """`of_run`, and the run's own rows, in one statement.
+
+        Raises:
+            NotFoundError: there is no such run.
+        """
+        with self._ledger.database.read() as connection:
+            at = self._moment(connection)
+            rows, found = Snapshot(connection, self._ledger.project).rows_in(
+                run_id, _whole(connection.dialect.name, not at), at
+            )
+        queued = [_queued(row._mapping, kind) for row in found for kind in _QUEUED]
+        return {one.object: one for one in queued if one is not None}, rows
 
     def renew(self) -> None:
         """Hold everything that is this owner's for another `lease` seconds."""
@@ -368,14 +386,21 @@ def _held(one: Work) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     return work.c.id == one.id, work.c.lease_token == one.lease_token
 
 
-def _told(now: ColumnElement[float]) -> tuple[Any, ...]:
+def _told(now: ColumnElement[float], rows: FromClause = work) -> tuple[Any, ...]:
     """The columns of a row, and how far its times are."""
-    far = (work.c.due_at - now).label("due_in"), (work.c.lease_until - now).label("lease_in")
-    return *work.c, *far, (now - work.c.failed_since).label("failed_for")
+    far = (rows.c.due_at - now).label("due_in"), (rows.c.lease_until - now).label("lease_in")
+    return *rows.c, *far, (now - rows.c.failed_since).label("failed_for")
 
 
 def _work(row: Any) -> Work:
     return Work(**{name: row._mapping[name] for name in Work.__dataclass_fields__ if name in row._mapping})
+
+
+def _queued(row: Mapping[Any, Any], kind: str) -> Work | None:
+    """The row of the queue that stands in the columns `KIND.…`; None: there is none."""
+    if row[f"{kind}.id"] is None:
+        return None
+    return Work(**{name: row[f"{kind}.{name}"] for name in Work.__dataclass_fields__})
 
 
 # What a driver asks at every look at a run: built once, which costs more than running it.
@@ -399,6 +424,20 @@ def _about(server: bool) -> CompoundSelect[Any]:
     # two statements in one: an index finds the run, where OR would go through every run of the project
     parts = [select(*_told(_now_of(server))).where(mine, one) for one in (run, stage)]
     return union_all(*parts)
+
+
+@functools.cache
+def _whole(dialect: str, server: bool) -> Select[Any]:
+    """The rows of a run with those of the queue, its own (`Work.…`) and its stages' (`Trouble.…`)."""
+    trouble, now = work.alias(), _now_of(server)
+    of_stage = (trouble.c.project == bindparam("of_project")) & (trouble.c.kind == STAGE)
+    of_stage &= trouble.c.object == stages.c.run_id + "/" + stages.c.name
+    columns = [
+        column.label(f"{kind}.{column.key}")
+        for kind, rows in zip(_QUEUED, (work, trouble), strict=True)
+        for column in _told(now, rows)
+    ]
+    return rows_on(dialect).add_columns(*columns).outerjoin(trouble, of_stage)
 
 
 @functools.cache

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
-from sqlalchemy import Connection, Insert, Table, insert, update
+from sqlalchemy import Connection, Table, update
 from sqlalchemy.exc import IntegrityError as ConstraintError
 
 from posttrain.domain.errors import ConflictError
 from posttrain.domain.ports import Clock
-from posttrain.store.edges import EdgeWriter
+from posttrain.store.edges import EdgeWriter, addition
 from posttrain.store.journal import ADDED, CHANGED, Author, Change, Journal
 from posttrain.store.rows import to_columns
 from posttrain.store.snapshot import Snapshot
@@ -64,18 +62,19 @@ class Writing:
         self._journal.tell(kind, subject, self._added(table, columns, what), *noted(), facts=facts)
 
     def _added(self, table: Table, columns: Mapping[str, Any], what: str) -> Change:
-        """Add a row; what an event is to tell of it. A refused row leaves the rest of a transaction as it was: SQLite
-        takes back the statement alone, PostgreSQL needs a savepoint for that.
+        """Add a row; what an event is to tell of it. A refused row leaves the rest of a transaction as it was.
 
         Raises:
             ConflictError: there is one of this key.
         """
         try:
-            with self._connection.begin_nested() if self._connection.dialect.name == "postgresql" else nullcontext():
-                self._connection.execute(_insertion(table), dict(columns))
-        except ConstraintError as error:
+            adding = addition(self._connection.dialect.name, table)
+            added = self._connection.execute(adding, dict(columns)).first() is not None
+        except ConstraintError as error:  # it names a row that is not there
             said = " ".join(str(error.orig).split())
             raise ConflictError(f"{what} cannot be added: {said}; read what is there and decide again") from error
+        if not added:
+            raise ConflictError(f"{what} cannot be added: there is one; read what is there and decide again")
         return Change(ADDED, table.name, {column.name: columns[column.name] for column in table.primary_key}, columns)
 
     def _change(self, table: Table, key: Mapping[str, Any], values: Mapping[str, Any], kind: str, subject: str) -> bool:
@@ -92,8 +91,3 @@ class Writing:
         values = {**values, "generation": was + 1}
         moved = update(table).where(*here, table.c.generation == was).values(**values)
         return Change(CHANGED, table.name, key, values) if self._connection.execute(moved).rowcount else None
-
-
-@functools.cache
-def _insertion(table: Table) -> Insert:
-    return insert(table)

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -318,8 +319,12 @@ class GraphedSteps:
 def cuda_recorder() -> Callable[[Run], Run]:
     """CUDA graphs that share their memory: no two of them run at a time."""
     pool = torch.cuda.graph_pool_handle()
+    living: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def record(run: Run) -> Run:
+        nonlocal pool
+        if not living:  # a pool ends with its last graph, and torch takes its handle for no other
+            pool = torch.cuda.graph_pool_handle()
         beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
@@ -328,6 +333,7 @@ def cuda_recorder() -> Callable[[Run], Run]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             out = run()
+        living.add(graph)
 
         def replay() -> Tensor:
             graph.replay()
