@@ -221,6 +221,8 @@ def test_audit_13_an_edited_cache_row_answers_nothing(bench: Bench) -> None:
     with bench.ledger.database.write(across="a test") as connection:
         moved = text("UPDATE stage_cache SET run_id = :other WHERE stage = 'sft' AND run_id = :first")
         assert connection.execute(moved, {"other": other.id, "first": first.id}).rowcount == 1
+        keyed = text("UPDATE stages SET cache_key = :key WHERE name = 'sft' AND run_id = :other")
+        connection.execute(keyed, {"key": bench.stage(first.id, "sft").cache_key, "other": other.id})
     bench.scripts["sft"] = [train()]
     again = bench.drive(bench.submit(again=True))
     assert bench.launched[0] == "sft", "the edited row is no answer"

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from control_bench import RUN, Bench, evaluate, train
+from control_bench import RUN, TRAIN_ONLY, Bench, evaluate, train
+from sqlalchemy import text
 
 from posttrain.control import actions, reconciler
 from posttrain.control.trouble import PATIENCE_SECONDS
@@ -17,6 +18,7 @@ from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.requests import JobRequest
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.transaction import Transaction
+from posttrain.store.waking import RUN as RUN_WORK
 from posttrain.store.waking import STAGE
 from posttrain.store.work import WorkQueue
 
@@ -403,3 +405,20 @@ def test_stage_names_may_begin_like_a_reserved_one(bench: Bench) -> None:
     stages = {"baseline": RUN["stages"]["sft"], "gates": RUN["stages"]["sft"], "bases": RUN["stages"]["sft"]}
     bench.scripts |= {name: [train()] for name in stages}
     assert bench.drive(bench.submit(stages=stages, gates=[], release=None)).state == "succeeded"
+
+
+def test_rows_that_cannot_be_read_are_the_trouble_of_their_run(bench: Bench) -> None:
+    bench.scripts["sft"] = [None, train()]
+    broken, sound = bench.submit(**TRAIN_ONLY), bench.submit(again=True, seed=2, **TRAIN_ONLY)
+    bench.reconciler.step(broken)
+    with bench.ledger.database.write(across="a test") as connection:
+        torn = text("UPDATE stages SET inputs = '{' WHERE run_id = :run")
+        assert connection.execute(torn, {"run": broken}).rowcount
+    bench.scripts["sft"] = [train()]
+    for _ in range(60):
+        bench.clock.sleep(1.0)
+        bench.reconciler.step(broken)
+        bench.reconciler.step(sound)
+    assert bench.ledger.run(sound).state == "succeeded"
+    (row,) = [one for one in WorkQueue(bench.ledger, "me").rows(RUN_WORK) if one.object == broken]
+    assert row.failures >= 3
