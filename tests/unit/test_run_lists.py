@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from posttrain.domain.canonical import digest_json
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.drivers.requests import DriverKind, RunDriver
 from posttrain.views import status as module
 from posttrain.views.status import RunSummary, read_newest, read_status
 
@@ -97,6 +98,21 @@ def test_audit_33_ls_as_json_is_as_small(made: tuple[Path, list[str]], monkeypat
     assert failed["score"] == {"heldout/accuracy": 0.6}, (
         "its gate judged nothing; the evaluation of another stage ended"
     )
+
+
+@pytest.mark.parametrize("letter", ["a", '"', "\n", "é", "試", "🜚"])
+def test_audit_33_a_summary_is_a_kilobyte_in_every_writing(workspace: Workspace, letter: str) -> None:
+    status = read_status(workspace, workspace.ledger.runs()[0].id)
+    words = letter * 900
+    run = replace(status.run, state="pending", message=words, owner=words, name="n" * 63)
+    driver = RunDriver(DriverKind.BACKGROUND, 123456, "h" * 30, "/srv/team/workspace/.posttrain/logs/" + run.id, words)
+    whole = replace(status, run=run, driver=driver, trouble=words, next_action=words)
+    shown = RunSummary.of(whole, "c" * 63 + "@123")
+    assert len(json.dumps(asdict(shown), ensure_ascii=False).encode()) <= KILOBYTE
+    for said in (shown.message, shown.next_action, shown.owner):
+        assert said.endswith("…"), "what is cut says so"
+        assert set(said[:-1]) == {letter}
+        assert len(said) >= 13, "and is not cut shorter than that takes"
 
 
 @pytest.mark.parametrize("limit", [1, len(NUMBERS)])

@@ -4,6 +4,9 @@ report show. Reads only.
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 
 _OPEN = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)  # states of a run that has not ended
 STARTING = "starting"  # what a stage is called whose job has not said anything yet
-_SHOWN_WORDS = 200  # characters of a sentence in a list of runs
+_MOST, _SENTENCE, _ASIDE = 1024, 200, 64  # bytes of JSON: of a summary, of a sentence of it, of what stands beside
 _LOOKED_AT = 10  # of a list's runs that ask a person for something: those whose words are those of this moment
 _WAITS: Mapping[str, str] = {  # what a run is called of which nothing runs
     Reason.WAITING_FOR_APPROVAL: "waits for approval",
@@ -240,26 +243,28 @@ class RunSummary:
     def of(cls, status: RunStatus, release: str = "") -> RunSummary:
         """The summary of a status."""
         run, driver = status.run, status.driver
-        return cls(
+        brief = cls(
             id=run.id,
             name=run.name,
             state=run.state,
             standing=status.standing,
             reason=status.reason,
-            message=_cut(status.trouble or status.why),
-            next_action=_cut(status.next_action),
-            owner=run.owner,
+            message="",
+            next_action=_cut(status.next_action, _SENTENCE // 2),
+            owner=_cut(run.owner, _ASIDE),
             created_at=run.created_at,
             started_at=run.started_at,
             finished_at=run.finished_at,
             seconds=round(status.seconds, 3),
             tokens=status.tokens,
-            driver=driver and replace(driver, trouble=_cut(driver.trouble)),
+            driver=driver and replace(driver, trouble=_cut(driver.trouble, _ASIDE)),
             stages=dict(Counter(stage.record.state for stage in status.stages)),
-            under_way=_cut(status.under_way),
-            score=_score(status.stages),
+            under_way=_cut(status.under_way, _ASIDE),
+            score={_cut(name, _ASIDE): value for name, value in _score(status.stages).items()},
             release=release,
         )
+        left = _MOST - len(json.dumps(asdict(brief), ensure_ascii=False).encode())
+        return replace(brief, message=_cut(status.trouble or status.why, max(_ASIDE, min(_SENTENCE, left))))
 
     @property
     def at_work(self) -> bool:
@@ -267,8 +272,12 @@ class RunSummary:
         return StageState.RUNNING in self.stages
 
 
-def _cut(words: str) -> str:
-    return words if len(words) <= _SHOWN_WORDS else f"{words[: _SHOWN_WORDS - 1]}…"
+def _cut(words: str, most: int) -> str:
+    """The words, or as many of their characters as take no more than `most` bytes of JSON with the mark of the cut."""
+    taken = list(itertools.accumulate(len(json.dumps(one, ensure_ascii=False).encode()) - 2 for one in words))
+    if not taken or taken[-1] <= most:
+        return words
+    return words[: bisect.bisect_right(taken, most - len("…".encode()))] + "…"
 
 
 def _score(stages: Sequence[StageStatus]) -> dict[str, float]:
