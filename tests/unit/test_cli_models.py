@@ -232,6 +232,9 @@ class TestEval:
         found = world.json("eval", "prod", "heldout")
         assert found["scores"] == {"evaluate/heldout/accuracy": 0.98}
         assert (found["model"], found["digest"]) == ("channel:prod@1", stage_model(world, shipped, "grpo"))
+        (row,) = found["intervals"]["rows"]
+        assert (row["metric"], row["estimate"]) == ("heldout/accuracy", 0.98)
+        assert 0.9 < row["low"] < 0.98 < row["high"] < 1.0
         assert "responses of at most 256 tokens" in world.ok("eval", "prod", "heldout")
         assert world.json("eval", "model:tiny", "dataset:heldout")["scores"] == {"evaluate/heldout/accuracy": 0.1}
         assert world.json("eval", f"{shipped}/sft", "./heldout.jsonl")["scores"] == {"evaluate/heldout/accuracy": 0.5}

@@ -65,6 +65,19 @@ def test_a_run_prints_stages_verdicts_and_where_its_report_is(world: World) -> N
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_for_programs_prints_what_get_prints_and_exits_with_its_outcome(world: World) -> None:
+    shown = world("run", "run.yaml", "-o", "json")
+    assert shown.exit_code == 0
+    told = json.loads(shown.stdout)
+    assert told == world.json("get", told["id"]) == world.json("attach", told["id"])
+    assert {score["metric"] for score in told["scores"]["rows"]} >= {"heldout/accuracy"}
+    assert shown.stderr.startswith(f"run {told['id']}  manifest sha256:")
+    world.ok("asset", "add", "reward:sort", world.write("reward_v2.py", BAD_REWARD))
+    rejected = world("run", "run.yaml", "-o", "json")
+    assert (rejected.exit_code, json.loads(rejected.stdout)["reason"]) == (3, "GateFailed")
+    assert rejected.stderr.splitlines()[-1].startswith("error: run sort-")
+
+
 def test_the_same_file_attaches_and_again_starts_another(world: World) -> None:
     world.ship()
     first = world.newest()

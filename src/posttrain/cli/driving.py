@@ -19,11 +19,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from posttrain.cli.console import Output, ago, aside, console, digest, duration, lazily, open_control, say
+from posttrain.cli.console import (
+    Output,
+    OutputOption,
+    ago,
+    aside,
+    console,
+    digest,
+    duration,
+    emit_json,
+    lazily,
+    open_control,
+    say,
+)
 from posttrain.cli.plans import SeedOption, SetOption, changes
 from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.overrides import single
@@ -158,31 +170,42 @@ def run(
     seed: SeedOption = None,
     sets: SetOption = None,
     detach: DetachOption = False,
+    output: OutputOption = Output.TEXT,
 ) -> None:
     """Submit a run and drive it to its end. One submitted before is attached to; the exit code is the outcome."""
     _refuse_both("run", detach, timeout)
     control = open_control()
     submitted = control.submit(file, again=again, seed=seed, setting=single(sets or ()))
-    if detach and give_away(control, submitted):
+    if detach and give_away(control, submitted, output):
         return
-    greet(submitted, again=" (--again starts another)")
-    drive(control, submitted.run.id, timeout, f"posttrain run {file}{changes(seed, sets)}")
+    greet(submitted, again=" (--again starts another)", output=output)
+    drive(control, submitted.run.id, timeout, f"posttrain run {file}{changes(seed, sets)}", output)
 
 
-def attach(run: RunArgument, timeout: TimeoutOption = None, detach: DetachOption = False) -> None:
+def attach(
+    run: RunArgument,
+    timeout: TimeoutOption = None,
+    detach: DetachOption = False,
+    output: OutputOption = Output.TEXT,
+) -> None:
     """Go back to a run: drive it, or watch whoever does, to its end. The exit code is the outcome, as of `run`."""
     from posttrain.api.values import Submitted
 
     _refuse_both("attach", detach, timeout)
     control = open_control()
     found = Submitted(control.run(run))
-    if detach and give_away(control, found):
+    if detach and give_away(control, found, output):
         return
-    greet(found)
-    drive(control, found.run.id, timeout, f"posttrain attach {found.run.id}")
+    greet(found, output=output)
+    drive(control, found.run.id, timeout, f"posttrain attach {found.run.id}", output)
 
 
-def retry(run: RunArgument, timeout: TimeoutOption = None, detach: DetachOption = False) -> None:
+def retry(
+    run: RunArgument,
+    timeout: TimeoutOption = None,
+    detach: DetachOption = False,
+    output: OutputOption = Output.TEXT,
+) -> None:
     """Let a stopped or failed run go on from its checkpoints, and drive it."""
     from posttrain.api.values import Submitted
     from posttrain.domain.lifecycle import RunState
@@ -192,10 +215,10 @@ def retry(run: RunArgument, timeout: TimeoutOption = None, detach: DetachOption 
     record = control.run(run)
     if record.state not in (RunState.PENDING, RunState.RUNNING, RunState.STOPPING):
         record = control.retry(record.id)
-    if detach and give_away(control, Submitted(record)):
+    if detach and give_away(control, Submitted(record), output):
         return
-    say(f"run {record.id} goes on")
-    drive(control, record.id, timeout, f"posttrain retry {record.id}")
+    (say if output is Output.TEXT else aside)(f"run {record.id} goes on")
+    drive(control, record.id, timeout, f"posttrain retry {record.id}", output)
 
 
 def stop(run: RunArgument) -> None:
@@ -209,19 +232,21 @@ def stop(run: RunArgument) -> None:
     control.close()
 
 
-def drive(control: Control, run_id: str, timeout: float | None, reattach: str) -> None:
+def drive(control: Control, run_id: str, timeout: float | None, reattach: str, output: Output) -> None:
     """Drive a run, show it, write its report, print its summary, and raise its outcome if it is not a success.
+
+    Args:
+        output: JSON: nothing is shown meanwhile, and stdout has what `get` prints of the run in the end.
 
     Raises:
         PosttrainError: the run's outcome, or the deadline.
         typer.Exit: Ctrl-C detached.
     """
-    from posttrain.cli.live import open_display
     from posttrain.cli.screens import run_footer
 
     with heard() as signals:
         try:
-            with open_display(control, run_id) as display:
+            with open_quietly(control, run_id, output) as display:
                 control.drive(run_id, timeout=timeout, watch=display, report=True)
         except BaseException as ended:
             if signals.ending is not None:
@@ -231,16 +256,23 @@ def drive(control: Control, run_id: str, timeout: float | None, reattach: str) -
             leave(control, run_id, reattach)
             raise typer.Exit(DETACHED) from None
     status = control.status(run_id)
-    _summary(control, status)
+    emit_json(run_json(control, status)) if output is Output.JSON else _summary(control, status)
     error = control.outcome(status)
     control.close()
     if error:  # its line says the reason and the next action
         raise error
-    console().print(*run_footer(status), sep="\n")
+    if output is Output.TEXT:
+        console().print(*run_footer(status), sep="\n")
 
 
-def give_away(control: Control, found: Submitted) -> bool:
-    """Give a run to a background driver and say so in one line on stdout; False: it has ended."""
+def run_json(control: Control, status: RunStatus) -> dict[str, Any]:
+    """A run for programs."""
+    trackers = [one.to_json() for one in control.trackers(status.run.id)]
+    return status.to_json() | {"scores": control.scores(status).to_json(), "trackers": trackers}
+
+
+def give_away(control: Control, found: Submitted, output: Output) -> bool:
+    """Give a run to a background driver and say so in one line, or a JSON object, on stdout; False: it has ended."""
     from posttrain.domain.lifecycle import is_final
 
     run_id = found.run.id
@@ -250,7 +282,10 @@ def give_away(control: Control, found: Submitted) -> bool:
     for warning in found.warnings:
         aside(f"warning: {warning}")
     who = f"driven {driver.words}" if not driver.nobody else "driven to its end already"
-    say(f"run {run_id} detached, {who}; posttrain attach {run_id} returns to it")
+    if output is Output.JSON:
+        emit_json(run_json(control, control.status(run_id)))
+    else:
+        say(f"run {run_id} detached, {who}; posttrain attach {run_id} returns to it")
     control.close()
     return True
 
@@ -272,18 +307,19 @@ def open_quietly(control: Control, run_id: str, output: Output) -> Iterator[Call
         yield display
 
 
-def greet(found: Submitted, again: str = "") -> None:
+def greet(found: Submitted, again: str = "", output: Output = Output.TEXT) -> None:
     """Say which run this is, and whether it is new; `again`: how to start another one of it."""
     from posttrain.domain.lifecycle import is_final
 
-    record = found.run
+    record, tell = found.run, say if output is Output.TEXT else aside
     if not found.attached:
-        say(f"run {record.id}  manifest {digest(record.manifest_digest)}")
+        tell(f"run {record.id}  manifest {digest(record.manifest_digest)}")
     elif is_final("run", record.state):
-        say(f"attached to run {record.id}: {record.state} {ago(record.finished_at)}{again}")
+        tell(f"attached to run {record.id}: {record.state} {ago(record.finished_at)}{again}")
     else:
-        say(f"attached to run {record.id}: {record.state}, submitted {ago(record.created_at)}")
-    say(*(f"warning: {warning}" for warning in found.warnings))
+        tell(f"attached to run {record.id}: {record.state}, submitted {ago(record.created_at)}")
+    for warning in found.warnings:
+        tell(f"warning: {warning}")
 
 
 def _summary(control: Control, status: RunStatus) -> None:

@@ -207,7 +207,7 @@ def evaluate(
     if max_new_tokens is None:
         suite = next(iter(control.manifest(found.run.id).stages[0].params["suites"].values()))
         say(f"responses of at most {suite['max_new_tokens']} tokens; --max-new-tokens says otherwise")
-    driving.drive(control, found.run.id, timeout, f"posttrain attach {found.run.id}")
+    driving.drive(control, found.run.id, timeout, f"posttrain attach {found.run.id}", output)
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -233,7 +233,9 @@ def _measured_json(control: Control, found: Submitted, timeout: float | None) ->
         raise error
     measured = control.manifest(record.id).stages[0].inputs["model"]
     said = {"run": record.id, "state": record.state, "attached": found.attached}
-    emit_json({**said, "model": measured.name, "digest": measured.digest, "scores": status.metrics})
+    intervals = control.scores(status).to_json()
+    said |= {"model": measured.name, "digest": measured.digest, "scores": status.metrics, "intervals": intervals}
+    emit_json(said)
 
 
 def export(

@@ -26,7 +26,7 @@ from posttrain.cli.console import (
     say,
     style,
 )
-from posttrain.cli.driving import RunArgument, TimeoutOption
+from posttrain.cli.driving import RunArgument, TimeoutOption, run_json
 from posttrain.domain.errors import InputError, NotFoundError, PosttrainError, meant
 from posttrain.domain.lifecycle import ReleaseState, is_final
 from posttrain.domain.reasons import meaning
@@ -120,12 +120,13 @@ def get(
         _watch(control, run_id, timeout)
     written = control.write_report(run_id) if report else None
     status = control.status(run_id)
-    scores, trackers = control.scores(status), control.trackers(run_id)
-    control.close()
     if output is Output.JSON:
         paths = {"report": str(written.report), "curves": str(written.curves)} if written else {}
-        emit_json(status.to_json() | {"scores": scores.to_json(), "trackers": [t.to_json() for t in trackers]} | paths)
+        emit_json(run_json(control, status) | paths)
+        control.close()
         return
+    scores, trackers = control.scores(status), control.trackers(run_id)
+    control.close()
     from posttrain.cli.screens import (
         approval_lines,
         regression_lines,
@@ -175,7 +176,7 @@ def _get_channel(control: Control, name: str, output: Output) -> None:
     states, record, live = channel.states, channel.record, channel.live
     barred, looks = channel.quarantine, channel.looks
     recall = control.recalled(live.model_digest).get(live.model_digest) if live else None
-    cards = {} if output is Output.JSON else dict(_cards(control, asked))
+    cards = dict(_cards(control, asked))
     control.close()
     if output is Output.JSON:
         rows = [move.to_json() for move in reversed(history)]
@@ -192,6 +193,7 @@ def _get_channel(control: Control, name: str, output: Output) -> None:
             "quarantine": [asdict(one) for one in barred],
         }
         told |= {"approval_requests": [one.to_json() for one in asked]}
+        told |= {"cards": {run_id: _why_json(card) for run_id, card in cards.items()}}
         emit_json({**told, "trackers": [one.to_json() for one in trackers]})
         return
     earlier = ReleaseState.SUPERSEDED in states.values()  # what a rollback goes back to
@@ -250,6 +252,18 @@ def logs(
     control.close()
 
 
+def _why_json(found: Why) -> dict[str, Any]:
+    return {
+        **found.status.to_json(),
+        "next_action": found.next_action,
+        "compared_with": found.compared_with,
+        "gates": found.report.model_dump(mode="json") if found.report else None,
+        "scores": found.scores.to_json(),
+        "trackers": [tracker.to_json() for tracker in found.trackers],
+        "lost": [asdict(attempt) for attempt in found.lost],
+    }
+
+
 def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     """Say why a run is where it is. Which number missed, by how much, with what confidence; what to do next."""
     control = open_control()
@@ -257,14 +271,7 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     status, scores, trackers, action = found.status, found.scores, found.trackers, found.next_action
     control.close()
     if output is Output.JSON:
-        emit_json(
-            status.to_json()
-            | {"next_action": action, "compared_with": found.compared_with}
-            | {"gates": found.report.model_dump(mode="json") if found.report else None}
-            | {"scores": scores.to_json()}
-            | {"trackers": [tracker.to_json() for tracker in trackers]}
-            | {"lost": [asdict(attempt) for attempt in found.lost]}
-        )
+        emit_json(_why_json(found))
         return
     from posttrain.cli.screens import (
         approval_lines,
