@@ -233,7 +233,7 @@ class TestEval:
         assert found["scores"] == {"evaluate/heldout/accuracy": 0.98}
         assert (found["model"], found["digest"]) == ("channel:prod@1", stage_model(world, shipped, "grpo"))
         (row,) = found["intervals"]["rows"]
-        assert (row["metric"], row["estimate"]) == ("heldout/accuracy", 0.98)
+        assert (row["metric"], row["value"]) == ("heldout/accuracy", 0.98)
         assert 0.9 < row["low"] < 0.98 < row["high"] < 1.0
         assert "responses of at most 256 tokens" in world.ok("eval", "prod", "heldout")
         assert world.json("eval", "model:tiny", "dataset:heldout")["scores"] == {"evaluate/heldout/accuracy": 0.1}

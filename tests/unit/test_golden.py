@@ -167,7 +167,19 @@ def test_what_every_reading_verb_prints(recorded: tuple[World, dict[str, str]]) 
 
 def test_every_verb_that_prints_json_and_changes_nothing_is_read() -> None:
     changing = {
-        *("eval", "sample", "export", "promote", "rollback", "approve", "reject", "import mlflow"),
+        *(
+            "run",
+            "attach",
+            "retry",
+            "eval",
+            "sample",
+            "export",
+            "promote",
+            "rollback",
+            "approve",
+            "reject",
+            "import mlflow",
+        ),
         *("import wandb-export", "import trl-output", "backup", "restore", "erase", "token issue", "token rotate"),
     }
     prints = {
