@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -422,3 +423,22 @@ def test_rows_that_cannot_be_read_are_the_trouble_of_their_run(bench: Bench) -> 
     assert bench.ledger.run(sound).state == "succeeded"
     (row,) = [one for one in WorkQueue(bench.ledger, "me").rows(RUN_WORK) if one.object == broken]
     assert row.failures >= 3
+
+
+def test_one_statement_reads_what_two_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the queue and of the run, with a stage in trouble beside a run that was looked at in vain."""
+    bench.scripts |= {"one": [train()], "two": [train()]}
+    monkeypatch.setattr(bench.stores.blobs, "put_file", faulty(100, away(), bench.stores.blobs.put_file))
+    run_id = bench.submit(**TWO)
+    for _ in range(8):
+        bench.clock.sleep(1.0)
+        bench.reconciler.step(run_id)
+    queue = WorkQueue(bench.ledger, "me")
+    queue.failed(RUN_WORK, run_id, "no answer", "Traceback: " + "line " * 1000, 1.0)
+    apart = queue.of_run(run_id)
+    assert {run_id, f"{run_id}/one", f"{run_id}/two"} == set(apart)
+    together, rows = queue.look_at(run_id)
+    assert together == {name: replace(one, traceback="") for name, one in apart.items()}
+    with bench.ledger.snapshot() as now:
+        assert rows == now.rows_of(run_id)
+    assert len(rows.attempts) == 2

@@ -70,6 +70,24 @@ def test_audit_29_only_its_name_is_recorded(world: World, monkeypatch: pytest.Mo
     assert named["sft"] == named["evaluate"] == []
 
 
+def test_a_measurement_without_a_run_file_names_what_its_reward_gets(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = ("eval", "model:tiny", "heldout", "--secret", "JUDGE_KEY", "--network", "127.0.0.1:8000")
+    told = world(*measure)
+    assert (told.exit_code, "--network is of a reward, and there is none" in told.stderr) == (2, True)
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    told = world(*measure, "--reward", "sort")
+    assert (told.exit_code, "secrets: JUDGE_KEY: the driver's environment must hold 8" in told.stderr) == (2, True)
+    assert world.json("ls")["runs"] == []
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    run = world.json(*measure, "--reward", "sort")["run"]
+    with contextlib.closing(open_workspace()) as workspace:
+        inputs = workspace.stores.manifest(workspace.ledger.run(run)).stages[0].inputs
+    meta = next(one.meta for slot, one in inputs.items() if "reward" in slot)
+    assert (meta["secrets"], meta["network"]) == (["JUDGE_KEY"], ["127.0.0.1:8000"])
+
+
 def test_audit_29_a_lock_is_held_against_it_too(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
     world.ok("lock", "run.yaml")

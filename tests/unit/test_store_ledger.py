@@ -477,7 +477,9 @@ def test_a_cache_key_is_answered_by_the_stage_put_last(ledger: Ledger) -> None:
     found = ledger.cached_stage(OTHER)
     assert found is not None
     assert (found.run_id, found.name) == ("run2", "train")
+    assert ledger.computed(OTHER) == (found, []), "of a key that is answered nobody needs the others"
     assert ledger.cached_stage(MODEL) is None
+    assert ledger.computed(MODEL) == (None, [])
 
 
 def test_a_transaction_reads_its_own_writes_and_others_do_not(ledger: Ledger) -> None:

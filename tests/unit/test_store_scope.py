@@ -134,6 +134,8 @@ def test_audit_1_every_connection_refuses_and_sends_nothing(ledger: Ledger) -> N
                 connection.execute(statement)
         with pytest.raises(UnscopedStatementError, match="runs"):
             connection.exec_driver_sql("SELECT * FROM runs")
+        with pytest.raises(UnscopedStatementError):
+            connection.exec_driver_sql("INSERT INTO telling (project, woken) SELECT 'p2', 'r-1'")
         assert sent == []
         connection.execute(across(select(runs), "a test"))
         with pytest.raises(UnscopedStatementError):

@@ -44,7 +44,8 @@ def submit_evaluation(
             `top_k`, `top_p`, `min_p`, `stop`, `pass_at`, `extract`, and with a reward `reward_range` and
             `reward_timeout`.
         runtime: `device`, `dtype`, `threads`.
-        reward: scores every response: `ref` (`right`, `reward:right@1`, a path, `MODULE:FUNCTION`), `entry`, `dialect`.
+        reward: scores every response: `ref` (`right`, `reward:right@1`, a path, `MODULE:FUNCTION`), and fields of a
+            reward of run.yaml: `entry`, `dialect`, `secrets`, `network`.
         again: another run of the same question.
 
     Raises:

@@ -57,6 +57,14 @@ RewardOption = Annotated[
 ]
 Entry = Annotated[str | None, typer.Option(help="Reward: the function, or FILE.py:FUNCTION.")]
 Dialect = Annotated[str | None, typer.Option(help="Reward: how it is called, when its parameters do not tell.")]
+RewardSecret = Annotated[
+    list[str] | None,
+    typer.Option("--secret", metavar="NAME", help="Reward: a variable that its cell gets; repeat it."),
+]
+RewardNetwork = Annotated[
+    list[str] | None,
+    typer.Option("--network", metavar="HOST:PORT", help="Reward: a host that it may ask; repeat it."),
+]
 RewardRange = Annotated[
     tuple[float, float] | None,
     typer.Option(metavar="LOW HIGH", help="What a response may be worth: 0 1 by default; another value fails."),
@@ -179,6 +187,8 @@ def evaluate(
     reward: RewardOption = None,
     entry: Entry = None,
     dialect: Dialect = None,
+    secret: RewardSecret = None,
+    network: RewardNetwork = None,
     reward_range: RewardRange = None,
     reward_timeout: RewardTimeout = None,
     seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn.")] = 0,
@@ -194,7 +204,7 @@ def evaluate(
     settings |= {"pass_at": pass_at} if pass_at else {}
     settings |= {"reward_range": list(reward_range)} if reward_range is not None else {}
     settings |= _given(extract=extract, reward_timeout=reward_timeout, top_k=top_k, top_p=top_p, min_p=min_p, stop=stop)
-    judge = _judge(reward, _given(entry=entry, dialect=dialect))
+    judge = _judge(reward, _given(entry=entry, dialect=dialect, secret=secret, network=network))
     runtime = {"device": device, "dtype": dtype, "threads": threads}
     control = open_control()
     aside(f"planning to measure {model} on {', '.join(suites)}")
@@ -219,7 +229,8 @@ def _judge(reward: str | None, called: dict[str, Any]) -> dict[str, Any] | None:
     """The reward that scores the responses, and how it is called."""
     if reward is None and called:
         raise InputError(f"eval: --{min(called)} is of a reward, and there is none; name it with --reward")
-    return {"ref": reward, **called} if reward is not None else None
+    given = {"secrets" if name == "secret" else name: value for name, value in called.items()}
+    return {"ref": reward, **given} if reward is not None else None
 
 
 def _measured_json(control: Control, found: Submitted, timeout: float | None) -> None:

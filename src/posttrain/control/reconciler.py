@@ -37,13 +37,14 @@ from posttrain.control.pulse import Beside, Pulse, Turns, look_again_after
 from posttrain.control.sights import Looks, see
 from posttrain.control.stores import Stores
 from posttrain.control.trouble import Troubles, one_line, record_trouble
-from posttrain.domain.errors import ConflictError, DeadlineError, InfrastructureError, NotFoundError, PosttrainError
+from posttrain.domain.errors import ConflictError, DeadlineError, InfrastructureError, PosttrainError
 from posttrain.domain.lifecycle import StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord, RunRows
 from posttrain.domain.sinks import RUN_SET_ASIDE
 from posttrain.domain.waits import signals_of, waiting
+from posttrain.store.schema import UnreadableColumnError
 from posttrain.store.waking import RUN, SWEEP
 from posttrain.store.work import NEVER, Work, WorkQueue
 
@@ -141,12 +142,10 @@ class Reconciler:
         return self._beside.over(run_id) | self._ending.over(run_id)
 
     def _looked_at(self, run_id: str) -> tuple[dict[str, Work], RunRows | None]:
-        """The rows of a run, the queue's with its own; None: they cannot be read, which is the run's trouble."""
+        """The rows of a run, the queue's with its own; None: one is damaged, which is the run's trouble."""
         try:
             return self.queue.look_at(run_id)
-        except NotFoundError:
-            raise
-        except Exception:
+        except UnreadableColumnError:
             return self.queue.of_run(run_id), None
 
     def _given_back(self, view: View, claim: Work, troubles: Troubles, began: float) -> Tick:

@@ -102,6 +102,8 @@ def start_ready(stores: Stores, jobs: Jobs, view: View, stage: StageRecord) -> N
     cached, same = stores.ledger.computed(key)
     if cached and _reuse(stores, stage, key, cached):
         return
+    if cached:  # its outputs are gone, or damaged
+        same = stores.ledger.stages_by_key(key)
     twin = _twin(stores, stage, same)
     if twin:
         said = f"{twin} computes the same; its result will be reused"

@@ -281,10 +281,10 @@ def _standings(manifest: Manifest, workspace: OpenWorkspace, verified: bool) -> 
 
 
 def _looked_up(key: str, doubtful: bool, workspace: OpenWorkspace, verified: bool) -> _Standing:
-    record = workspace.ledger.cached_stage(key)
+    record, same = workspace.ledger.computed(key)
     if record and (not verified or usable(record, workspace.blobs)):
         return _Standing(key, record)
-    for other in workspace.ledger.stages_by_key(key):
+    for other in workspace.ledger.stages_by_key(key) if record else same:
         if other.state in _COMING and workspace.ledger.run(other.run_id).state in _GOING_ON:
             return _Standing(key, free=f"{other.run_id}/{other.name}{_NOW}")
     return _Standing(key, doubtful=doubtful or record is not None)  # a damaged result is made again, and known then

@@ -42,6 +42,7 @@ CHILDREN: Mapping[str, tuple[str, Table]] = {  # table without a project of its 
 }
 OWN = frozenset(name for name, table in metadata.tables.items() if PROJECT in table.c)
 Executes = TypeVar("Executes", bound=Executable)
+_VIEW = "telling"  # through which `store.journal` writes events on SQLite
 _VERDICT = "posttrain_unscoped"  # attribute of a compiled statement
 _WORDS = re.compile(r"[a-z_]+")
 _WRITTEN = re.compile(r"project(_m\d+)?")  # parameters of rows
@@ -153,7 +154,7 @@ def _named(sent: str) -> str:
     over = "update" in words and not _OF_THE_SAME.search(sent.lower())
     if words[:1] in (["pragma"], ["insert"]) and not over and not {"select", "replace"} & set(words):
         return ""
-    return next((word for word in words if word in OWN or word in CHILDREN), "")
+    return next((word for word in words if word in OWN or word in CHILDREN or word == _VIEW), "")
 
 
 def unscoped(statement: ClauseElement) -> str:

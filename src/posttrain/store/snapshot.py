@@ -101,11 +101,17 @@ _ATTEMPTS_OF_MANY = _ATTEMPTS_OF_MANY.order_by(attempts.c.run_id, attempts.c.sta
 _ATTEMPTS = _ATTEMPTS_OF_MANY.where(attempts.c.run_id == _RUN_ID)
 _ANSWERS = (stages.c.run_id == stage_cache.c.run_id) & (stages.c.name == stage_cache.c.stage)
 _ANSWERS &= (stage_cache.c.cache_key == stages.c.cache_key) & (stage_cache.c.project == runs.c.project)
-_BY_KEY = select(stages, stage_cache.c.stage.label("answers")).join(runs, runs.c.id == stages.c.run_id)
-_BY_KEY = _BY_KEY.outerjoin(stage_cache, _ANSWERS).where(
-    stages.c.cache_key == bindparam("of_key"), runs.c.project == _PROJECT
-)
+_OF_KEY = (stages.c.cache_key == bindparam("of_key")) & (runs.c.project == _PROJECT)
+_BY_KEY = select(stages).join(runs, runs.c.id == stages.c.run_id).where(_OF_KEY)
 _BY_KEY = _BY_KEY.order_by(runs.c.created_at.desc(), runs.c.id, stages.c.position)
+_ENTRY = stage_cache.alias("entry")
+_ANSWERED = _BY_KEY.add_columns(stage_cache.c.stage.label("answers")).outerjoin(stage_cache, _ANSWERS)
+_ANSWERED = _ANSWERED.where(  # of a key that is answered the stage that does, not all that ever took its outputs
+    or_(
+        stage_cache.c.stage.is_not(None),
+        ~exists().where(_ENTRY.c.project == _PROJECT, _ENTRY.c.cache_key == bindparam("of_key")),
+    )
+)
 _TEXTS = {  # the columns of `rows_on` that are JSON
     kind: [column.key for column in table.c if isinstance(column.type, JsonText)]
     for kind, table in (("StageRecord", stages), ("AttemptRecord", attempts))
@@ -379,11 +385,12 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return self.computed(cache_key)[0]
 
     def computed(self, cache_key: str) -> tuple[StageRecord | None, list[StageRecord]]:
-        """`cached_stage` and `stages_by_key`."""
-        found = self._connection.execute(_BY_KEY, {"of_key": cache_key, "of_project": self._project}).all()
+        """`cached_stage` and, where none answers the key, `stages_by_key`: one statement, however many there are."""
+        found = self._connection.execute(_ANSWERED, {"of_key": cache_key, "of_project": self._project}).all()
         same = [to_record(StageRecord, row) for row in found]
-        answers = next((one for one, row in zip(same, found, strict=True) if row._mapping["answers"]), None)
-        return answers if answers and self._logged(cache_key, answers) else None, same
+        if not (found and found[0]._mapping["answers"]):
+            return None, same
+        return (same[0], []) if self._logged(cache_key, same[0]) else (None, self.stages_by_key(cache_key))
 
     def _logged(self, cache_key: str, stage: StageRecord) -> bool:
         """Whether events let this stage answer this key, and made its outputs what the rows hold."""

@@ -144,9 +144,10 @@ class WorkQueue:
             return {row.object: _work(row) for row in rows}
 
     def look_at(self, run_id: str) -> tuple[dict[str, Work], RunRows]:
-        """`of_run`, and the run's own rows, in one statement.
+        """`of_run` without tracebacks, and the run's own rows, in one statement.
 
         Raises:
+            UnreadableColumnError: a row of the run is damaged.
             NotFoundError: there is no such run.
         """
         with self._ledger.database.read() as connection:
@@ -400,7 +401,9 @@ def _queued(row: Mapping[Any, Any], kind: str) -> Work | None:
     """The row of the queue that stands in the columns `KIND.…`; None: there is none."""
     if row[f"{kind}.id"] is None:
         return None
-    return Work(**{name: row[f"{kind}.{name}"] for name in Work.__dataclass_fields__})
+    return Work(
+        **{name: row[f"{kind}.{name}"] for name in Work.__dataclass_fields__ if name != "traceback"}, traceback=""
+    )
 
 
 # What a driver asks at every look at a run: built once, which costs more than running it.
@@ -428,7 +431,10 @@ def _about(server: bool) -> CompoundSelect[Any]:
 
 @functools.cache
 def _whole(dialect: str, server: bool) -> Select[Any]:
-    """The rows of a run with those of the queue, its own (`Work.…`) and its stages' (`Trouble.…`)."""
+    """The rows of a run with those of the queue, its own (`Work.…`) and its stages' (`Trouble.…`).
+
+    Without tracebacks: each would come with the row of every attempt.
+    """
     trouble, now = work.alias(), _now_of(server)
     of_stage = (trouble.c.project == bindparam("of_project")) & (trouble.c.kind == STAGE)
     of_stage &= trouble.c.object == stages.c.run_id + "/" + stages.c.name
@@ -436,6 +442,7 @@ def _whole(dialect: str, server: bool) -> Select[Any]:
         column.label(f"{kind}.{column.key}")
         for kind, rows in zip(_QUEUED, (work, trouble), strict=True)
         for column in _told(now, rows)
+        if column.key != "traceback"
     ]
     return rows_on(dialect).add_columns(*columns).outerjoin(trouble, of_stage)
 

@@ -62,10 +62,11 @@ class Writing:
         self._journal.tell(kind, subject, self._added(table, columns, what), *noted(), facts=facts)
 
     def _added(self, table: Table, columns: Mapping[str, Any], what: str) -> Change:
-        """Add a row; what an event is to tell of it. A refused row leaves the rest of a transaction as it was.
+        """Add a row; what an event is to tell of it. Where its key is taken, the rest of a transaction is as it was.
 
         Raises:
-            ConflictError: there is one of this key.
+            ConflictError: its key, or a name or number that it must have for itself, is taken; or it names a row that
+                is not there, which ends the transaction.
         """
         try:
             adding = addition(self._connection.dialect.name, table)
@@ -74,7 +75,7 @@ class Writing:
             said = " ".join(str(error.orig).split())
             raise ConflictError(f"{what} cannot be added: {said}; read what is there and decide again") from error
         if not added:
-            raise ConflictError(f"{what} cannot be added: there is one; read what is there and decide again")
+            raise ConflictError(f"{what} cannot be added: its key or its name is taken; read it and decide again")
         return Change(ADDED, table.name, {column.name: columns[column.name] for column in table.primary_key}, columns)
 
     def _change(self, table: Table, key: Mapping[str, Any], values: Mapping[str, Any], kind: str, subject: str) -> bool:

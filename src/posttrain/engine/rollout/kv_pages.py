@@ -323,7 +323,8 @@ def cuda_recorder() -> Callable[[Run], Run]:
 
     def record(run: Run) -> Run:
         nonlocal pool
-        if not living:  # a pool ends with its last graph, and torch takes its handle for no other
+        held = list(living)  # none of them may go before the new one is recorded
+        if not held:  # a pool ends with its last graph, and torch takes its handle for no other
             pool = torch.cuda.graph_pool_handle()
         beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
