@@ -194,6 +194,6 @@ def test_audit_1_rows_of_a_run_of_another_project_are_absent(ledger: Ledger) -> 
     assert (ledger.stages("r-1"), ledger.attempts("r-1")) == ([], [])
     with ledger.snapshot() as now:
         assert (now.stages("r-1", "r-2"), now.attempts_of("r-1", "r-2"), now.watches("r-1")) == ([], [], [])
-        assert (now.last_said("r-1"), now.last_said("r-1/sft")) == (None, None)
+        assert now.last_said("r-1", "r-1/sft") == {}
     with ledger.transaction("user:ann") as transaction, pytest.raises(Exception, match="changed since"):
         transaction.update_stage(other.stages("r-1")[0], state="skipped", finished_at=1.0)

@@ -23,7 +23,8 @@ from posttrain.domain.errors import BusyError, LimitError
 T = TypeVar("T")
 READ, HEAVY, UPLOAD, ADOPT, FOLLOW, PASS_ON = "read", "heavy", "upload", "adopt", "follow", "pass on"
 LOOK = "look"  # what only looks: who is turned away asks again, and nothing of a run waits for it
-_THREADS = {LOOK: 16, READ: 32, HEAVY: 16, UPLOAD: 16, ADOPT: 8, FOLLOW: 128, PASS_ON: 64}
+# Looks compute under the interpreter's one lock: more at a time only wait for each other, each for longer.
+_THREADS = {LOOK: 4, READ: 32, HEAVY: 16, UPLOAD: 16, ADOPT: 8, FOLLOW: 128, PASS_ON: 64}
 _WAITING = {
     LOOK: 64,
     READ: 1000,
@@ -89,7 +90,7 @@ class Most:
 
 
 MOST = {
-    **{LOOK: Most(12, 500), READ: Most(24, 500), HEAVY: Most(2, 16), UPLOAD: Most(12, 12), FOLLOW: Most(32, 32)},
+    **{LOOK: Most(3, 500), READ: Most(24, 500), HEAVY: Most(2, 16), UPLOAD: Most(12, 12), FOLLOW: Most(32, 32)},
     **{ADOPT: Most(4, 12), BODY: Most(600, 600), LOGIN: Most(4, 32), CHANNEL: Most(4, 16)},
 }
 _WORDS = {

@@ -16,7 +16,7 @@ from posttrain.domain.errors import IntegrityError
 from posttrain.domain.lifecycle import StageState
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import ChannelRecord, Deployment, Look, Measured, Quarantine, ReleaseEntry
-from posttrain.store.rows import Record, to_record
+from posttrain.store.rows import Record, to_record, to_records
 from posttrain.store.schema import (
     approval_requests,
     approvals,
@@ -144,7 +144,7 @@ class ChannelReading:
         return _RELEASES.where(releases.c.project == self._project)
 
     def _all(self, kind: type[Record], query: Select[Any], values: Mapping[str, Any] | None = None) -> list[Record]:
-        return [to_record(kind, row) for row in self._connection.execute(query, values)]
+        return to_records(kind, self._connection.execute(query, values))
 
 
 class ApprovalReading:

@@ -52,6 +52,7 @@ _MAGIC, _HEADER = b"SQLite format 3\0", 100  # bytes
 _WRITE = "posttrain_write"
 _MAKING = 0x706F7374  # PostgreSQL's advisory lock for making a ledger
 _FULL_BYTES = 2**20  # free, below which a disk that fails is full
+_KEPT, _MOST = 16, 64  # connections to a file: kept open, and at a time; opening one costs more than a question
 _COMPLAINTS = 5  # of an integrity check: one is enough to restore a copy
 
 
@@ -136,6 +137,7 @@ class Database:
             self.read_only = file.exists() and not writable(file)
         try:
             options: dict[str, Any] = {"creator": self._reader(file)} if self.read_only else {}
+            options |= {"pool_size": _KEPT, "max_overflow": _MOST - _KEPT}
             self._engine = create_engine(url, **(options if self._sqlite else postgres.engine_options(url, self._busy)))
         except ModuleNotFoundError as error:
             raise WorkspaceError(

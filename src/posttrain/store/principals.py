@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, bindparam, select
 
 from posttrain.domain.principals import Role
 from posttrain.domain.records import Token
@@ -10,6 +10,8 @@ from posttrain.store.rows import to_record
 from posttrain.store.schema import events, principals, projects, roles, sessions, tokens
 from posttrain.store.scope import across
 
+_ROLES = select(principals.c.name, roles.c.role).join(principals, principals.c.id == roles.c.principal)
+_ROLES = _ROLES.where(roles.c.project == bindparam("of_project")).order_by(principals.c.name)
 _TOKENS = select(tokens, principals.c.name.label("actor")).join(principals, principals.c.id == tokens.c.principal)
 
 
@@ -21,9 +23,7 @@ class PrincipalReading:
 
     def roles(self) -> dict[str, Role]:
         """Principal → role in this project; empty: nobody was given one."""
-        query = select(principals.c.name, roles.c.role).join(principals, principals.c.id == roles.c.principal)
-        query = query.where(roles.c.project == self._project).order_by(principals.c.name)
-        return {name: Role(role) for name, role in self._connection.execute(query)}
+        return {name: Role(role) for name, role in self._connection.execute(_ROLES, {"of_project": self._project})}
 
     def people(self) -> set[str]:
         """Principals who have a role in this project, or did something there. Reads who wrote every event."""

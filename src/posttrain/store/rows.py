@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, TypeVar
 
-from sqlalchemy import Row
+from sqlalchemy import Result, Row
 
 from posttrain.domain.records import Asset, ChannelRecord, Event
 from posttrain.store.journal import CHANGED, TABLES
@@ -26,6 +27,15 @@ def to_record(kind: type[Record], row: Row[*tuple[Any, ...]]) -> Record:
     if kind is ChannelRecord:
         values["protected"] = bool(values["protected"])
     return kind(**values)
+
+
+def to_records(kind: type[Record], found: Result[*tuple[Any, ...]]) -> list[Record]:
+    """All rows of an answer, as `to_record` each: where the columns stand is looked up once."""
+    if kind in (Asset, ChannelRecord):
+        return [to_record(kind, row) for row in found]
+    columns = list(found.keys())
+    picked = operator.itemgetter(*(columns.index(name) for name in names_of(kind)))
+    return [kind(*picked(row)) for row in found]
 
 
 def to_event(row: Row[*tuple[Any, ...]]) -> Event:

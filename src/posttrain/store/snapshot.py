@@ -414,11 +414,13 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         query = self._events().where(leaves.c.sequence > after).order_by(leaves.c.sequence).limit(limit)
         return self._told(query.where(*_below(subject_prefix)))
 
-    def last_said(self, subject: str) -> float | None:
-        """When the newest event of exactly this subject was; None without one."""
-        query = self.scope.select(events, func.max(events.c.at)).where(events.c.subject == subject)
-        found = self._connection.execute(query).scalar()
-        return None if found is None else float(found)
+    def last_said(self, *subjects: str) -> dict[str, float]:
+        """When the newest event of exactly each of these subjects was, in one statement; of some there is none."""
+        if not subjects:
+            return {}
+        query = self.scope.select(events, events.c.subject, func.max(events.c.at)).group_by(events.c.subject)
+        found = self._connection.execute(query.where(events.c.subject.in_(subjects)))
+        return {subject: float(at) for subject, at in found}
 
     def pending_events(self, subject_prefix: str | None = None, limit: int = 1000) -> list[Event]:
         """Committed events that the sealer has not passed yet, in id order; they have no `sequence`."""

@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from json.encoder import encode_basestring
 from typing import TYPE_CHECKING, Any
 
 from posttrain.control.budgets import spending
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 _OPEN = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)  # states of a run that has not ended
 STARTING = "starting"  # what a stage is called whose job has not said anything yet
+_USUAL = 120  # letters beside the message: even of three bytes each they leave it room
 _MOST, _SENTENCE, _ASIDE = 1024, 200, 64  # bytes of JSON: of a summary, of a sentence of it, of what stands beside
 _LOOKED_AT = 10  # of a list's runs that ask a person for something: those whose words are those of this moment
 _WAITS: Mapping[str, str] = {  # what a run is called of which nothing runs
@@ -263,8 +265,21 @@ class RunSummary:
             score={_cut(name, _ASIDE): value for name, value in _score(status.stages).items()},
             release=release,
         )
-        left = _MOST - len(json.dumps(asdict(brief), ensure_ascii=False).encode())
-        return replace(brief, message=_cut(status.trouble or status.why, max(_ASIDE, min(_SENTENCE, left))))
+        words = _cut(status.trouble or status.why, _SENTENCE)
+        said = [
+            brief.name,
+            brief.reason,
+            brief.standing,
+            brief.next_action,
+            brief.owner,
+            brief.under_way,
+            brief.release,
+        ]
+        said += [driver.log, driver.host, driver.trouble] if driver else []
+        if sum(map(len, said)) > _USUAL:  # else there is room enough, and nothing to measure
+            left = _MOST - len(json.dumps(asdict(brief), ensure_ascii=False).encode())
+            words = _cut(words, max(_ASIDE, min(_SENTENCE, left)))
+        return replace(brief, message=words)
 
     @property
     def at_work(self) -> bool:
@@ -274,9 +289,9 @@ class RunSummary:
 
 def _cut(words: str, most: int) -> str:
     """The words, or as many of their characters as take no more than `most` bytes of JSON with the mark of the cut."""
-    taken = list(itertools.accumulate(len(json.dumps(one, ensure_ascii=False).encode()) - 2 for one in words))
-    if not taken or taken[-1] <= most:
+    if len(encode_basestring(words).encode()) - 2 <= most:
         return words
+    taken = list(itertools.accumulate(len(encode_basestring(one).encode()) - 2 for one in words[:most]))
     return words[: bisect.bisect_right(taken, most - len("…".encode()))] + "…"
 
 
@@ -329,9 +344,9 @@ class RunWatcher:
         waits = any(kind_of(row.kind).driver is Driver.WAIT for row in rows)
         signals = tuple(ledger.signals(run.id)) if waits else ()
         attempts = [self._attempts(ledger, row, found.attempts) for row in rows]
-        for row in rows:
-            if self._changed.get(row.name, (-1, None))[0] != row.generation:
-                self._changed[row.name] = row.generation, ledger.last_said(f"{row.run_id}/{row.name}")
+        changed = [row for row in rows if self._changed.get(row.name, (-1, None))[0] != row.generation]
+        said = ledger.last_said(*(f"{row.run_id}/{row.name}" for row in changed))
+        self._changed |= {row.name: (row.generation, said.get(f"{row.run_id}/{row.name}")) for row in changed}
         return run, rows, signals, attempts
 
     def _told(
