@@ -34,7 +34,7 @@ from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.store import schema
 from posttrain.store.merkle import leaf_hash
 from posttrain.store.schema import JsonText, principals, projects
-from posttrain.store.waking import RUN, WAKE, wake
+from posttrain.store.waking import RUN, wake, waking
 
 CREATED = "ledger.created"  # the first event of a log
 ERASED = "words.erased"  # its `erased` are the digests of payloads that are gone
@@ -53,9 +53,6 @@ _BESIDE = "retention, salt, body, woken"  # the words of an event, and the run t
 # An event, its words, its place in the sealer's queue and the run that it wakes are one question to the database
 # instead of four. SQLite cannot write to several tables in one statement, so a trigger of each connection does.
 _GIVEN = "{0}project, {0}kind, {0}subject, " + _STILL + ", {0}auth, {0}request, {0}at, {0}audited, {0}words, {0}leaf"
-_WAKEN = WAKE.replace("VALUES (:project, :what, :object, :due,", "SELECT {0}project, 'run', {1}, 0.0,").replace(
-    "'', '')", "'', '' WHERE {1} IS NOT NULL"
-)
 _NAMES = _ENVELOPE.replace("principal", "author, called") + f", {_BESIDE}"
 TRIGGER = (
     f"CREATE TEMP VIEW telling AS SELECT {', '.join(f'NULL AS {name}' for name in _NAMES.split(', '))}",
@@ -64,7 +61,7 @@ TRIGGER = (
     "INSERT INTO unsealed (event) VALUES (last_insert_rowid()); "  # its key is the event's: so it is below, too
     "INSERT INTO payloads (event, retention, salt, body) "
     "SELECT last_insert_rowid(), NEW.retention, NEW.salt, NEW.body WHERE NEW.words IS NOT NULL; "
-    f"{_WAKEN.format('NEW.', 'NEW.woken')}; END",
+    f"{waking('NEW.project', 'NEW.woken')}; END",
 )
 _ROWS = f"({_NAMES}) VALUES ({', '.join(f':{name}' for name in _NAMES.split(', '))})"
 _TELLING = {
@@ -72,7 +69,7 @@ _TELLING = {
     "postgresql": f"WITH told AS (INSERT INTO events ({_ENVELOPE}) VALUES ({_GIVEN.format(':')}) RETURNING id), "
     "said AS (INSERT INTO payloads (event, retention, salt, body) "
     "SELECT id, :retention, :salt, :body FROM told WHERE :words IS NOT NULL), "
-    f"waiting AS (INSERT INTO unsealed (event) SELECT id FROM told) {_WAKEN.format(':', 'CAST(:woken AS VARCHAR)')}",
+    f"waiting AS (INSERT INTO unsealed (event) SELECT id FROM told) {waking(':project', 'CAST(:woken AS VARCHAR)')}",
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from sqlalchemy import Connection, delete, func, or_, text, update
 
@@ -11,24 +10,28 @@ from posttrain.store.schema import watches, work
 from posttrain.store.scope import Scope
 
 RUN, STAGE, SWEEP = "run", "stage", "sweep"  # kinds of work
-WAKE = (  # the values are those of `waking`
-    "INSERT INTO work (project, kind, object, due_at, priority, wanted_version, failures, error, traceback) "
-    "VALUES (:project, :what, :object, :due, 0, 1, 0, '', '') ON CONFLICT (project, kind, object) DO UPDATE SET "
-    "wanted_version = work.wanted_version + 1, "
+_INTO = "INSERT INTO work (project, kind, object, due_at, priority, wanted_version, failures, error, traceback) "
+_THERE = (
+    " ON CONFLICT (project, kind, object) DO UPDATE SET wanted_version = work.wanted_version + 1, "
     "due_at = CASE WHEN work.due_at < excluded.due_at THEN work.due_at ELSE excluded.due_at END"
 )
-_WAKE = text(WAKE)
+_WAKE = text(f"{_INTO}VALUES (:project, :what, :object, :due, 0, 1, 0, '', ''){_THERE}")
 
 
-def waking(project: str, kind: str, name: str, due: float = 0.0) -> dict[str, Any]:
-    """What `WAKE` takes to let an object be looked at, from `due` (seconds since the epoch) on."""
-    return {"project": project, "what": kind, "object": name, "due": due}
+def waking(project: str, run: str) -> str:
+    """SQL that wakes a run at once as a part of a larger statement, and nobody where the run is NULL.
+
+    Args:
+        project, run: SQL expressions.
+    """
+    return f"{_INTO}SELECT {project}, '{RUN}', {run}, 0.0, 0, 1, 0, '', '' WHERE {run} IS NOT NULL{_THERE}"
 
 
 def wake(connection: Connection, project: str, kind: str, names: Collection[str], due: float = 0.0) -> None:
     """Let objects be looked at, from `due` (seconds since the epoch) on, in the transaction of `connection`."""
     if names:
-        connection.execute(_WAKE, [waking(project, kind, name, due) for name in sorted(names)])
+        woken = [{"project": project, "what": kind, "object": name, "due": due} for name in sorted(names)]
+        connection.execute(_WAKE, woken)
 
 
 def settle_at(connection: Connection, project: str, run_id: str, host: str | None) -> None:
