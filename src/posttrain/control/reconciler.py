@@ -37,14 +37,13 @@ from posttrain.control.pulse import Beside, Pulse, Turns, look_again_after
 from posttrain.control.sights import Looks, see
 from posttrain.control.stores import Stores
 from posttrain.control.trouble import Troubles, one_line, record_trouble
-from posttrain.domain.errors import ConflictError, DeadlineError, InfrastructureError, PosttrainError
+from posttrain.domain.errors import ConflictError, DeadlineError, InfrastructureError, IntegrityError, PosttrainError
 from posttrain.domain.lifecycle import StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord, RunRows
 from posttrain.domain.sinks import RUN_SET_ASIDE
 from posttrain.domain.waits import signals_of, waiting
-from posttrain.store.schema import UnreadableColumnError
 from posttrain.store.waking import RUN, SWEEP
 from posttrain.store.work import NEVER, Work, WorkQueue
 
@@ -145,7 +144,7 @@ class Reconciler:
         """The rows of a run, the queue's with its own; None: one is damaged, which is the run's trouble."""
         try:
             return self.queue.look_at(run_id)
-        except UnreadableColumnError:
+        except IntegrityError:
             return self.queue.of_run(run_id), None
 
     def _given_back(self, view: View, claim: Work, troubles: Troubles, began: float) -> Tick:
