@@ -30,7 +30,7 @@ COMMANDS = {
     "examples": ["--output", "--to", "-o", "[NAME]"],
     "plan": ["--output", "--seed", "--set", "-o", "RUN.yaml"],
     "lock": ["--out", "--output", "--seed", "--set", "-o", "RUN.yaml"],
-    "run": ["--again", "--detach", "--seed", "--set", "--timeout", "RUN.yaml"],
+    "run": ["--again", "--detach", "--output", "-o", "--seed", "--set", "--timeout", "RUN.yaml"],
     "ls": ["--limit", "--output", "-o"],
     "get": ["--output", "--report", "--timeout", "--watch", "-o", "RUN|CHANNEL"],
     "logs": ["--follow", "--output", "--timeout", "-f", "-o", "[STAGE]", "run"],
@@ -39,9 +39,9 @@ COMMANDS = {
     "sweep": ["--better", "--dry-run", "--metric", "--output", "--seeds", "--set", "-o", "RUN.yaml"],
     "compare": ["--html", "--output", "-o", "A B [C …]"],
     "signal": ["--reason", "NAME", "run"],
-    "attach": ["--detach", "--timeout", "run"],
+    "attach": ["--detach", "--output", "-o", "--timeout", "run"],
     "stop": ["run"],
-    "retry": ["--detach", "--timeout", "run"],
+    "retry": ["--detach", "--output", "-o", "--timeout", "run"],
     "dead": ["--assume-dead", "--output", "--retry", "-o", "[RUN[/STAGE]]"],
     "sample": [
         *("--chat", "--device", "--dtype", "--max-new-tokens", "--min-p", "--output", "--samples", "--seed", "--stop"),
@@ -50,7 +50,8 @@ COMMANDS = {
     ],
     "eval": [
         *("--again", "--device", "--dialect", "--dtype", "--entry", "--extract", "--max-new-tokens", "--output"),
-        *("--min-p", "--pass-at", "--reward", "--reward-range", "--reward-timeout", "--samples", "--seed", "--stop"),
+        *("--min-p", "--network", "--pass-at", "--reward", "--reward-range", "--reward-timeout", "--samples"),
+        *("--secret", "--seed", "--stop"),
         *("--temperature", "--threads", "--timeout", "--top-k", "--top-p", "-n", "-o", "MODEL", "SUITE..."),
     ],
     "export": ["--dtype", "--output", "-o", "DIR", "MODEL"],
@@ -183,7 +184,7 @@ def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
 
 def test_every_reading_command_speaks_json() -> None:
     reading = {
-        *("approve", "reject", "promote", "rollback"),
+        *("approve", "reject", "promote", "rollback", "run", "attach", "retry"),
         "examples",
         "plan",
         "lock",

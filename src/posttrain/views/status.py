@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _OPEN = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)  # states of a run that has not ended
 STARTING = "starting"  # what a stage is called whose job has not said anything yet
 _USUAL = 120  # letters beside the message: even of three bytes each they leave it room
-_MOST, _SENTENCE, _ASIDE = 1024, 200, 64  # bytes of JSON: of a summary, of a sentence of it, of what stands beside
+_MOST, _SENTENCE, _ASIDE = 1024, 202, 64  # bytes of JSON: of a summary, of a sentence of it, of what stands beside
 _LOOKED_AT = 10  # of a list's runs that ask a person for something: those whose words are those of this moment
 _WAITS: Mapping[str, str] = {  # what a run is called of which nothing runs
     Reason.WAITING_FOR_APPROVAL: "waits for approval",
