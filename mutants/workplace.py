@@ -138,7 +138,8 @@ class Workplace:
     def _ask(self, order: str) -> int | None:
         if self._zygote is None:
             python = self._folder / "venv" / "bin" / "python"
-            environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+            ours = ("PYTHONPATH", "PYTEST_ADDOPTS")  # a copy has paths and a cache of its own
+            environment = {key: value for key, value in os.environ.items() if key not in ours}
             self._zygote = subprocess.Popen(
                 [str(python), "-m", "mutants.zygote"],
                 cwd=self._tree, env=environment | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
