@@ -110,15 +110,17 @@ TASKS = ("02", "03", "04")  # 01 is make demo's; one of the others is played fro
 OTHERS = (
     *SLOW,
     Lane(
-        "ray", 8, (*_source("engine/groups", "engine/roles", "engine/weights", "engine/assembly"), "tests/e2e/test_ray")
+        "ray",
+        11,
+        (*_source("engine/groups", "engine/roles", "engine/weights", "engine/assembly"), "tests/e2e/test_ray"),
     ),
-    Lane("ecosystem", 8, (*_source("engine/rewards", "engine/algorithms", "foreign", "trackers"), "tests/ecosystem")),
-    Lane("dist", 3, ("pyproject.toml", "constraints.txt", "Makefile", *_source("examples", "cli"))),
+    Lane("ecosystem", 7, (*_source("engine/rewards", "engine/algorithms", "foreign", "trackers"), "tests/ecosystem")),
+    Lane("dist", 6, ("pyproject.toml", "constraints.txt", "Makefile", *_source("examples", "cli"))),
     Lane("day", 4, ("pyproject.toml", "constraints.txt", "day", *_source("trackers", "foreign", "drivers"))),
     Lane("site", 1, ("docs", "handbook", "README.md", "CHANGELOG.md", *_source("cli", "api"))),
-    Lane("browser", 3, (*_source("web", "views", "server/console"), "tests/browser", "handbook")),
-    Lane("postgres", 9, (*_source("store"), "tests/postgres_server.py")),
-    Lane("containers", 5, (*_source("execution", "jobs"), "tests/podman_image.py", "tests/e2e/test_jobs_in_images.py")),
+    Lane("browser", 4, (*_source("web", "views", "server/console"), "tests/browser", "handbook")),
+    Lane("postgres", 18, (*_source("store"), "tests/postgres_server.py")),
+    Lane("containers", 4, (*_source("execution", "jobs"), "tests/podman_image.py", "tests/e2e/test_jobs_in_images.py")),
 )
 # Before the first of the others: nothing is installed while jobs run, which compare their environment with their run's.
 PACKAGES = Lane("lanes", 2)
