@@ -115,6 +115,11 @@ def test_audit_33_a_summary_is_a_kilobyte_in_every_writing(workspace: Workspace,
         assert len(said) >= 13, "and is not cut shorter than that takes"
 
 
+def test_a_file_name_that_is_no_text_hides_no_run(workspace: Workspace) -> None:
+    status = replace(read_status(workspace, workspace.ledger.runs()[0].id), trouble="cannot read caf\udce9 " * 40)
+    assert RunSummary.of(status).message.startswith("cannot read caf\udce9 ")
+
+
 @pytest.mark.parametrize("limit", [1, len(NUMBERS)])
 def test_audit_33_a_list_costs_the_same_few_statements(workspace: Workspace, limit: int) -> None:
     shown: list[RunSummary] = []

@@ -236,7 +236,7 @@ def drive(control: Control, run_id: str, timeout: float | None, reattach: str, o
     """Drive a run, show it, write its report, print its summary, and raise its outcome if it is not a success.
 
     Args:
-        output: JSON: nothing is shown meanwhile, and stdout has what `get` prints of the run in the end.
+        output: with JSON the command shows no progress; when the run has ended it prints what `get -o json` prints.
 
     Raises:
         PosttrainError: the run's outcome, or the deadline.

@@ -23,7 +23,7 @@ from posttrain.domain.errors import BusyError, LimitError
 T = TypeVar("T")
 READ, HEAVY, UPLOAD, ADOPT, FOLLOW, PASS_ON = "read", "heavy", "upload", "adopt", "follow", "pass on"
 LOOK = "look"  # what only looks: who is turned away asks again, and nothing of a run waits for it
-# Looks compute under the interpreter's one lock: more at a time only wait for each other, each for longer.
+# Looks are computed under the interpreter's lock: more threads only wait for each other, and each look takes longer.
 _THREADS = {LOOK: 4, READ: 32, HEAVY: 16, UPLOAD: 16, ADOPT: 8, FOLLOW: 128, PASS_ON: 64}
 _WAITING = {
     LOOK: 64,

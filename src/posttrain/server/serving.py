@@ -229,8 +229,8 @@ class _Server(uvicorn.Server):
             quiet(lambda loop, context: loop.default_exception_handler(context))
         )
         await super().startup(sockets)
-        # A full collection walks all that stays, and holds every request up for 0.1 s: what was imported is set apart,
-        # and for what is kept of runs one comes seldom. What requests leave behind goes with the young objects.
+        # A full collection walks every long-lived object and delays all requests by 0.1 s. So it skips what startup
+        # made, and is a hundred times rarer; collections of young objects free what requests leave behind.
         gc.freeze()
         gc.set_threshold(5_000, 10, 100)
         self._systemd.ready()

@@ -275,7 +275,7 @@ class Journal:
         self._payloads.append(payload)
 
     def flush(self, woken: Collection[str] = ()) -> None:
-        """Write what was told, and wake these runs, in one order for everybody, so that two never deadlock."""
+        """Write the events and wake these runs. Every transaction wakes runs in the same order, so no two deadlock."""
         rows, said = self._rows, self._payloads
         self._rows, self._payloads = [], []
         names = sorted(woken)

@@ -19,7 +19,7 @@ _WAKE = text(f"{_INTO}VALUES (:project, :what, :object, :due, 0, 1, 0, '', ''){_
 
 
 def waking(project: str, run: str) -> str:
-    """SQL that wakes a run at once as a part of a larger statement, and nobody where the run is NULL.
+    """SQL that wakes a run as a part of a larger statement; it wakes none where the run is NULL.
 
     Args:
         project, run: SQL expressions.

@@ -62,7 +62,7 @@ class Writing:
         self._journal.tell(kind, subject, self._added(table, columns, what), *noted(), facts=facts)
 
     def _added(self, table: Table, columns: Mapping[str, Any], what: str) -> Change:
-        """Add a row; what an event is to tell of it. Where its key is taken, the rest of a transaction is as it was.
+        """Add a row and return the change for its event. If its key is taken, the transaction stays usable.
 
         Raises:
             ConflictError: its key, or a name or number that it must have for itself, is taken; or it names a row that

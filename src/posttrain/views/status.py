@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 _OPEN = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)  # states of a run that has not ended
 STARTING = "starting"  # what a stage is called whose job has not said anything yet
-_USUAL = 120  # letters beside the message: even of three bytes each they leave it room
-_MOST, _SENTENCE, _ASIDE = 1024, 202, 64  # bytes of JSON: of a summary, of a sentence of it, of what stands beside
+_MOST, _FRAME = 1024, 600  # bytes of JSON: of a summary; of one without its words, at most
+_SENTENCE, _ASIDE = 202, 64  # bytes of JSON: of a sentence of a summary, of what stands beside it
 _LOOKED_AT = 10  # of a list's runs that ask a person for something: those whose words are those of this moment
 _WAITS: Mapping[str, str] = {  # what a run is called of which nothing runs
     Reason.WAITING_FOR_APPROVAL: "waits for approval",
@@ -266,18 +266,11 @@ class RunSummary:
             release=release,
         )
         words = _cut(status.trouble or status.why, _SENTENCE)
-        said = [
-            brief.name,
-            brief.reason,
-            brief.standing,
-            brief.next_action,
-            brief.owner,
-            brief.under_way,
-            brief.release,
-        ]
-        said += [driver.log, driver.host, driver.trouble] if driver else []
-        if sum(map(len, said)) > _USUAL:  # else there is room enough, and nothing to measure
-            left = _MOST - len(json.dumps(asdict(brief), ensure_ascii=False).encode())
+        said = [brief.id, brief.name, brief.standing, brief.reason, brief.next_action, brief.owner, brief.under_way]
+        said += [brief.release, *brief.score]
+        said += [brief.driver.log, brief.driver.host, brief.driver.trouble] if brief.driver else []
+        if _FRAME + sum(map(_size, said)) > _MOST - _SENTENCE:  # else every message fits, and nothing is measured
+            left = _MOST - len(json.dumps(asdict(brief), ensure_ascii=False).encode("utf-8", "surrogatepass"))
             words = _cut(words, max(_ASIDE, min(_SENTENCE, left)))
         return replace(brief, message=words)
 
@@ -289,10 +282,15 @@ class RunSummary:
 
 def _cut(words: str, most: int) -> str:
     """The words, or as many of their characters as take no more than `most` bytes of JSON with the mark of the cut."""
-    if len(encode_basestring(words).encode()) - 2 <= most:
+    if _size(words) <= most:
         return words
-    taken = list(itertools.accumulate(len(encode_basestring(one).encode()) - 2 for one in words[:most]))
-    return words[: bisect.bisect_right(taken, most - len("…".encode()))] + "…"
+    taken = list(itertools.accumulate(map(_size, words[:most])))
+    return words[: bisect.bisect_right(taken, most - _size("…"))] + "…"
+
+
+def _size(words: str) -> int:
+    """Bytes of words in JSON. The name of a file in an error may hold half of a surrogate pair."""
+    return len(encode_basestring(words).encode("utf-8", "surrogatepass")) - 2
 
 
 def _score(stages: Sequence[StageStatus]) -> dict[str, float]:
