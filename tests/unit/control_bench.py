@@ -17,7 +17,7 @@ from posttrain.control.planning import plan_run
 from posttrain.control.reconciler import Reconciler
 from posttrain.control.stores import Stores
 from posttrain.control.submission import submit
-from posttrain.domain.canonical import digest_json
+from posttrain.domain.canonical import canonical_json, digest_json
 from posttrain.domain.errors import FailureClass
 from posttrain.domain.facts import Progress
 from posttrain.domain.jobs import Failure, JobResult, Output
@@ -142,6 +142,8 @@ class Bench:
 
     def submit(self, again: bool = False, **changes: Any) -> str:
         raw = {**RUN, **changes}
+        for text in ("model:tiny", "dataset:train", "dataset:heldout"):
+            self.stores.blobs.put(canonical_json(text))
         planned = plan_run(parse_run_spec(raw, "run.yaml"), "run.yaml", resolve, self.jobs.trainers)
         return submit(self.stores, planned.manifest, again=again).run.id
 

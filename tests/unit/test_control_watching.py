@@ -15,7 +15,7 @@ from sqlalchemy import update
 
 from posttrain.control import actions, attempts
 from posttrain.control.pulse import Turns
-from posttrain.control.reconciler import POLL_SECONDS, SLOT_SECONDS, Reconciler
+from posttrain.control.reconciler import LEASE_SECONDS, POLL_SECONDS, SLOT_SECONDS, Reconciler
 from posttrain.domain.jobs import Capacity, Observation
 from posttrain.domain.requests import JobRef
 from posttrain.execution.trainers.native import NativeTrainer
@@ -82,6 +82,23 @@ def test_audit_8_a_slot_that_another_process_leaves_is_seen(bench: Bench) -> Non
     assert states(bench, ids) == ["running", "running", "ready"]
     bench.executor.lose(bench.ledger.attempts(ids[0])[0].name)
     passes(bench, ids[2:], 30)  # nobody drives the others any more, and records no end
+    assert states(bench, ids) == ["running", "running", "running"]
+
+
+def test_audit_8_jobs_of_runs_that_nobody_drives_take_slots_of_a_run_that_is_new(bench: Bench) -> None:
+    bench.scripts["sft"] = [None]
+    ids = submitted(bench, 2)
+    other = Reconciler(bench.stores, bench.jobs, "there")
+    for _ in range(4):
+        for run_id in ids:
+            other.step(run_id)
+    bench.clock.sleep(2 * LEASE_SECONDS)
+    ids.append(bench.submit(seed=2, **TRAIN_ONLY))
+    passes(bench, ids[2:], 3)
+    assert states(bench, ids) == ["running", "running", "ready"]
+    assert bench.stage(ids[2], "sft").reason == "WaitingForSlot"
+    bench.executor.lose(bench.ledger.attempts(ids[0])[0].name)
+    passes(bench, ids[2:], 30)
     assert states(bench, ids) == ["running", "running", "running"]
 
 

@@ -17,7 +17,7 @@ from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.control.launching import look, tokens_inherited, tokens_taken_over
 from posttrain.control.orders import Collect, End, TryAgain
 from posttrain.control.stores import Stores
-from posttrain.control.trained import register_trained
+from posttrain.control.trained import trained_models
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import FailureClass, InputError, IntegrityError, NotFoundError
 from posttrain.domain.facts import Progress
@@ -301,11 +301,11 @@ def _end(
             next_action=action,
             outputs=outputs,
             sizes=sizes,
+            models=trained_models(stores, manifest.name, stage, outputs),
             metrics=dict(result.metrics),
             tokens=stage.tokens + tokens,
             finished_at=now,
         )
-        register_trained(transaction, stores, manifest.name, stage, outputs, sizes)
         if result.status == "succeeded" and stage.cache_key:
             transaction.put_cache(stage.cache_key, stage.run_id, stage.name)
 

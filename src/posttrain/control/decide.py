@@ -86,6 +86,7 @@ class View:
     attempts: tuple[AttemptRecord, ...]
     signals: tuple[Signal, ...] = ()  # that were sent to it
     watches: tuple[Watch, ...] = ()  # of its jobs
+    head: tuple[int, bytes] = (0, b"")  # of the event log
 
     def stage(self, name: str) -> StageRecord:
         """The stage of this name."""

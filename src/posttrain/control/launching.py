@@ -10,6 +10,7 @@ The stage cache: the same code, parameters, seed and input digests need not be c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -49,7 +50,7 @@ from posttrain.events.admitting import SECRETS, secrets_of
 from posttrain.execution.ports import Trainer
 from posttrain.store.atomic import ANSWER, make_folder
 from posttrain.store.attempts import AttemptFolder, unclaimed
-from posttrain.store.heads import sealed_head
+from posttrain.store.heads import head_name
 from posttrain.store.ledger import Ledger
 from posttrain.store.reaching import PRIVATE_CACHE
 from posttrain.store.trees import TreeFile, put_tree, read_json, tree_listing, verify_tree
@@ -217,50 +218,78 @@ def plan_attempt(
     key: str,
     same: Sequence[StageRecord],
     *,
-    unwatched: int,
+    unwatched: int | None,
     rivals: int = 0,
-) -> None:
-    """Commit the intent: an attempt with a deterministic external name. Launching it is the next tick's work.
+) -> tuple[Reason, str] | None:
+    """Commit the intent: an attempt with a deterministic external name. Launching it is the next pass's work.
 
     Args:
         same: stages with its cache key.
-        unwatched: slots taken by jobs of runs without a driver.
+        unwatched: slots taken by jobs of runs without a driver; None: the executor is asked only where there are any.
         rivals: other stages of the run that could start now.
 
+    Returns:
+        Why it waits; None: it is planned.
+
     Raises:
-        ConflictError: another driver ended the run, or started what this stage has to wait for, since the rows were
-            read: two attempts never reserve the same part of a budget.
+        ConflictError: another driver ended the run since the rows were read.
     """
-    manifest, earlier = view.manifest, view.tries(stage.name)
-    number = len(earlier) + 1
+    earlier = view.tries(stage.name)
     found = find_checkpoint(stores, jobs.folders, stage, earlier, same)
-    now = stores.clock.now()
-    attempt = _new_attempt(jobs, stage, number, found, now)
+    attempt = _new_attempt(jobs, stage, len(earlier) + 1, found, stores.clock.now())
+    message = f"attempt {attempt.number}" + (_resumes(stage, found) if found else _anew(attempt.number))
     if found:  # its hash took time, in which slots may have been taken
         _, unwatched = taken_slots(stores, jobs)
+    plan = functools.partial(_plan, stores, jobs, view.manifest, stage, attempt, key, message, rivals)
+    try:
+        return plan(unwatched)
+    except _UnwatchedError:
+        return plan(taken_slots(stores, jobs)[1])
+
+
+class _UnwatchedError(Exception):
+    """Jobs of runs without a driver may take slots, and the executor was not asked whether they live."""
+
+
+def _plan(
+    stores: Stores,
+    jobs: Jobs,
+    manifest: Manifest,
+    stage: StageRecord,
+    attempt: AttemptRecord,
+    key: str,
+    message: str,
+    rivals: int,
+    unwatched: int | None,
+) -> tuple[Reason, str] | None:
+    """`plan_attempt` in one transaction: two attempts never reserve the same slot or the same part of a budget."""
     limited = budgets.limited(manifest)  # else nothing is counted, and no row is read for that
     with stores.ledger.transaction(stores.actor) as transaction:
         state = transaction.lock_run(stage.run_id)
+        if state != RunState.RUNNING:
+            raise ConflictError(f"{stage.run_id}/{stage.name}: is not started now: the run is {state}")
         attempts = transaction.snapshot.attempts(stage.run_id) if limited else []
         stages = transaction.snapshot.stages(stage.run_id) if limited else []
         taken_over = tokens_taken_over(stores, jobs.folders, [*attempts, attempt] if limited else [])
         spent = budgets.spending(stages, attempts, taken_over=taken_over)
-        driven, _ = transaction.snapshot.occupying(jobs.host, now)
-        free = jobs.slots - driven - unwatched
+        driven, left = transaction.snapshot.occupying(jobs.host, attempt.created_at)
+        if left and unwatched is None:
+            raise _UnwatchedError
+        free = jobs.slots - driven - (unwatched or 0)
         held = hold_back(manifest, stage, attempts, spent, free=free, rivals=rivals)
-        if isinstance(held, tuple) or state != RunState.RUNNING:
-            why = held[1] if isinstance(held, tuple) else f"the run is {state}"
-            raise ConflictError(f"{stage.run_id}/{stage.name}: is not started now: {why}")
+        if isinstance(held, tuple):
+            return held
         transaction.insert_attempt(replace(attempt, reserved_tokens=held.tokens, reserved_seconds=held.seconds))
         transaction.update_stage(
             stage,
             state=StageState.RUNNING,
             reason=Reason.RUNNING,
-            message=f"attempt {number}" + (_resumes(stage, found) if found else _anew(number)),
+            message=message,
             next_action="",
             cache_key=key,
-            started_at=stage.started_at or now,
+            started_at=stage.started_at or attempt.created_at,
         )
+    return None
 
 
 def _new_attempt(jobs: Jobs, stage: StageRecord, number: int, found: Found | None, now: float) -> AttemptRecord:
@@ -302,7 +331,7 @@ def launch_attempt(
         return refused
     # whoever wrote an order before may have died a day ago, when the workspace lay elsewhere or trusted its rewards
     attempt = _settled(stores, jobs, attempt)
-    order = _order(stores, jobs, manifest, stage, attempt)
+    order = _order(stores, jobs, view, stage, attempt)
     if not jobs.folders.root.is_dir():  # nothing is made where a workspace was
         raise WorkspaceError(f"{jobs.folders.root}: is gone; a workspace that was moved is driven where it is now")
     _lay_down(folder, order)
@@ -390,7 +419,8 @@ def record_launch(stores: Stores, attempt: AttemptRecord, handle: str, stage: St
     crashpoint("attempt.after_handle")
 
 
-def _order(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord) -> JobOrder:
+def _order(stores: Stores, jobs: Jobs, view: View, stage: StageRecord, attempt: AttemptRecord) -> JobOrder:
+    manifest = view.manifest
     limited = budgets.limited(manifest)
     attempts = stores.ledger.attempts(stage.run_id) if limited else []
     inherited = tokens_inherited(stores.blobs, attempt)
@@ -423,7 +453,7 @@ def _order(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, a
         phase_seconds=phase_seconds(stall_after(manifest, stage.name)),
         served=jobs.access is not None,
         image=image or "",
-        log_head=sealed_head(stores.ledger),
+        log_head=head_name(*view.head),
     )
 
 
@@ -481,11 +511,12 @@ def _fetch_elsewhere(stores: Stores, stage: StageRecord, cache: Path) -> Failure
     Returns:
         Why that cannot be done; None when it is.
     """
-    registered = stores.ledger.assets_by_digest(*(blob["digest"] for blob in stage.inputs.values()))
     for blob in stage.inputs.values():
-        versions = external_versions(registered, blob["digest"], blob.get("name", ""))
         try:
-            if versions and not stores.blobs.has(blob["digest"]):
+            if stores.blobs.has(blob["digest"]):
+                continue
+            registered = stores.ledger.assets_by_digest(blob["digest"])
+            if versions := external_versions(registered, blob["digest"], blob.get("name", "")):
                 local_copy(versions, cache)
         except (InfrastructureError, InputError, IntegrityError) as error:
             passes = isinstance(error, InfrastructureError)

@@ -38,7 +38,7 @@ from posttrain.control.sights import Looks, see
 from posttrain.control.stores import Stores
 from posttrain.control.trouble import Troubles, one_line, record_trouble
 from posttrain.domain.errors import ConflictError, DeadlineError, InfrastructureError, IntegrityError, PosttrainError
-from posttrain.domain.lifecycle import StageState, is_final
+from posttrain.domain.lifecycle import AttemptState, StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord, RunRows
@@ -127,7 +127,7 @@ class Reconciler:
             if self._is_elsewhere(now):
                 return None
             view = self._told(now)
-            after = self._pass(view, troubles, over)
+            after = self._passes(view, troubles, over)
             if _moved(view, after) and not is_final("run", after.run.state):
                 return Tick(after.run, changed=True, view=after)  # the pass that finds nothing to do gives it back
             return self._given_back(after, claim, troubles, began)
@@ -447,6 +447,19 @@ class Reconciler:
             over.set()
             keeper.join()
 
+    def _passes(self, view: View, troubles: Troubles, over: Set[str]) -> View:
+        """Passes over rows that were read once, until nothing is left to do, an attempt begins or one meets trouble.
+
+        What is planned is launched after another read: the run may have been stopped. Every write compares
+        generations, so a row that another process changed meanwhile ends the passes with a conflict.
+        """
+        while True:
+            after = self._pass(view, troubles, over)
+            settled = not _moved(view, after) or is_final("run", after.run.state)
+            if settled or troubles or _planned(view) or _planned(after):
+                return after
+            view, over = after, frozenset()  # what ends beside meanwhile writes rows that this view does not have
+
     def _pass(self, view: View, troubles: Troubles, over: Set[str]) -> View:
         """Decide and act: for the run, for each stage by itself, for the run again. The rows afterwards.
 
@@ -508,7 +521,7 @@ class Reconciler:
     def _told(self, rows: RunRows) -> View:
         manifest = self._manifest(rows.run)
         signals = tuple(self._stores.ledger.signals(rows.run.id)) if signals_of(manifest) else ()
-        return View(rows.run, manifest, rows.stages, rows.attempts, signals, rows.watches)
+        return View(rows.run, manifest, rows.stages, rows.attempts, signals, rows.watches, rows.head)
 
     def _manifest(self, run: RunRecord) -> Manifest:
         if run.manifest_digest not in self._manifests:
@@ -519,6 +532,11 @@ class Reconciler:
 def _moved(before: View, after: View) -> bool:
     """Whether rows of a run were changed from one view to the other."""
     return _generations(before) != _generations(after)
+
+
+def _planned(view: View) -> bool:
+    """Whether an attempt waits to be launched."""
+    return any(attempt.state == AttemptState.PLANNED for attempt in view.attempts)
 
 
 def _generations(view: View) -> tuple[int, ...]:

@@ -113,8 +113,9 @@ def start_ready(stores: Stores, jobs: Jobs, view: View, stage: StageRecord) -> N
     attempts = stores.ledger.attempts(stage.run_id) if budgets.limited(manifest) else []
     taken_over = tokens_taken_over(stores, jobs.folders, attempts)
     spent = budgets.spending(view.stages, attempts, taken_over=taken_over)
-    driven, unwatched = taken_slots(stores, jobs)
-    held = hold_back(manifest, stage, attempts, spent, free=jobs.slots - driven - unwatched)
+    waits = stage.reason == Reason.WAITING_FOR_SLOT  # who does counts before a write begins; others in that write
+    driven, unwatched = taken_slots(stores, jobs) if waits else (0, None)
+    held = hold_back(manifest, stage, attempts, spent, free=jobs.slots - driven - (unwatched or 0))
     if isinstance(held, tuple):
         _wait(stores, stage, *held, key)
         return
@@ -134,7 +135,9 @@ def start_ready(stores: Stores, jobs: Jobs, view: View, stage: StageRecord) -> N
     if not waits_for_devices(stores, jobs, manifest, stage, jobs.trainer(manifest.stage(stage.name).trainer)):
         with stores.blobs.holding():
             rivals = _rivals(stores, manifest, key, stages)
-            plan_attempt(stores, jobs, view, stage, key, same, unwatched=unwatched, rivals=rivals)
+            waiting = plan_attempt(stores, jobs, view, stage, key, same, unwatched=unwatched, rivals=rivals)
+        if waiting:
+            _wait(stores, stage, *waiting, key)
 
 
 def _rivals(stores: Stores, manifest: Manifest, key: str, stages: Mapping[str, StageRecord]) -> int:

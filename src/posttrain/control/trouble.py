@@ -34,6 +34,10 @@ class Troubles:
         self.raced = False
         self._open = {one.object: one for one in rows if one.kind == STAGE}
 
+    def __bool__(self) -> bool:
+        """Whether there is any, or a race was lost: then the rows are read again before anything else is done."""
+        return self.raced or bool(self._open)
+
     def waits(self, stage: StageRecord) -> bool:
         """Whether the stage is not to be looked at yet, or not before a person says so."""
         known = self._open.get(_name(stage))

@@ -163,6 +163,7 @@ class RunRows:
     stages: tuple[StageRecord, ...]  # by position
     attempts: tuple[AttemptRecord, ...]  # by stage and number
     watches: tuple[Watch, ...]  # of its live attempts
+    head: tuple[int, bytes]  # size and root of the event log as far as it is sealed
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ class Told:
     cached_from: str | None = None  # RUN/STAGE whose outputs they are
     sizes: Sizes = field(default_factory=dict)  # of the outputs, where they are known
     taken: Mapping[str, str] = field(default_factory=dict)  # input → output of another stage that it is, where known
+    models: Sequence[Asset] = ()  # versions that its outputs were registered as
 
     @property
     def end(self) -> str:
@@ -56,10 +57,9 @@ class Told:
         return stage_end(self.run_id, self.stage)
 
     def artifacts(self) -> Iterator[Artifact]:
-        """What it was bound to, and what it made."""
-        for kind, column in (("input", self.inputs), ("output", self.outputs)):
-            for _, digest, form in _blobs(column):
-                yield Artifact(digest, form, self.sizes.get(digest), kind, self.at)
+        """What it made. Its inputs are noted before: by the submission, the stage that made them, the release."""
+        for _, digest, form in _blobs(self.outputs):
+            yield Artifact(digest, form, self.sizes.get(digest), "output", self.at)
 
     def made(self) -> Iterator[Edge]:
         """Its outputs, and whose they were."""
@@ -67,6 +67,8 @@ class Told:
             yield Edge(self.end, output, "", "", digest)
             if self.cached_from:
                 yield Edge(source_of(self.cached_from)[0], output, self.end, REUSED, digest)
+        for model in self.models:
+            yield from _registered(model)
 
     def used(self) -> Iterator[tuple[str, str, str, str]]:
         """Slot, digest, producer and output of every input; the output is empty where it is not known."""
@@ -101,11 +103,11 @@ class EdgeWriter:
 
     def asset(self, asset: Asset, sizes: Sizes, now: float) -> list[Change]:
         """A registered version: its bytes, what it was made from, and who made it."""
-        record, run, stage = (asset.meta.get(key) for key in (IMPORTED, "run", "stage"))
+        record = asset.meta.get(IMPORTED)
         found = [Artifact(asset.digest, asset.form, sizes.get(asset.digest), "asset", now)]
         if record:
             found.append(Artifact(str(record), "file", sizes.get(str(record)), "record", now))
-        joined = [Edge(asset.ref, "", "", "", asset.digest)]
+        joined = list(_registered(asset))
         known = self._registered(asset.parents) if asset.parents else {}
         for parent in asset.parents:
             slot = IMPORT if parent == record else PARENT
@@ -113,9 +115,6 @@ class EdgeWriter:
             joined.append(
                 Edge(known.get(parent, "") if there else parent, "", asset.ref, slot, parent if there else "")
             )
-        if run:
-            end = stage_end(str(run), str(stage)) if stage else run_end(str(run))
-            joined.append(Edge(end, str(asset.meta.get("output", "")), asset.ref, ORIGIN, asset.digest))
         return self.note(found) + self.join(joined)
 
     def release(self, entry: ReleaseEntry, before: str | None) -> list[Change]:
@@ -213,6 +212,15 @@ class EdgeWriter:
         query = query.where(assets.c.project == self._project, assets.c.digest.in_(list(digests)))
         query = query.order_by(assets.c.kind.desc(), assets.c.name.desc(), assets.c.version.desc())
         return {row.digest: f"{row.kind}:{row.name}@{row.version}" for row in self._connection.execute(query)}
+
+
+def _registered(asset: Asset) -> Iterator[Edge]:
+    """A version's bytes, and the run or stage that made it."""
+    yield Edge(asset.ref, "", "", "", asset.digest)
+    run, stage = asset.meta.get("run"), asset.meta.get("stage")
+    if run:
+        end = stage_end(str(run), str(stage)) if stage else run_end(str(run))
+        yield Edge(end, str(asset.meta.get("output", "")), asset.ref, ORIGIN, asset.digest)
 
 
 def to_edge(row: Row[*tuple[Any, ...]]) -> Edge:

@@ -69,15 +69,13 @@ class Lost:
             yield f"runs/ holds attempts that the ledger does not have: {said}; {_REMEDY}"
 
 
-def sealed_head(ledger: Ledger) -> str:
-    """The ledger's head as `SIZE-ROOT`, the size with leading zeros."""
-    with ledger.database.read(across=_WHY) as connection:
-        return _present(connection)
-
-
 def _present(connection: Connection) -> str:
-    head = connection.execute(select(tree_head.c.size, tree_head.c.root)).one()
-    return f"{head.size:0{_DIGITS}d}-{head.root.hex()}"
+    return head_name(*connection.execute(select(tree_head.c.size, tree_head.c.root)).one())
+
+
+def head_name(size: int, root: bytes) -> str:
+    """A head as `SIZE-ROOT`, the size with leading zeros: of two names the greater has the larger size."""
+    return f"{size:0{_DIGITS}d}-{root.hex()}"
 
 
 def keep_head(ledger: Ledger, blobs: ObjectBlobs, log: str) -> None:

@@ -70,6 +70,7 @@ from posttrain.store.schema import (
     signals,
     stage_cache,
     stages,
+    tree_head,
     unsealed,
     watches,
     work,
@@ -164,7 +165,8 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
             raise NotFoundError(f"there is no run {run_id}; `posttrain ls` shows them")
         tries = sorted(_of_kind(AttemptRecord, found), key=lambda one: (one.stage, one.number))
         run, below, seen = (_of_kind(RunRecord, found)[0], _of_kind(StageRecord, found), _of_kind(Watch, found))
-        return RunRows(run, tuple(below), tuple(tries), tuple(seen)), found
+        head = (found[0]._mapping["Head.size"], found[0]._mapping["Head.root"])
+        return RunRows(run, tuple(below), tuple(tries), tuple(seen), head), found
 
     def runs(
         self,
@@ -292,6 +294,15 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         """Every asset version with these bytes."""
         query = self._assets().order_by(assets.c.kind, assets.c.name, assets.c.version)
         return self._each(Asset, query, assets.c.digest, digests)
+
+    def alike(self, *wanted: Asset) -> list[Asset]:
+        """Versions of the kind of these with the digest of one of them, and the latest of each of their names."""
+        other = assets.alias()
+        mine = (other.c.project == assets.c.project, other.c.kind == assets.c.kind, other.c.name == assets.c.name)
+        latest = select(func.max(other.c.version)).where(*mine).scalar_subquery()
+        same = assets.c.digest.in_([one.digest for one in wanted])
+        named = and_(assets.c.name.in_([one.name for one in wanted]), assets.c.version == latest)
+        return self._all(Asset, self._assets().where(assets.c.kind == wanted[0].kind, or_(same, named)))
 
     def asset_status(self, status: str | None = None) -> list[tuple[AssetStatus, str]]:
         """What is thought of versions, each with the digest of its bytes, by kind, name and version.
@@ -483,7 +494,8 @@ def _run_on(dialect: str) -> Select[Any]:
 
 @functools.cache
 def rows_on(dialect: str) -> Select[Any]:
-    """Every column of a run, its stages, attempts and watches, called `KIND.COLUMN`: a row for each attempt.
+    """Every column of a run, its stages, attempts and watches, called `KIND.COLUMN`, and the log's head: a row for
+    each attempt.
 
     JSON comes as text: a stage's stands in the row of each of its attempts, and is read once.
     """
@@ -492,6 +504,8 @@ def rows_on(dialect: str) -> Select[Any]:
     for kind, table in (("StageRecord", stages), ("AttemptRecord", attempts), ("Watch", watches)):
         texts = [type_coerce(column, Text) if isinstance(column.type, JsonText) else column for column in table.c]
         columns += [text.label(f"{kind}.{column.key}") for text, column in zip(texts, table.c, strict=True)]
+    head = (tree_head.c.size, tree_head.c.root)
+    columns += [select(column).scalar_subquery().label(f"Head.{column.key}") for column in head]
     query = run.with_only_columns(*columns).outerjoin(stages, stages.c.run_id == runs.c.id)
     tries = (attempts.c.run_id == runs.c.id) & (attempts.c.stage == stages.c.name)
     seen = (watches.c.run_id == runs.c.id) & (watches.c.attempt == attempts.c.name)

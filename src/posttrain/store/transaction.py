@@ -36,6 +36,7 @@ _WATCH = text(
     "WHERE watches.run_id = excluded.run_id"
 )
 _JOINED = frozenset({"lease_owner", "lease_expires"})  # of a run, from its row of the work queue
+_RACES = 20  # that a version may lose to runs of the same name that end at the same moment
 _FIXED = _JOINED | {"id", "run_id", "stage", "number", "state", "generation", "created_at", "project", "repeat"}
 _KEYS = {"run": ("id",), "stage": ("run_id", "name"), "attempt": ("run_id", "stage", "number")}
 _TABLES: Mapping[str, Table] = {"run": runs, "stage": stages, "attempt": attempts}
@@ -124,11 +125,14 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         event_payload: Mapping[str, Any] | None = None,
         sizes: Sizes | None = None,
         taken: Mapping[str, str] | None = None,
+        models: Sequence[Asset] = (),
         **columns: Any,
     ) -> StageRecord:
         """Change a stage; everything as in `update_run`. Inputs and outputs are edges too.
 
         Args:
+            models: those among its outputs, as versions without a number: each is registered as the next version of
+                its name, unless a model has these bytes already, under whatever name.
             sizes: bytes of the outputs, where they are known.
             taken: which output of another stage an input is, where that is known; else it is looked up by its bytes.
         """
@@ -136,9 +140,19 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         def joined(changes: Mapping[str, Any]) -> list[Change]:
             blobs = {name: changes[name] for name in ("inputs", "outputs", "cached_from") if name in changes}
             gone = self._edges.rebind(stage.run_id, stage.name) if stage.inputs and "inputs" in changes else []
-            known: dict[str, Any] = {"sizes": sizes or {}, "taken": taken or {}}
+            registered = self._register(models)
+            known: dict[str, Any] = {
+                "sizes": sizes or {},
+                "taken": taken or {},
+                "models": [model for model, _ in registered],
+            }
             told = Told(stage.run_id, stage.name, self._clock.now(), **known, **blobs)
-            return gone + self._edges.stages(told) if blobs else gone
+            noted = self._edges.stages(told) if blobs else []
+            for model, added in registered:
+                mine = [one for one in noted if model.ref in (one.key.get("consumer") or one.key.get("producer"),)]
+                noted = [one for one in noted if one not in mine]
+                self._journal.tell("asset.registered", model.ref, added, *mine)
+            return gone + noted
 
         return self._update("stage", stage, f"{stage.run_id}/{stage.name}", state, event_payload, columns, joined)
 
@@ -266,6 +280,31 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
             said: free text and personal data, which may be erased.
         """
         self._journal.tell(kind, subject, facts=facts, said=said)
+
+    def _register(self, wanted: Sequence[Asset]) -> list[tuple[Asset, Change]]:
+        """Add versions of models whose bytes no model has yet, each with what its event tells of its row.
+
+        Raises:
+            ConflictError: other runs of these names registered versions again and again meanwhile.
+        """
+        made: list[tuple[Asset, Change]] = []
+        left, races = list(wanted), _RACES
+        known = self.snapshot.alike(*left) if left else []
+        while left:
+            if any(one.digest == left[0].digest for one in known):
+                left.pop(0)
+                continue
+            versions = [one.version for one in known if one.name == left[0].name]
+            new = replace(left[0], version=max(versions, default=0) + 1)
+            try:
+                made.append((new, self._added(assets, self._owned(new, "created_by"), f"asset {new.ref}")))
+                known.append(new)
+            except ConflictError:
+                races -= 1
+                if not races:
+                    raise
+                known = self.snapshot.alike(*left)
+        return made
 
     def _update(
         self,
