@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.real_runs import RUNS, built
-from posttrain.app.embedded.control import control_of
+from posttrain.app.control import control_of
 from posttrain.app.workspace import Workspace, init_workspace
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.manifest import Manifest

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from posttrain.api.guarding import NEEDS
-from posttrain.api.operations import OPERATIONS
+from posttrain.api.control import OPERATIONS
 from posttrain.server.openapi import document
+
+_OTHERS = {"add_to_blob": "submitter", "blob_state": "submitter", "blob": "submitter", "token": "whoever has one"}
 
 
 def table() -> str:
@@ -14,14 +15,11 @@ def table() -> str:
     """
     paths = document()["paths"]
     rows = ["| method and path | role | what it does |", "|---|---|---|"]
-    known = {one.verb for one in OPERATIONS.values()}
     for path, methods in paths.items():
         below = path.partition("{project}")[2] or path
         for method, told in methods.items():
             verb = told["operationId"]
-            role = NEEDS[verb] if verb in known else {"add_to_blob": "submitter", "blob_state": "submitter"}.get(verb)
-            role = role or {"blob": "submitter", "token": "whoever has one"}.get(
-                verb, "viewer" if told.get("security") != [] else "–"
-            )
+            usual = "viewer" if told.get("security") != [] else "–"
+            role = OPERATIONS[verb].needs if verb in OPERATIONS else _OTHERS.get(verb, usual)
             rows.append(f"| `{method.upper()} {below}` | {role} | {' '.join(told['summary'].split())} |")
     return "\n".join(rows)

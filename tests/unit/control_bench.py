@@ -11,7 +11,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from posttrain.control.explain import outcome_error
 from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.control.planning import plan_run
 from posttrain.control.reconciler import Reconciler
@@ -22,6 +21,7 @@ from posttrain.domain.errors import FailureClass
 from posttrain.domain.facts import Progress
 from posttrain.domain.jobs import Failure, JobResult, Output
 from posttrain.domain.manifest import InputRef
+from posttrain.domain.outcomes import outcome_error
 from posttrain.domain.requests import JobRequest
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.executors.fake import FakeExecutor

@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from posttrain.access.authenticators.token import issue
-from posttrain.app.embedded.control import control_of
+from posttrain.app.control import control_of
 from posttrain.app.workspace import Workspace
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.manifest import Manifest

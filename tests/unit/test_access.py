@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from cli_world import GOOD_REWARD, World, make_world
 from test_channel_policies import policy_file, refused
-from test_control_protocol import VERBS
 
-from posttrain.api.guarding import NEEDS, guarded
+from posttrain.api.control import VERBS, Control
+from posttrain.api.guarding import Guard
+from posttrain.api.verbs import Verb
 from posttrain.app.workspace import open_workspace
 from posttrain.domain.errors import AccessError
 from posttrain.domain.principals import Role, lower
@@ -46,11 +47,6 @@ def staffed() -> None:
     workspace.close()
 
 
-def test_every_verb_has_a_role_and_nothing_else_has() -> None:
-    assert set(NEEDS) == VERBS
-    assert {verb for verb, role in NEEDS.items() if role is None} == {"close"}
-
-
 def test_roles_cover_those_before_them() -> None:
     order = [Role.VIEWER, Role.SUBMITTER, Role.APPROVER, Role.ADMIN]
     assert list(Role) == order
@@ -60,20 +56,23 @@ def test_roles_cover_those_before_them() -> None:
 
 
 class Anything:
-    """A `Control` that answers every verb."""
+    """Answers every verb."""
 
-    def __getattr__(self, verb: str) -> Any:
-        return lambda *words, **options: verb
+    def ask(self, verb: Verb[..., Any], /, *words: Any, **options: Any) -> Any:
+        return verb.name
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.mark.parametrize("role", [None, *Role])
 def test_whoever_has_less_than_a_verb_needs_is_refused(role: Role | None) -> None:
-    control: Any = guarded(Anything(), "user:ann", "default", lambda: role)  # type: ignore[arg-type]
-    for verb, needed in NEEDS.items():
-        if needed is None or (role is not None and role.covers(needed)):
+    control: Any = Control(Guard(Anything(), "user:ann", "default", lambda: role))
+    for verb, declared in VERBS.items():
+        if role is not None and role.covers(declared.needs):
             assert getattr(control, verb)("a", b=1) == verb
             continue
-        with pytest.raises(AccessError, match=f"needs the role {needed}, and user:ann") as caught:
+        with pytest.raises(AccessError, match=f"needs the role {declared.needs}, and user:ann") as caught:
             getattr(control, verb)("a", b=1)
         assert "\n" not in str(caught.value)
     with pytest.raises(AttributeError):
@@ -82,7 +81,7 @@ def test_whoever_has_less_than_a_verb_needs_is_refused(role: Role | None) -> Non
 
 def test_a_role_that_is_taken_away_is_gone_at_once() -> None:
     roles = iter([Role.ADMIN, Role.VIEWER, None])
-    control = guarded(Anything(), "user:ann", "default", lambda: next(roles))  # type: ignore[arg-type]
+    control = Control(Guard(Anything(), "user:ann", "default", lambda: next(roles)))
     control.remove_policy("prod")
     with pytest.raises(AccessError, match="is viewer there"):
         control.remove_policy("prod")

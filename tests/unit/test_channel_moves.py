@@ -12,7 +12,7 @@ from test_approvals import ONE, As, ends, user, waits  # noqa: F401  fixtures ar
 from test_channel_policies import better, policy_file
 from test_server_pages import pages
 
-from posttrain.app.embedded.control import control_of
+from posttrain.app.control import control_of
 from posttrain.app.workspace import open_workspace
 from posttrain.domain.principals import Role
 

@@ -210,10 +210,10 @@ def test_a_store_that_another_workspace_uses_is_left_alone(tmp_path: Path, monke
 
 
 def test_only_an_admin_may(world: World) -> None:
-    from posttrain.api.guarding import NEEDS
+    from posttrain.api.control import VERBS
     from posttrain.domain.principals import Role
 
-    assert NEEDS["gc"] is Role.ADMIN
+    assert VERBS["gc"].needs is Role.ADMIN
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_who_dies_between_two_deletions_leaves_what_holds(littered: tuple[World,
 SUBMIT = """
 import json, sys
 from pathlib import Path
-from posttrain.app.embedded.control import open_control
+from posttrain.app.control import open_control
 from posttrain.store.blobs import open_blobs
 from posttrain.store.trees import put_tree
 

@@ -471,14 +471,14 @@ class TestProgress:
 
     @pytest.mark.parametrize("form", ["text", "json"])
     def test_before_a_run_is_planned(self, seen: World, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-        monkeypatch.setattr("posttrain.app.embedded.runs.Submissions.evaluate", begun)
+        monkeypatch.setattr("posttrain.app.evaluating.submit_evaluation", begun)
         result = seen("eval", "prod", "heldout", "-o", form)
         assert result.stderr.splitlines() == ["planning to measure prod on heldout", "error: it began"]
         assert result.stdout == ""
 
     @pytest.mark.parametrize("form", ["text", "json"])
     def test_before_a_model_is_loaded(self, seen: World, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-        monkeypatch.setattr("posttrain.app.sampling.answers", begun)
+        monkeypatch.setattr("posttrain.execution.foreground.answers", begun)
         result = seen("sample", "prod", "hi", "-o", form)
         told, error = result.stderr.splitlines()
         assert told.startswith("channel:prod@1 sha256:")

@@ -30,7 +30,7 @@ from hypothesis.stateful import (
 )
 
 from posttrain.api.handles import Channel, Run
-from posttrain.app.embedded.control import control_of
+from posttrain.app.control import control_of
 from posttrain.app.workspace import Workspace
 from posttrain.control import actions, channels
 from posttrain.control.planning import plan_run

@@ -4,19 +4,21 @@ import ast
 import inspect
 import json
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
 from cli_world import World, make_world
 
 import posttrain
-from posttrain.api.control import Control
-from posttrain.app.embedded import control as embedded
-from posttrain.app.embedded.control import Embedded, open_control
+from posttrain.api import codec, control
+from posttrain.app.control import open_control
+from posttrain.app.workspace import open_workspace
 
-VERBS = {name for name, _ in inspect.getmembers(Control, inspect.isfunction) if not name.startswith("_")}
-CLI = Path(embedded.__file__).parents[2] / "cli"
+VERBS = frozenset(control.VERBS)
+CLI = Path(control.__file__).parents[1] / "cli"
 LOCAL = {"demo.py", "serving.py", "workspace.py"}  # init, demo, serve, doctor: they are of this machine
 
 
@@ -27,16 +29,23 @@ class Far:
         self._near = open_control()
 
     def __getattr__(self, name: str) -> Any:
-        if name not in VERBS:
+        if name not in {*VERBS, "close"}:
             raise AttributeError(f"Control has no {name}")
         return getattr(self._near, name)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    made = make_world(tmp_path, monkeypatch)
+    made.prepare()
+    return made
 
 
 @pytest.fixture
 def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     """A world whose commands stand before a client."""
     world = make_world(tmp_path, monkeypatch)
-    monkeypatch.setattr("posttrain.app.embedded.control.open_control", Far)
+    monkeypatch.setattr("posttrain.app.control.open_control", Far)
     return world
 
 
@@ -48,18 +57,41 @@ def opened() -> Iterator[tuple[Path, str]]:
                 yield from ((path, f"{node.module}.{name.name}") for name in node.names)
 
 
-def test_what_answers_in_process_has_every_verb() -> None:
-    assert len(VERBS) > 50
-    for name in sorted(VERBS):
-        asked, answers = getattr(Control, name), getattr(Embedded, name)
-        assert list(inspect.signature(asked).parameters) == list(inspect.signature(answers).parameters), name
+def bare(kind: Any) -> Any:
+    """A type without what annotates it."""
+    if get_origin(kind) is Annotated:
+        return bare(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return frozenset(bare(one) for one in get_args(kind))
+    return str(kind) if get_args(kind) else kind
+
+
+def test_what_answers_in_process_takes_what_its_verb_declares(world: World) -> None:
+    """Names, kinds, types and defaults; what more it takes has defaults."""
+    workspace = open_workspace(world.root / ".posttrain")
+    for verb in control.VERBS.values():
+        answers = verb.answers(workspace)
+        function = inspect.unwrap(getattr(answers, "func", answers))
+        function = vars(function)["__init__"] if inspect.isclass(function) else function
+        asked, taken = verb.signature.parameters.values(), list(inspect.signature(answers).parameters.values())
+        for one, other in zip(asked, taken, strict=False):
+            where = f"{verb.name}: {one.name}"
+            assert (one.name, one.kind) == (other.name, other.kind), where
+            holder = SimpleNamespace(__annotations__={"kind": function.__annotations__[other.name]})
+            names = vars(import_module(function.__module__))
+            assert bare(one.annotation) == bare(get_type_hints(holder, names, codec._NAMES)["kind"]), where
+            if one.default is not inspect.Parameter.empty and not callable(one.default):
+                assert one.default == other.default, where
+        assert all(one.default is not inspect.Parameter.empty for one in taken[len(asked) :]), verb.name
+        assert len(taken) >= len(asked), verb.name
+    workspace.close()
 
 
 def test_commands_take_the_control_of_the_workspace_and_no_workspace() -> None:
     local = {path.name for path, name in opened() if name.startswith("posttrain.app.workspace.")}
     assert local <= LOCAL
-    assert "posttrain.app.embedded.control.open_control" in {name for _, name in opened()}
-    assert not {name for _, name in opened() if name.endswith(".Embedded")}
+    assert "posttrain.app.control.open_control" in {name for _, name in opened()}
+    assert not {name for _, name in opened() if name.endswith(".Local")}
 
 
 def test_the_commands_of_a_day_need_nothing_but_the_protocol(far: World) -> None:

@@ -22,7 +22,7 @@ from outside_runs import trl_output
 from server_bench import KEY, Answer, ServerBench, serving
 from sqlalchemy import event, update
 
-from posttrain.api.operations import OPERATIONS
+from posttrain.api.control import OPERATIONS
 from posttrain.app.workspace import Workspace
 from posttrain.control.owners import process_name
 from posttrain.domain.principals import Role

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from server_bench import Answer, ServerBench, served
 
-from posttrain.app.embedded.runs import Runs
 from posttrain.client.transport import Transport
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import BusyError, LimitError
@@ -21,6 +20,7 @@ from posttrain.domain.principals import Role
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.server import limits
 from posttrain.server.limits import BODY, FOLLOW, HEAVY, LOOK, MOST, UPLOAD, Limits, Most
+from posttrain.views import status
 
 P = "/v1/projects/default"
 
@@ -210,13 +210,13 @@ def test_an_upload_that_does_not_say_its_size_weighs_what_may_wait_of_it(bench: 
 def held_up(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A database that answers no list until it is let."""
     go = threading.Event()
-    real = Runs.ls
+    real = status.read_newest
 
-    def slow(self: Runs, *words: Any, **named: Any) -> Any:
+    def slow(*words: Any, **named: Any) -> Any:
         go.wait()
-        return real(self, *words, **named)
+        return real(*words, **named)
 
-    monkeypatch.setattr(Runs, "ls", slow)
+    monkeypatch.setattr(status, "read_newest", slow)
     yield go
     go.set()
 
@@ -285,14 +285,14 @@ def test_audit_33_a_client_comes_again_when_it_was_told_to_and_not_for_ever(
     bench: ServerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses, tries = list[float](), iter([True, True, False])
-    real = Runs.ls
+    real = status.read_newest
 
-    def busy(self: Runs, *words: Any, **named: Any) -> Any:
+    def busy(*words: Any, **named: Any) -> Any:
         if next(tries, True):
             raise BusyError("the server has too much to do")
-        return real(self, *words, **named)
+        return real(*words, **named)
 
-    monkeypatch.setattr(Runs, "ls", busy)
+    monkeypatch.setattr(status, "read_newest", busy)
     asking = threading.current_thread()  # the server's threads sleep too
 
     def sleep(seconds: float) -> None:

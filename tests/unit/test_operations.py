@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_control_protocol import VERBS
 
-from posttrain.api.codec import adapter, answer
-from posttrain.api.guarding import NEEDS
-from posttrain.api.operations import ELSEWHERE, OF_PAGES, OPERATIONS
+from posttrain.api.codec import adapter
+from posttrain.api.control import OPERATIONS, VERBS
 from posttrain.api.problems import problem, raised
-from posttrain.client.remote import RemoteControl
+from posttrain.client.remote import Remote
 from posttrain.domain import errors
 from posttrain.domain.principals import Role
 from posttrain.domain.records import RunRecord, StageRecord
@@ -27,10 +25,9 @@ KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and is
 
 
 def test_every_verb_is_an_operation_or_known_to_be_none() -> None:
-    assert set(OPERATIONS) | ELSEWHERE | OF_PAGES == VERBS == set(NEEDS)
-    assert not set(OPERATIONS) & ELSEWHERE
-    for verb in VERBS - OF_PAGES:  # a client answers each: by its operation, or by requests of its own
-        assert verb in OPERATIONS or inspect.isfunction(vars(RemoteControl)[verb]), verb
+    pages = {"report", "comparison"}  # what the server's own pages ask, of which a client gets the pages
+    for verb in VERBS.keys() - OPERATIONS.keys() - pages:  # a client answers by requests of its own
+        assert inspect.isfunction(vars(Remote)[f"_{verb}"]), verb
     places = [(one.method, one.path) for one in OPERATIONS.values()]
     assert len(set(places)) == len(places)
 
@@ -42,12 +39,12 @@ def test_what_an_operation_takes_and_answers_can_be_read(verb: str) -> None:
     for one in operation.parameters.values():
         assert adapter(one.annotation).json_schema()
     if verb != "ask":  # whose answers are an iterator
-        assert answer(verb).json_schema(mode="serialization")
+        assert OPERATIONS[verb].answer.json_schema(mode="serialization")
 
 
 @pytest.mark.parametrize("verb", sorted(OPERATIONS))
 def test_what_only_looks_is_a_get_and_what_changes_is_none(verb: str) -> None:
-    looks = NEEDS[verb] is Role.VIEWER
+    looks = VERBS[verb].needs is Role.VIEWER
     posts = {
         "compare",
         "plan",

@@ -21,9 +21,8 @@ from server_bench import KEY, ServerBench, serving
 
 import posttrain
 from posttrain.api.codec import adapter
-from posttrain.api.control import Control
-from posttrain.api.guarding import NEEDS, typed
-from posttrain.app.embedded.control import control_of
+from posttrain.api.control import VERBS, Control
+from posttrain.app.control import control_of
 from posttrain.app.workspace import Workspace
 from posttrain.cli.main import app
 from posttrain.decision.gates import Evidence
@@ -188,14 +187,14 @@ def test_an_address_from_afar_is_not_connected_to(bench: ServerBench) -> None:
 
 
 def test_whoever_asks_a_server_loads_nothing_of_a_workspace() -> None:
-    """Seconds of each command: the ledger's and the store's libraries are the embedded half's."""
+    """Seconds of each command: the ledger's and the store's libraries are the embedded side's."""
     code = """
 import os, sys
 os.environ |= {"POSTTRAIN_SERVER": "http://127.0.0.1:9", "POSTTRAIN_TOKEN": "x"}
-from posttrain.app.embedded.control import open_control
-from posttrain.api.codec import answer
+from posttrain.app.control import open_control
+from posttrain.api.control import VERBS
 open_control().close()
-answer("whoami"), answer("stop"), answer("tokens")
+[VERBS[name].answer for name in ("whoami", "stop", "tokens")]
 print(sorted({"sqlalchemy", "alembic", "obstore", "numpy", "scipy", "pyarrow", "fastapi"} & set(sys.modules)))
 """
     shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=500)
@@ -204,8 +203,10 @@ print(sorted({"sqlalchemy", "alembic", "obstore", "numpy", "scipy", "pyarrow", "
 
 def test_a_refusal_names_the_command_that_was_typed(bench: ServerBench) -> None:
     group: Any = typer.main.get_command(app)
-    for verb in (verb for verb in NEEDS if typed(verb) != f"posttrain {verb.replace('_', ' ')}"):
-        words = typed(verb).split()[1:]
+    for verb, declared in VERBS.items():
+        if not declared.command:
+            continue
+        words = declared.command.split()
         known = group.get_command(None, words[0])  # type: ignore[arg-type]
         assert known is not None, verb
         if hasattr(known, "commands"):

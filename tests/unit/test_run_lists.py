@@ -13,7 +13,7 @@ from server_bench import KEY, serving
 from sqlalchemy import Engine, event
 from typer.testing import CliRunner
 
-from posttrain.app.embedded.control import control_of
+from posttrain.app.control import control_of
 from posttrain.app.workspace import Workspace, init_workspace
 from posttrain.cli.main import app
 from posttrain.domain.canonical import digest_json

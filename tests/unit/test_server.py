@@ -21,10 +21,10 @@ from anyio import CapacityLimiter
 from server_bench import KEY, Answer, ServerBench, served
 from sqlalchemy import event
 
-from posttrain.api.guarding import NEEDS
-from posttrain.api.operations import OPERATIONS, PREFIX, Operation
+from posttrain.api.control import OPERATIONS, VERBS
 from posttrain.api.pages import cursor
 from posttrain.api.problems import MEDIA_TYPE, TYPE
+from posttrain.api.verbs import PREFIX, Verb
 from posttrain.client.blobs import Sender
 from posttrain.client.remote import remote_control
 from posttrain.client.transport import Transport, in_path
@@ -69,12 +69,12 @@ def problem_of(answer: Answer) -> tuple[int, str]:
     return answer.status, found["type"].removeprefix(TYPE)
 
 
-def path_of(operation: Operation, project: str, **named: str) -> str:
+def path_of(operation: Verb[..., Any], project: str, **named: str) -> str:
     values = {name: named.get(name, "nothing") for name in operation.in_path}
     return in_path(operation.whole_path, {"project": project, **values})
 
 
-def filled(operation: Operation, word: str) -> tuple[str, dict[str, Any] | None]:
+def filled(operation: Verb[..., Any], word: str) -> tuple[str, dict[str, Any] | None]:
     """Query and body with this word wherever a word is wanted."""
     rest = {name: one for name, one in operation.parameters.items() if name not in (*operation.in_path, "cursor")}
     values: dict[str, Any] = {}
@@ -105,7 +105,7 @@ def everywhere(bench: ServerBench, token: str, project: str, word: str) -> Itera
     for operation in OPERATIONS.values():
         named = dict.fromkeys(operation.in_path, word)
         query, body = filled(operation, word)
-        yield operation.verb, bench.ask(operation.method, path_of(operation, project, **named) + query, token, body)
+        yield operation.name, bench.ask(operation.method, path_of(operation, project, **named) + query, token, body)
 
 
 # --- who asks ---------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_a_token_has_no_more_than_its_scope_and_no_more_than_the_role(bench: Ser
 def test_each_verb_is_refused_to_whoever_has_less_than_its_role(bench: ServerBench, role: Role | None) -> None:
     token = bench.person(f"some-{role}", role)
     for verb, found in everywhere(bench, token, "default", "nothing-of-that-name"):
-        needed = NEEDS[verb]
+        needed = VERBS[verb].needs
         assert needed is not None
         allowed = role is not None and role.covers(needed)
         assert (found.status == 403) == (not allowed), (verb, found.body)
@@ -201,7 +201,7 @@ def test_what_another_project_has_is_absent_in_status_body_and_statements(
             answer = bench.ask(operation.method, path_of(operation, "a", **named) + query, mine, body)
             said = answer.json if answer.body else {}
             said = {**said, "request": ""} if isinstance(said, dict) else said
-            found[operation.verb] = answer.status, without(json.dumps(said), with_word), counted[0]
+            found[operation.name] = answer.status, without(json.dumps(said), with_word), counted[0]
         return found
 
     walked(absent)  # caches are warm: who is who, which projects there are
@@ -226,7 +226,7 @@ def test_operations_and_cursors_of_another_project_are_absent_in_status_body_and
         pass
     assert bench.ask("GET", f"/v1/projects/b/operations/{number}", ben).json["state"] == "succeeded"
     place = bench.ask("GET", "/v1/projects/b/tokens?limit=1", ben).json["next"]
-    nowhere = cursor("a-project-that-is-not", "tokens", {}, ["0" * 32])
+    nowhere = cursor("a-project-that-is-not", OPERATIONS["tokens"], {}, ["0" * 32])
     counted: list[int] = [0]
 
     def count(*_: Any) -> None:
@@ -263,7 +263,7 @@ def test_a_project_that_is_not_theirs_and_one_that_is_not_answer_alike(
             path = path_of(operation, project, **dict.fromkeys(operation.in_path, "x"))
             answer = bench.ask(operation.method, path + query, bench.tokens["ann"], body)
             found.append((problem_of(answer), answer.json["detail"].replace(f"'{project}'", "")))
-        assert found[0] == found[1] == ((404, "not-found"), found[0][1]), operation.verb
+        assert found[0] == found[1] == ((404, "not-found"), found[0][1]), operation.name
 
 
 def test_bytes_of_another_project_can_be_neither_used_nor_fetched(bench: ServerBench, theirs: dict[str, str]) -> None:
@@ -413,7 +413,7 @@ def test_what_has_not_changed_is_not_sent_again(bench: ServerBench) -> None:
 
 
 def test_errors_are_the_same_on_both_sides(bench: ServerBench) -> None:
-    from posttrain.app.embedded.control import control_of
+    from posttrain.app.control import control_of
 
     here, there = control_of(bench.workspace), bench.control(KEY)
 
@@ -614,20 +614,21 @@ def test_the_server_itself_loads_nothing_large() -> None:
 import sys
 import posttrain.server.serving
 from posttrain.api.codec import adapter
-from posttrain.api.operations import OPERATIONS
-from posttrain.app.embedded.control import Embedded
+from posttrain.api.control import OPERATIONS
+from posttrain.api.control import Control
+from posttrain.app.control import Local
 from posttrain.app.workspace import init_workspace
 from pathlib import Path
 
 with __import__("tempfile").TemporaryDirectory() as folder:
-    control = Embedded(init_workspace(Path(folder)))
+    control = Control(Local(init_workspace(Path(folder))))
     for operation in OPERATIONS.values():
         for one in operation.parameters.values():
             adapter(one.annotation)
         if not operation.heavy and operation.method == "GET":
             words = {name: 1 if "int" in str(one.annotation) else "x" for name, one in operation.parameters.items()}
             try:
-                getattr(control, operation.verb)(*words.values())
+                getattr(control, operation.name)(*words.values())
             except Exception:
                 pass
 large = {"numpy", "scipy", "pyarrow", "matplotlib", "tokenizers", "torch", "transformers", "pandas"}

@@ -16,9 +16,8 @@ from server_bench import KEY, ServerBench, served
 from sqlalchemy import event, update
 from starlette.routing import Route
 
-from posttrain.api.guarding import NEEDS
-from posttrain.api.operations import OPERATIONS
-from posttrain.app.embedded.control import control_of
+from posttrain.api.control import OPERATIONS, VERBS
+from posttrain.app.control import control_of
 from posttrain.app.workspace import init_workspace
 from posttrain.domain.errors import InputError, IntegrityError, PosttrainError, UnavailableError, WorkspaceError
 from posttrain.domain.ids import TYPES
@@ -86,7 +85,7 @@ def test_audit_2_every_parameter_of_a_path_has_a_type(bench: ServerBench) -> Non
 def test_audit_2_a_viewer_of_an_absent_run_leaves_no_folder(bench: ServerBench) -> None:
     vera, before = bench.tokens["vera"], files(bench.workspace.root)
     for verb, operation in OPERATIONS.items():
-        if operation.method == "GET" and "run_id" in operation.in_path and NEEDS[verb] is Role.VIEWER:
+        if operation.method == "GET" and "run_id" in operation.in_path and VERBS[verb].needs is Role.VIEWER:
             path = operation.path.replace("{run_id}", "absent-aaaaaaaa").replace("{sample}", "1.0.0")
             assert bench.ask("GET", P + path, vera).status == 404, verb
     assert files(bench.workspace.root) == before
@@ -177,7 +176,7 @@ def test_an_expired_token_opens_nothing(bench: ServerBench) -> None:
     for operation in OPERATIONS.values():
         path = operation.whole_path.replace("{project}", "default").replace("{digest}", "sha256:" + "ab" * 32)
         answer = bench.ask(operation.method, re.sub(r"[{}_]", "", path), secret)
-        assert (answer.status, answer.json["type"]) == (401, "urn:posttrain:problem:authentication"), operation.verb
+        assert (answer.status, answer.json["type"]) == (401, "urn:posttrain:problem:authentication"), operation.name
     for path in ("/v1/token", "/metrics", f"{P}/runs/a/watch", f"{P}/operations/a", f"{P}/blobs/sha256:{'ab' * 32}"):
         assert bench.ask("GET", path, secret).status == 401, path
 

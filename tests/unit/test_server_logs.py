@@ -17,7 +17,8 @@ import pytest
 from server_bench import KEY, ServerBench, served
 from test_server import everywhere
 
-from posttrain.api.operations import OPERATIONS, Operation
+from posttrain.api.control import OPERATIONS
+from posttrain.api.verbs import Verb
 from posttrain.domain.errors import InputError, WorkspaceError
 from posttrain.domain.principals import Role
 from posttrain.server import logs
@@ -88,7 +89,7 @@ def bench(tmp_path: Path) -> Iterator[ServerBench]:
         yield made
 
 
-def asked(operation: Operation, number: int) -> tuple[str, dict[str, Any] | None]:
+def asked(operation: Verb[..., Any], number: int) -> tuple[str, dict[str, Any] | None]:
     """A request with the word wherever somebody may write something."""
     word = f"{WORD}-{number}"
     path = operation.whole_path.replace("{project}", "default")
@@ -113,7 +114,7 @@ def test_nothing_that_was_sent_is_in_any_line(
         for token in (KEY, f"{WORD}-token", f"posttrain_{WORD * 7}x"):
             known = headers | {"idempotency-key": f"{WORD}-key-{number}"}
             found = bench.ask(operation.method, path, token, body, known)
-            requests.append((operation.verb, found.status, found.headers["posttrain-request"]))
+            requests.append((operation.name, found.status, found.headers["posttrain-request"]))
     for verb, found in everywhere(bench, KEY, "default", WORD):  # in the form that each verb wants
         requests.append((verb, found.status, found.headers["posttrain-request"]))
     for path in (

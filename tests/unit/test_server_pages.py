@@ -14,9 +14,10 @@ from urllib.parse import quote
 import pytest
 from server_bench import KEY, Answer, ServerBench, served
 
-from posttrain.api.operations import OPERATIONS
-from posttrain.api.pages import LISTS, MOST, cursor, place
-from posttrain.app.embedded.control import control_of
+from posttrain.api.control import OPERATIONS
+from posttrain.api.pages import cursor, place
+from posttrain.api.verbs import MOST
+from posttrain.app.control import control_of
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import CursorError, InputError
 from posttrain.domain.principals import Role
@@ -112,13 +113,13 @@ def test_lists_come_in_their_own_order_whatever_answers_them() -> None:
     said = [SimpleNamespace(stage="sft", sample=SimpleNamespace(id=one)) for one in ids]
     found, named = list[str](), dict[str, Any](limit=2)
     while named.get("cursor", "") is not None:
-        one = page("samples", named, "default", lambda _: said)
+        one = page(OPERATIONS["samples"], named, "default", lambda _: said)
         found += [each.sample.id for each in one["items"]]
         named["cursor"] = one["next"]
     assert found == ["0.0.2", "0.0.10", "0.1.0", "2.0.0", "10.0.0"]
 
 
-@pytest.mark.parametrize("verb", sorted(LISTS))
+@pytest.mark.parametrize("verb", sorted(name for name, one in OPERATIONS.items() if one.paged))
 def test_every_list_comes_in_pages(bench: ServerBench, verb: str) -> None:
     operation = OPERATIONS[verb]
     assert operation.method == "GET"
@@ -141,8 +142,9 @@ def test_a_cursor_is_of_one_list_of_one_project(bench: ServerBench) -> None:
     for path, token in elsewhere:
         joined = "&" if "?" in path else "?"
         assert problem(bench.ask("GET", f"{path}{joined}cursor={mine}", token)) == (422, "cursor"), path
-    forged = cursor("a", "ids", {"before": None}, ("r-00000002",))  # a run of another project, in a cursor of one's own
-    absent = cursor("a", "ids", {"before": None}, ("r-99999999",))
+    ids = OPERATIONS["ids"]
+    forged = cursor("a", ids, {"before": None}, ("r-00000002",))  # a run of another project, in a cursor of one's own
+    absent = cursor("a", ids, {"before": None}, ("r-99999999",))
     found = [bench.ask("GET", f"/v1/projects/a/run-ids?cursor={one}", bench.tokens["ann"]) for one in (forged, absent)]
     assert [problem(one) for one in found] == [(404, "not-found")] * 2
     assert len({one.json["detail"].replace("r-00000002", "").replace("r-99999999", "") for one in found}) == 1
@@ -151,11 +153,11 @@ def test_a_cursor_is_of_one_list_of_one_project(bench: ServerBench) -> None:
 @pytest.mark.parametrize("text", ["x", "0", "=", "ünï", "A" * 5000, "../../etc", "e30", "%00", "null"])
 def test_a_cursor_must_be_one(bench: ServerBench, text: str) -> None:
     assert problem(bench.ask("GET", f"{P}/runs?cursor={quote(text)}")) == (422, "cursor")
-    whole = cursor("default", "ls", {"before": None}, ("r",))
-    assert place(whole, "default", "ls", {"before": None}) == ("r",)
+    whole = cursor("default", OPERATIONS["ls"], {"before": None}, ("r",))
+    assert place(whole, "default", OPERATIONS["ls"], {"before": None}) == ("r",)
     for cut in (whole[:-1], whole[1:], whole[:5] + "x" + whole[6:]):
         with pytest.raises(CursorError):
-            place(cut, "default", "ls", {"before": None})
+            place(cut, "default", OPERATIONS["ls"], {"before": None})
 
 
 def forged(body: str) -> str:
@@ -173,13 +175,13 @@ def test_a_cursor_that_somebody_made_is_refused(bench: ServerBench, body: str) -
     "key", [[None, None], 5, [5], [{"a": 1}], [[]], [True], ["a", "b"], ["\ud800"], ["a\0"], [], "r-00000001"], ids=repr
 )
 def test_a_cursor_names_what_its_list_has(bench: ServerBench, key: Any) -> None:
-    made = cursor("default", "ids", {"before": None}, key)
+    made = cursor("default", OPERATIONS["ids"], {"before": None}, key)
     assert problem(bench.ask("GET", f"{P}/run-ids?cursor={made}")) == (422, "cursor")
 
 
 @pytest.mark.parametrize("key", [[None], [5], [{"a": 1}], 5])
 def test_a_cursor_of_other_values_than_a_list_has_is_refused(bench: ServerBench, key: Any) -> None:
-    made = cursor("default", "members", {}, key)
+    made = cursor("default", OPERATIONS["members"], {}, key)
     assert problem(bench.ask("GET", f"{P}/members?cursor={made}")) == (422, "cursor")
 
 

@@ -167,11 +167,11 @@ def test_whoever_waits_for_a_first_model_is_told_for_what(world: World, monkeypa
     monkeypatch.setattr("posttrain.cli.console.aside", lambda line: (said.append(line), told.set()))
     said: list[str] = []
 
-    def made(*_: object) -> None:
+    def made(workspace: object, *_: object) -> None:
         assert told.wait(60)
         raise NotFoundError("enough")
 
-    monkeypatch.setattr("posttrain.app.embedded.assets.Assets.create_model", made)
+    monkeypatch.setattr("posttrain.app.models.create_model", made)
     world("asset", "create", "model:tiny", world.write("model.yaml", "{}"))
     assert said[0].startswith("making model:tiny by a run of one stage")
 

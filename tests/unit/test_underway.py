@@ -19,7 +19,6 @@ from sqlalchemy import update
 
 from posttrain.api.values import Answer as Said
 from posttrain.api.values import Asked
-from posttrain.app.embedded.control import Embedded
 from posttrain.client.blobs import Sender
 from posttrain.client.transport import Transport
 from posttrain.domain.errors import BusyError, InputError, StoppedError
@@ -569,9 +568,8 @@ def said(number: int) -> Said:
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, answers: Callable[[], Iterator[Said | str]]) -> None:
-    monkeypatch.setattr(
-        Embedded, "ask", lambda *_, **__: Asked("model:x@1", "sha256:x", "text", "as it was", answers())
-    )
+    found = Asked("model:x@1", "sha256:x", "text", "as it was", answers())
+    monkeypatch.setattr("posttrain.app.sampling.ask", lambda workspace, *_, **__: found)
 
 
 HOW: dict[str, Any] = {

@@ -16,8 +16,7 @@ import pytest
 from server_bench import KEY, ServerBench, served
 
 from posttrain._version import __version__
-from posttrain.api.codec import answer
-from posttrain.api.operations import OPERATIONS
+from posttrain.api.control import OPERATIONS
 from posttrain.api.versions import API_VERSION, API_VERSIONS
 from posttrain.client.remote import remote_control
 from posttrain.domain.canonical import digest_json
@@ -64,7 +63,7 @@ def more(value: Any) -> Any:
 @pytest.mark.parametrize("path", ["/runs/r-00000001/status", "/runs", "/tokens", "/whoami", "/assets", "/channels"])
 def test_fields_of_the_next_release_are_ignored(bench: ServerBench, path: str) -> None:
     (verb,) = (
-        one.verb
+        one.name
         for one in OPERATIONS.values()
         if one.method == "GET" and one.path == path.replace("r-00000001", "{run_id}")
     )
@@ -83,7 +82,7 @@ def test_fields_of_the_next_release_are_ignored(bench: ServerBench, path: str) -
             for data in ("inputs", "outputs", "metrics"):
                 stage["record"][data].pop("of_tomorrow", None)
             stage["progress"]["latest"].pop("of_tomorrow", None)
-    kinds = answer(verb)
+    kinds = OPERATIONS[verb].answer
     assert kinds.validate_json(json.dumps(grown)) == kinds.validate_json(json.dumps(said))
 
 
@@ -93,7 +92,7 @@ def test_a_field_that_the_server_does_not_know_is_refused(bench: ServerBench, mo
     monkeypatch.setattr("posttrain.server.app.__version__", "0.0.9")
     control: Any = bench.control(KEY)
     with pytest.raises(ApiVersionError, match=r"is Posttrain 0.0.9, this is .*; install Posttrain 0.0.9"):
-        control._body(OPERATIONS["set_member"], {"principal": "user:x", "role": "viewer", "of_tomorrow": 1})
+        control.asks._body(OPERATIONS["set_member"], {"principal": "user:x", "role": "viewer", "of_tomorrow": 1})
 
 
 class Other(http.server.BaseHTTPRequestHandler):

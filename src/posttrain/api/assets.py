@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+from posttrain.api.verbs import FileRef, RunFile, Verbs, verb
+from posttrain.domain.overrides import Override
+from posttrain.domain.principals import Role
 
 if TYPE_CHECKING:
     from posttrain.api.values import (
@@ -19,61 +23,91 @@ if TYPE_CHECKING:
         Sweep,
     )
     from posttrain.domain.ids import Name, Word
-    from posttrain.domain.overrides import Override
     from posttrain.domain.records import Asset, AssetStatus
 
 
-class Assets(Protocol):
+SWEEP = {"path": RunFile, "overrides": list[Override], "seeds": int, "metric": str | None, "better": str | None}
+
+
+class Assets(Verbs):
     """Versioned data sets, models, rewards, and runs of other programs."""
 
+    @verb("POST /assets/datasets", Role.SUBMITTER, "app.assets", heavy=True, command="asset add")
     def add_dataset(
         self, path: Path, name: Word, *more: Path, progress: Callable[[str], None] = lambda _: None
     ) -> Asset:
         """Register a data set: a file, a folder, or several files. `progress` is told how many rows were looked at."""
 
+    @verb("POST /assets/external", Role.SUBMITTER, "app.assets", heavy=True, command="asset add")
     def add_external(self, uri: Word, name: Word, *, checksum: Word, version: Word) -> Asset:
         """Register a data set that stays where it is: one object, its checksum, its version in its store or empty."""
 
+    @verb("POST /assets/models", Role.SUBMITTER, "app.assets", heavy=True, command="asset add")
     def add_model(self, folder: Path, name: Word, *, progress: Callable[[str], None] = lambda _: None) -> Asset:
         """Register a model's folder. `progress` is told how many files and bytes were stored."""
 
+    @verb("POST /assets/rewards", Role.SUBMITTER, "app.assets", heavy=True, command="asset add")
     def add_reward(self, path: Path, name: Word, *, entry: str | None, dialect: str, guideline: Path | None) -> Asset:
         """Register a reward's source file, with the guideline that it implements."""
 
+    @verb("POST /assets/made-models", Role.SUBMITTER, "app.models", heavy=True, command="init")
     def create_model(self, name: Word, config: Path, seed: int) -> tuple[Asset, str]:
         """Make a small base model from nothing, by a run of one stage; with that run's id."""
 
+    @verb(
+        "GET /assets",
+        Role.VIEWER,
+        ".ledger.assets",
+        command="asset ls",
+        key=lambda one: (one.kind, one.name, one.version),
+    )
     def assets(self, kind: Name | None) -> list[Asset]:
         """Every version of every asset, or of those of one kind."""
 
+    @verb("GET /asset", Role.VIEWER, ".catalog.find", command="asset get")
     def asset(self, ref: Word) -> Asset:
         """`KIND:NAME`, the latest, or `KIND:NAME@VERSION`. Raises NotFoundError with the nearest known one."""
 
+    @verb("GET /asset-status", Role.VIEWER, "app.assets", key=lambda one: (one.kind, one.name, one.version))
     def asset_status(self) -> list[AssetStatus]:
         """Of every version that has one."""
 
+    @verb("POST /recalled", Role.VIEWER, "app.assets")
     def recalled(self, *digests: Word) -> dict[str, AssetStatus]:
         """Of these bytes, those that were recalled or made from something recalled."""
 
+    @verb("POST /assets/marks", Role.APPROVER, "app.assets", heavy=True, command="asset recall")
     def mark(self, ref: Word, status: str, reason: str) -> tuple[Asset, Marked]:
         """Say what is thought of a version: `approved`, `recalled`, or nothing any more; with where it is in use."""
 
-    def curves(self, history: Asset) -> list[Curve]:
+    @verb("GET /curves", Role.VIEWER, "app.assets", heavy=True)
+    def curves(self, ref: Word) -> list[Curve]:
         """The metrics of an imported run."""
 
+    @verb("POST /imports/trl", Role.SUBMITTER, "app.assets", heavy=True, command="import trl-output")
     def import_trl_output(self, folder: Path, name: Word | None) -> Imported:
         """Register what a TRL or transformers trainer left in its `output_dir`."""
 
+    @verb(
+        "POST /imports/mlflow",
+        Role.SUBMITTER,
+        "app.assets",
+        heavy=True,
+        command="import mlflow",
+        sent={"folder": FileRef, "name": str | None},
+    )
     def import_mlflow(self, where: str, run: str | None, name: Word | None) -> Imported:
         """Register a run of an MLflow store."""
 
+    @verb("POST /imports/wandb", Role.SUBMITTER, "app.assets", heavy=True, command="import wandb-export")
     def import_wandb_export(self, folder: Path, name: Word | None) -> Imported:
         """Register a W&B run's files."""
 
 
-class Models(Protocol):
+class Models(Verbs):
     """A model asked, taken out, and runs of one file ranked."""
 
+    @verb("POST /answers", Role.SUBMITTER, "app.sampling", heavy=True, command="sample")
     def ask(
         self,
         model: Word,
@@ -102,16 +136,34 @@ class Models(Protocol):
             min_p: draw among those at least this times as likely as the likeliest.
         """
 
+    @verb("POST /exports", Role.SUBMITTER, "app.export", heavy=True, keeps=("folder", "progress"))
     def export(self, model: Word, folder: Path, *, dtype: str | None, progress: Callable[[str], None]) -> Exported:
         """Write a model as a Hugging Face folder. `progress` is told each file."""
 
+    @verb("POST /sweeps/plans", Role.VIEWER, "app.sweeping", heavy=True, command="sweep", run_file=True)
     def plan_sweep(
         self, path: Path, overrides: Sequence[Override], *, seeds: int, metric: str | None, better: str | None
     ) -> Sweep:
         """Resolve every point of a sweep. Writes nothing; one point that cannot run refuses the sweep."""
 
+    @verb(
+        "POST /sweeps/runs",
+        Role.SUBMITTER,
+        "app.sweeping",
+        heavy=True,
+        command="sweep",
+        sent={**SWEEP, "place": int, "seed": int},
+    )
     def submit_point(self, point: Point) -> Submitted:
         """The run of a point: a new one, or the one that exists."""
 
+    @verb(
+        "POST /sweeps/ranks",
+        Role.VIEWER,
+        "app.sweeping",
+        heavy=True,
+        command="sweep",
+        sent={**SWEEP, "runs": list[tuple[int, int, str]]},
+    )
     def rank(self, sweep: Sweep, runs: Mapping[tuple[int, int], str]) -> Ranked:
         """Rank its settings; `runs`: (place of a setting, seed) → run id."""

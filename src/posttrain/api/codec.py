@@ -1,4 +1,4 @@
-"""Values as JSON and back, by the types that the verbs of `Control` are annotated with.
+"""Values as JSON and back, by the types that verbs are annotated with.
 
 pydantic does the work. What is written here is where the names are found that modules import for the type checker
 alone: a room of values must not load the rooms below, and whoever decodes a value has to.
@@ -16,8 +16,6 @@ from typing import Any
 
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticUndefinedAnnotation
-
-from posttrain.api.control import Control
 
 _WHERE = {  # room → names of it that modules import for type checking only
     "collections.abc": "Iterator Mapping Sequence",
@@ -92,22 +90,21 @@ def adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 @functools.cache
-def signature(verb: str) -> inspect.Signature:
+def signature(declared: Callable[..., Any]) -> inspect.Signature:
     """A verb's parameters, after `self`, with the types themselves; what it answers is left as it is written."""
-    own = inspect.signature(getattr(Control, verb))
-    hints = _hints(verb, lambda name: name != "return")
+    own = inspect.signature(declared)
+    hints = _hints(declared, lambda name: name != "return")
     named = [one.replace(annotation=hints[one.name]) for one in own.parameters.values() if one.name != "self"]
     return own.replace(parameters=named)
 
 
 @functools.cache
-def answer(verb: str) -> TypeAdapter[Any]:
+def answer(declared: Callable[..., Any]) -> TypeAdapter[Any]:
     """What reads a verb's answer. It loads the rooms of the values in it, which a server need not."""
-    return adapter(_hints(verb, lambda name: name == "return")["return"])
+    return adapter(_hints(declared, lambda name: name == "return")["return"])
 
 
-def _hints(verb: str, wanted: Callable[[str], bool]) -> dict[str, Any]:
-    function = getattr(Control, verb)
-    written = {name: word for name, word in function.__annotations__.items() if wanted(name)}
+def _hints(declared: Callable[..., Any], wanted: Callable[[str], bool]) -> dict[str, Any]:
+    written = {name: word for name, word in declared.__annotations__.items() if wanted(name)}
     holder = types.SimpleNamespace(__annotations__=written)
-    return typing.get_type_hints(holder, vars(import_module(function.__module__)), _NAMES)
+    return typing.get_type_hints(holder, vars(import_module(declared.__module__)), _NAMES)

@@ -82,7 +82,7 @@ class Run:
                 watch(run)
 
         record = self.control.drive(self.id, timeout=timeout, watch=look)
-        error = self.control.outcome(self.control.status(self.id)) if check else None
+        error = self.control.status(self.id).outcome if check else None
         if error:
             raise error
         return record

@@ -1,4 +1,4 @@
-"""Lists in pages: which verbs answer with a list, and how the place is told at which a page ends.
+"""Lists in pages: how the place is told at which a page ends.
 
 A cursor names the last thing of a page, never how many came before, so the next page begins behind it whatever was
 added meanwhile. It is of one list of one project, asked with the same parameters, and means nothing anywhere else.
@@ -10,58 +10,31 @@ import base64
 import binascii
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from posttrain.api.verbs import CURSOR, LIMIT, Verb
 from posttrain.domain.errors import CursorError
 
-MOST, USUAL = 1000, 100  # things of one page
 _SUM = 6  # bytes at the beginning of a cursor, by which it is known to be whole
-LIMIT, CURSOR = "limit", "cursor"
-
-Key = Callable[[Any], tuple[Any, ...]]
 
 
-def _numbers(sample: str) -> tuple[int, ...]:
+def numbers(sample: str) -> tuple[int, ...]:
     """`(12, 388, 3)` of the id `12.388.3`: its order among the samples of a stage."""
     return tuple(int(part) if part.isdecimal() else -1 for part in sample.split("."))
 
 
-NEWEST: Mapping[
-    str, Callable[[Any], str]
-] = {  # lists that begin with the newest: what names a thing; the ledger finds the place
-    "ls": lambda run: str(run.id),
-    "ids": str,
-    "history": lambda move: str(move.entry.sequence),
-}
-ORDERED: Mapping[str, Key] = {  # lists in the order of a key that is each thing's own
-    "approval_requests": lambda one: (one.request.at, one.request.digest),
-    "asset_status": lambda one: (one.kind, one.name, one.version),
-    "assets": lambda one: (one.kind, one.name, one.version),
-    "channel_events": lambda one: (one.id,),
-    "channels": lambda one: (one.name,),
-    "dead": lambda one: (one.object, one.kind),
-    "live": lambda one: (one.channel,),
-    "members": lambda one: (one[0],),  # principal and role
-    "policies": lambda one: (one.id,),
-    "samples": lambda one: (one.stage, *_numbers(one.sample.id)),
-    "sinks": lambda one: (one.name,),
-    "tokens": lambda one: (one.created_at, one.id),
-}
-LISTS = frozenset((*NEWEST, *ORDERED))
-
-
-def cursor(project: str, verb: str, named: Mapping[str, Any], key: tuple[Any, ...]) -> str:
+def cursor(project: str, verb: Verb[..., Any], named: Mapping[str, Any], key: tuple[Any, ...]) -> str:
     """The place behind the thing of this key.
 
     Args:
         named: the request's parameters.
     """
-    body = json.dumps([project, verb, _asked(named), key], separators=(",", ":")).encode()
+    body = json.dumps([project, verb.name, _asked(named), key], separators=(",", ":")).encode()
     return base64.urlsafe_b64encode(hashlib.sha256(body).digest()[:_SUM] + body).decode().rstrip("=")
 
 
-def place(text: str, project: str, verb: str, named: Mapping[str, Any]) -> tuple[Any, ...]:
+def place(text: str, project: str, verb: Verb[..., Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
     """The key that a cursor was made of.
 
     Raises:
@@ -79,7 +52,7 @@ def place(text: str, project: str, verb: str, named: Mapping[str, Any]) -> tuple
         raise CursorError(
             f"cursor must be the `next` of the page before, got {text[:40]!a}; ask without one for the first page"
         ) from error
-    if (of_project, of_verb, asked) != (project, verb, _asked(named)):
+    if (of_project, of_verb, asked) != (project, verb.name, _asked(named)):
         raise CursorError(
             "cursor must be of the same list of the same project, asked with the same parameters, got one of another; "
             "ask without one for the first page"
@@ -87,11 +60,11 @@ def place(text: str, project: str, verb: str, named: Mapping[str, Any]) -> tuple
     return tuple(key)
 
 
-def _is_key(verb: str, key: Any) -> bool:
+def _is_key(verb: Verb[..., Any], key: Any) -> bool:
     """Whether things of a list can have it: words and numbers, of a run its id."""
     if not isinstance(key, list) or not all(type(one) in (str, int, float) for one in key):
         return False
-    return verb not in NEWEST or (len(key) == 1 and type(key[0]) is str and key[0].isprintable())
+    return verb.newest is None or (len(key) == 1 and type(key[0]) is str and key[0].isprintable())
 
 
 def _asked(named: Mapping[str, Any]) -> str:

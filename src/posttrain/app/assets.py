@@ -1,31 +1,81 @@
-"""Approving and recalling of registered versions.
-
-Runs that other programs made, registered: `posttrain import`.
-"""
+"""Versions of data sets, models, rewards and histories: registering them, and what is thought of them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+from posttrain.api.control import Control
 from posttrain.api.values import Marked
+from posttrain.api.verbs import answers
 from posttrain.app.workspace import Workspace
+from posttrain.control import recalls
 from posttrain.control.downstream import of_bytes
-from posttrain.control.recalls import RECALLED, recalled, set_status
-from posttrain.data.importing import Curve, Imported, curves, import_run
+from posttrain.control.recalls import RECALLED, set_status
+from posttrain.data import importing
+from posttrain.data.confining import is_confined
+from posttrain.data.importing import Curve, Imported, import_run
 from posttrain.decision.releases import moves
 from posttrain.domain.errors import InputError
 from posttrain.domain.lifecycle import RunState, is_final
-from posttrain.domain.records import Asset, ReleaseEntry, RunRecord
+from posttrain.domain.records import Asset, AssetStatus, ReleaseEntry, RunRecord
+from posttrain.foreign.outside import OutsideRun
 from posttrain.foreign.trl_output import read_trl_output
+from posttrain.store.scratch import scratch
 
 
-def mark(workspace: Workspace, asset: Asset, status: str, reason: str = "") -> Marked:
-    """Say what is thought of a version: `approved`, `recalled`, or nothing any more."""
+@answers(Control.add_dataset)
+def add_dataset(
+    workspace: Workspace, path: Path, name: str, *more: Path, progress: Callable[[str], None] = lambda _: None
+) -> Asset:
+    return _sealed(workspace, workspace.catalog.add_dataset(path, name, *more, progress=progress))
+
+
+@answers(Control.add_external)
+def add_external(workspace: Workspace, uri: str, name: str, *, checksum: str, version: str) -> Asset:
+    from posttrain.store.external import external
+
+    place = external(uri, version)
+    with scratch(workspace.root / "cache" / "scratch", "posttrain-external-") as scratched:
+        return _sealed(workspace, workspace.catalog.add_external(place, checksum, name, scratched))
+
+
+@answers(Control.add_model)
+def add_model(
+    workspace: Workspace, folder: Path, name: str, *, progress: Callable[[str], None] = lambda _: None
+) -> Asset:
+    return _sealed(workspace, workspace.catalog.add_model(folder, name, progress=progress))
+
+
+@answers(Control.add_reward)
+def add_reward(
+    workspace: Workspace, path: Path, name: str, *, entry: str | None, dialect: str, guideline: Path | None
+) -> Asset:
+    added = workspace.catalog.add_reward(path, name, entry=entry, dialect=dialect, guideline=guideline)
+    return _sealed(workspace, added)
+
+
+@answers(Control.asset_status)
+def asset_status(workspace: Workspace) -> list[AssetStatus]:
+    return [said for said, _ in workspace.ledger.asset_status()]
+
+
+@answers(Control.recalled)
+def recalled(workspace: Workspace, *digests: str) -> dict[str, AssetStatus]:
+    return recalls.recalled(workspace.ledger, digests)
+
+
+@answers(Control.mark)
+def mark(workspace: Workspace, ref: str, status: str, reason: str) -> tuple[Asset, Marked]:
+    asset = workspace.catalog.find(ref)
+    return asset, _mark(workspace, asset, status, reason)
+
+
+def _mark(workspace: Workspace, asset: Asset, status: str, reason: str) -> Marked:
     said = set_status(workspace.stores, asset, status, reason)
     workspace.seal()
     if status != RECALLED:
-        return Marked(said, still=recalled(workspace.ledger, [asset.digest]).get(asset.digest))
+        return Marked(said, still=recalls.recalled(workspace.ledger, [asset.digest]).get(asset.digest))
     ledger = workspace.ledger
     found = {run.id: run for run in _that_may_use(workspace, asset)}
     used = {
@@ -34,7 +84,7 @@ def mark(workspace: Workspace, asset: Asset, status: str, reason: str = "") -> M
     }
     histories = {one: history for one in ledger.channels() if (history := ledger.history(one))}
     served = {entry.model_digest for history in histories.values() for entry in history}
-    barred = recalled(ledger, served.union(*used.values())).keys()
+    barred = recalls.recalled(ledger, served.union(*used.values())).keys()
     runs = tuple(one for one, digests in used.items() if digests & barred)
     return Marked(
         said,
@@ -62,42 +112,57 @@ def _before(history: list[ReleaseEntry], barred: Collection[str]) -> int | None:
     return next((entry.sequence for entry in reversed(moves(history)) if entry.model_digest not in barred), None)
 
 
-def import_trl_output(workspace: Workspace, folder: Path, name: str | None = None) -> Imported:
+@answers(Control.import_trl_output)
+def import_trl_output(workspace: Workspace, folder: Path, name: str | None) -> Imported:
     """Register what a TRL or transformers trainer left in its `output_dir`.
 
     Raises:
         InputError: no such run, or nothing that can be used. WorkspaceError: the workspace cannot be written.
     """
-    return import_run(workspace.catalog, workspace.blobs, workspace.root / "cache", read_trl_output(folder), name)
+    return _imported(workspace, read_trl_output(folder), name)
 
 
-def import_mlflow(workspace: Workspace, where: str, run: str | None = None, name: str | None = None) -> Imported:
-    """Register a run of an MLflow store. Raises as `import_trl_output`; InputError too where mlflow is missing."""
+@answers(Control.import_mlflow)
+def import_mlflow(workspace: Workspace, where: str, run: str | None, name: str | None) -> Imported:
+    """Register a run of an MLflow store, or what a client read of one. Raises as `import_trl_output`; InputError too
+    where mlflow is missing.
+    """
+    if is_confined():  # the client read it where the store is, and sent what it found
+        from posttrain.foreign.outside import carried
+
+        return _imported(workspace, carried(Path(where)), name)
     from posttrain.foreign.mlflow_run import read_mlflow
 
-    return import_run(workspace.catalog, workspace.blobs, workspace.root / "cache", read_mlflow(where, run), name)
+    return _imported(workspace, read_mlflow(where, run), name)
 
 
-def import_carried(workspace: Workspace, folder: Path, name: str | None = None) -> Imported:
-    """Register a run that was read on another machine. Raises as `import_trl_output`."""
-    from posttrain.foreign.outside import carried
-
-    return import_run(workspace.catalog, workspace.blobs, workspace.root / "cache", carried(folder), name)
-
-
-def import_wandb_export(workspace: Workspace, folder: Path, name: str | None = None) -> Imported:
+@answers(Control.import_wandb_export)
+def import_wandb_export(workspace: Workspace, folder: Path, name: str | None) -> Imported:
     """Register a W&B run's files. Raises as `import_trl_output`; InputError too where wandb is missing and needed."""
     from posttrain.foreign.wandb_export import read_wandb_export
 
-    return import_run(workspace.catalog, workspace.blobs, workspace.root / "cache", read_wandb_export(folder), name)
+    return _imported(workspace, read_wandb_export(folder), name)
 
 
-def history_curves(workspace: Workspace, history: Asset) -> list[Curve]:
+@answers(Control.curves)
+def curves(workspace: Workspace, ref: str) -> list[Curve]:
     """The metrics of an imported run.
 
     Raises:
         InputError: it is no history. NotFoundError, IntegrityError: its bytes are missing or corrupt.
     """
+    history = workspace.catalog.find(ref)
     if history.kind != "history":
         raise InputError(f"{history.ref}: must be a history, got a {history.kind}; posttrain asset ls --kind history")
-    return list(curves(workspace.blobs.get(history.digest)))
+    return list(importing.curves(workspace.blobs.get(history.digest)))
+
+
+def _imported(workspace: Workspace, found: OutsideRun, name: str | None) -> Imported:
+    made = import_run(workspace.catalog, workspace.blobs, workspace.root / "cache", found, name)
+    workspace.seal()
+    return made
+
+
+def _sealed(workspace: Workspace, asset: Asset) -> Asset:
+    workspace.seal()
+    return asset

@@ -1,15 +1,203 @@
-"""Policies of release channels: from the file that somebody wrote to what is kept, and what to tell of it."""
+"""Release channels: what is live, what moves it, and the policies that releases must pass.
+
+What a verb needs is imported when it is asked for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from posttrain.app.workspace import Workspace
+from posttrain.api.control import Control
+from posttrain.api.values import ChannelView
+from posttrain.api.verbs import answers
+from posttrain.domain.approvals import APPROVED, REJECTED
+from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import InputError, meant_name, nearest
 from posttrain.domain.measures import QUANTITIES, measurable
 from posttrain.domain.policies import ChannelPolicy, PinnedPolicy
 from posttrain.domain.principals import Role
+
+if TYPE_CHECKING:
+    from posttrain.app.workspace import Workspace
+    from posttrain.domain.approvals import Standing
+    from posttrain.domain.records import ChannelRecord, Event, Look, ReleaseEntry
+    from posttrain.store.ledger import Ledger
+
+
+@answers(Control.live)
+def live(workspace: Workspace) -> list[ReleaseEntry]:
+    ledger = workspace.ledger
+    return [entry for name in ledger.channels() if (entry := ledger.channel(name))]
+
+
+@answers(Control.channel)
+def channel(workspace: Workspace, name: str) -> ChannelView:
+    from posttrain.decision.releases import release_states
+
+    ledger = workspace.ledger
+    record, history, live = ledger.channel_record(name), ledger.history(name), ledger.channel(name)
+    return ChannelView(
+        record,
+        live,
+        len(history),
+        release_states(history),
+        tuple(ledger.deployments(name)),
+        tuple(ledger.quarantine(name)),
+        _looks_at_items_of(ledger, live),
+        next(reversed(ledger.events_about(name, "channel.frozen")), None) if record.frozen else None,
+    )
+
+
+@answers(Control.promote)
+def promote(workspace: Workspace, run_id: str, channel: str, lift_quarantine: str = "") -> ReleaseEntry:
+    from posttrain.app import courier
+    from posttrain.control.actions import promote
+    from posttrain.trackers.registering import announce
+
+    entry = promote(workspace.stores, run_id, channel, lift_quarantine)
+    announce(workspace, channel)
+    workspace.seal()
+    courier.announce(workspace)
+    return entry
+
+
+@answers(Control.rollback)
+def rollback(
+    workspace: Workspace, channel: str, to: str | None, since: int | None, reason: str = "", lift_quarantine: str = ""
+) -> ReleaseEntry:
+    from posttrain.app import courier
+    from posttrain.control.actions import rollback
+    from posttrain.trackers.registering import announce
+
+    stores = workspace.stores
+    entry = rollback(stores, channel, to, since=since, reason=reason, lift_quarantine=lift_quarantine)
+    workspace.seal()
+    announce(workspace, channel)
+    courier.announce(workspace)
+    return entry
+
+
+@answers(Control.approve)
+def approve(workspace: Workspace, what: str, channel: str | None, reason: str) -> Standing:
+    return _said(workspace, what, channel, APPROVED, reason)
+
+
+@answers(Control.reject)
+def reject(workspace: Workspace, what: str, channel: str | None, reason: str) -> Standing:
+    return _said(workspace, what, channel, REJECTED, reason)
+
+
+def _said(workspace: Workspace, what: str, channel: str | None, verdict: str, reason: str) -> Standing:
+    from posttrain.control.actions import find_release, find_request, say
+
+    stores = workspace.stores
+    named = what.startswith(DIGEST_PREFIX)
+    request = find_request(stores, what) if named else find_release(stores, what, channel)
+    found = say(stores, request, verdict, reason)
+    workspace.seal()
+    return found
+
+
+@answers(Control.approval_requests)
+def approval_requests(workspace: Workspace, channel: str) -> list[Standing]:
+    from posttrain.control.channels import standings
+
+    found = standings(workspace.stores, channel=channel)
+    return [one for one in found if not (one.outdated or one.done)]
+
+
+@answers(Control.policy)
+def policy(workspace: Workspace, name: str, request: str | None = None) -> PinnedPolicy | None:
+    if request is None:
+        from posttrain.control.channels import policy_of
+
+        return policy_of(workspace.stores, name)
+    from posttrain.control.actions import asked_policy
+
+    return asked_policy(workspace.stores, name, request)
+
+
+@answers(Control.channel_events)
+def channel_events(workspace: Workspace, name: str, kind: str) -> list[Event]:
+    return workspace.ledger.events_about(name, kind)
+
+
+@answers(Control.policies)
+def policies(workspace: Workspace, name: str) -> list[Event]:
+    from posttrain.store.releasing import POLICY_SET
+
+    return workspace.ledger.events_about(name, POLICY_SET)
+
+
+@answers(Control.set_policy)
+def set_policy(workspace: Workspace, name: str, path: Path) -> tuple[PinnedPolicy, list[str]]:
+    from posttrain.control.channels import set_policy
+    from posttrain.domain.policies import load_policy
+
+    known = [record.name for record in workspace.ledger.channel_records()]
+    with workspace.blobs.holding():
+        chosen = pinned_policy(load_policy(path), path, workspace)
+        _changed(workspace, set_policy(workspace.stores, name, chosen))
+    pinned = policy(workspace, name)
+    assert pinned is not None
+    with workspace.ledger.snapshot() as now:
+        people = now.people() if pinned.policy.approvers else set()
+        roles = now.roles()
+    return pinned, list(policy_notes(pinned, known, people, roles))
+
+
+@answers(Control.remove_policy)
+def remove_policy(workspace: Workspace, name: str) -> ChannelRecord:
+    from posttrain.control.channels import set_policy
+
+    return _changed(workspace, set_policy(workspace.stores, name, None))
+
+
+@answers(Control.protect)
+def protect(workspace: Workspace, name: str, *, protected: bool, why: str) -> ChannelRecord:
+    from posttrain.control.channels import protect
+
+    return _changed(workspace, protect(workspace.stores, name, protected=protected, why=why))
+
+
+@answers(Control.freeze)
+def freeze(workspace: Workspace, name: str, *, rollbacks: bool, why: str) -> ChannelRecord:
+    from posttrain.control.channels import EVERYTHING, RELEASES, freeze
+
+    frozen = EVERYTHING if rollbacks else RELEASES
+    return _changed(workspace, freeze(workspace.stores, name, frozen, why))
+
+
+@answers(Control.unfreeze)
+def unfreeze(workspace: Workspace, name: str, *, why: str) -> ChannelRecord:
+    from posttrain.control.channels import freeze
+
+    return _changed(workspace, freeze(workspace.stores, name, "", why))
+
+
+def _changed(workspace: Workspace, record: ChannelRecord) -> ChannelRecord:
+    workspace.seal()
+    return record
+
+
+def _looks_at_items_of(ledger: Ledger, live: ReleaseEntry | None) -> tuple[Look, ...]:
+    """Every evaluation of the data that the live release was judged on, oldest first.
+
+    The gate also counts evaluations of other files with the same items: finding these takes reading results.
+    """
+    if live is None or live.run_id is None:
+        return ()
+    from posttrain.domain.edges import stage_end
+    from posttrain.domain.evaluators import SUITES
+    from posttrain.domain.kinds import kind_of
+
+    with ledger.snapshot() as now:
+        ends = [stage_end(row.run_id, row.name) for row in now.stages(live.run_id) if kind_of(row.kind).measures]
+        items = {edge.digest for edge in now.used(*ends) if edge.slot.startswith(SUITES)}
+        found = {look for digest in items for look in now.looks(digest) if kind_of(look.kind).measures}
+    return tuple(sorted(found, key=lambda look: (look.at, look.run_id, look.stage)))
 
 
 def pinned_policy(policy: ChannelPolicy, source: Path, workspace: Workspace) -> ChannelPolicy:

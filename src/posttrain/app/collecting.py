@@ -11,7 +11,9 @@ import time
 from collections.abc import Container, Iterator
 from pathlib import Path
 
+from posttrain.api.control import Control
 from posttrain.api.values import Collected, Erasure
+from posttrain.api.verbs import answers
 from posttrain.app.workspace import Workspace, join_store
 from posttrain.control.channels import policy_of
 from posttrain.data.refs import KINDS
@@ -33,6 +35,7 @@ _CACHED = ("trees", "files")  # folders of the cache whose entries are called by
 _PERSON = ("user:", NOBODY)
 
 
+@answers(Control.gc)
 def collect_garbage(workspace: Workspace, older_than: float, *, dry_run: bool) -> Collected:
     """Delete what no row of any project needs.
 
@@ -44,6 +47,11 @@ def collect_garbage(workspace: Workspace, older_than: float, *, dry_run: bool) -
         ConflictError: another workspace keeps its artifacts in the same store.
         IntegrityError, DeadlineError, WorkspaceError: as `store.sweeping.sweep`.
     """
+    project = workspace.ledger.project
+    if project != DEFAULT_PROJECT:  # the store is everybody's: an admin of one project does not sweep it
+        raise InputError(
+            f"gc is asked by an admin of {DEFAULT_PROJECT}, got project {project}: it sweeps the store of all"
+        )
     blobs = open_blobs(workspace.blobs.url, workspace.lock)
     _refuse_shared(workspace, blobs)
     actor, ledger = workspace.actor, workspace.ledger
@@ -129,7 +137,15 @@ def _bytes(path: Path) -> int:
         return 0
 
 
+@answers(Control.erase)
 def erase(workspace: Workspace, what: str, reason: str) -> Erasure:
+    """Erase what is named, and say it in the sealed log. See `_erase`."""
+    found = _erase(workspace, what, reason)
+    workspace.seal()
+    return found
+
+
+def _erase(workspace: Workspace, what: str, reason: str) -> Erasure:
     """Erase the words of a run, of a version of an asset, or the name of a person.
 
     Args:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from posttrain.api.control import Control
 from posttrain.api.values import Dead
+from posttrain.api.verbs import answers
 from posttrain.app.workspace import Workspace
 from posttrain.control import attempts
 from posttrain.domain.errors import InputError, NotFoundError
@@ -10,7 +12,8 @@ from posttrain.domain.records import AttemptRecord
 from posttrain.store.work import Work
 
 
-def dead(workspace: Workspace, within: str | None = None) -> list[Dead]:
+@answers(Control.dead)
+def dead(workspace: Workspace, within: str | None) -> list[Dead]:
     """What was set aside, all of it or of one run, or one stage of it.
 
     Args:
@@ -29,6 +32,7 @@ def dead(workspace: Workspace, within: str | None = None) -> list[Dead]:
     return found
 
 
+@answers(Control.look_again)
 def look_again(workspace: Workspace, within: str) -> list[Dead]:
     """Let what was set aside of a run, or of one stage, be looked at again.
 
@@ -41,6 +45,7 @@ def look_again(workspace: Workspace, within: str) -> list[Dead]:
     return found
 
 
+@answers(Control.assume_dead)
 def assume_dead(workspace: Workspace, stage: str) -> AttemptRecord:
     """Take a person's word that the job of RUN/STAGE is dead; see `control.attempts`.
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.api.control import Control
 from posttrain.api.values import Submitted
+from posttrain.api.verbs import answers
 from posttrain.app.naming import model_word, named_model
 from posttrain.app.runs import plan_spec, submit_planned
 from posttrain.app.workspace import Workspace
@@ -24,6 +26,7 @@ _SOURCE = Path("posttrain eval")  # what errors call the file that nobody wrote;
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9_-]+")
 
 
+@answers(Control.evaluate)
 def submit_evaluation(
     workspace: Workspace,
     model: str,

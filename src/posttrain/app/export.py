@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from posttrain._version import __version__
+from posttrain.api.control import Control
 from posttrain.api.values import Exported
-from posttrain.app.naming import NamedModel
+from posttrain.api.verbs import answers
+from posttrain.app.naming import NamedModel, named_model
 from posttrain.app.workspace import Workspace
 from posttrain.control.budgets import spending
 from posttrain.control.explain import explain_run
@@ -30,7 +32,7 @@ from posttrain.domain.identity import deciding
 from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.records import StageRecord
 from posttrain.domain.rendering import CONFIG, is_classifier
-from posttrain.execution.foreground import answers
+from posttrain.execution import foreground
 from posttrain.store.atomic import sync_folder, sync_tree, unwritable
 from posttrain.store.scratch import scratch
 from posttrain.store.trees import tree_listing
@@ -44,6 +46,13 @@ _PARTIAL = ".posttrain-export-"  # what a killed one left, the next one in the s
 _PRIVATE = ("by", "owner", "registered by", "uri")
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[str, ...] = get_args(Dtype)
+
+
+@answers(Control.export)
+def export(
+    workspace: Workspace, model: str, folder: Path, *, dtype: str | None, progress: Callable[[str], None]
+) -> Exported:
+    return export_model(workspace, named_model(workspace, model), folder, dtype=dtype, progress=progress)
 
 
 def export_model(
@@ -76,7 +85,7 @@ def export_model(
         stored = floating_types(made)
         cast = dtype is not None and stored != {dtype}
         if cast:
-            for answer in answers(_CAST, {"folder": str(made), "dtype": dtype}, timeout=_CAST_SECONDS):
+            for answer in foreground.answers(_CAST, {"folder": str(made), "dtype": dtype}, timeout=_CAST_SECONDS):
                 progress(f"{answer['file']} in {dtype}")
         kind = dtype or ", ".join(sorted(stored))
         described = model.made is not None and _describe(workspace, model.made, made, kind, cast=cast)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.api.handles import Channel, Run
-from posttrain.app.embedded.control import control_of, open_control
+from posttrain.app.control import control_of, open_control
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control

@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
+from posttrain.api.control import Control
+from posttrain.api.verbs import answers
 from posttrain.app.runs import drive_run, plan_spec, submit_planned
 from posttrain.app.workspace import Workspace
-from posttrain.control.explain import outcome_error
 from posttrain.domain.errors import InputError
-from posttrain.domain.records import Asset, RunRecord
+from posttrain.domain.outcomes import outcome_error
+from posttrain.domain.records import Asset
 from posttrain.domain.runspec import parse_run_spec, read_yaml
 from posttrain.store.trees import materialise
 
 STAGE = "init"
 
 
-@dataclass(frozen=True, slots=True)
-class Created:
-    """The registered model and the run that made it."""
-
-    asset: Asset
-    run_id: str
-
-
-def create_model(
-    workspace: Workspace,
-    name: str,
-    config: Path,
-    *,
-    seed: int = 0,
-    watch: Callable[[RunRecord], None] | None = None,
-) -> Created:
+@answers(Control.create_model)
+def create_model(workspace: Workspace, name: str, config: Path, seed: int) -> tuple[Asset, str]:
     """Run a one-stage `init_model` run and register what it makes as `model:NAME`.
 
     The same configuration and seed attach to the run that made it, and register nothing new.
 
     Args:
         config: YAML with the parameters of the `init_model` stage.
-        watch: called while the run is driven.
 
     Raises:
         InputError: an unknown or ill-typed parameter, a name that is not one.
@@ -60,7 +45,7 @@ def create_model(
     }
     spec = parse_run_spec(raw, str(config))
     run_id = submit_planned(plan_spec(spec, workspace, config), workspace).run.id
-    record = drive_run(workspace, run_id, watch=watch)
+    record = drive_run(workspace, run_id)
     rows = tuple(workspace.ledger.stages(run_id))
     error = outcome_error(record, rows)
     if error:
@@ -69,4 +54,4 @@ def create_model(
     folder = materialise(workspace.blobs, digest, workspace.root / "cache")
     asset = workspace.catalog.add_model(folder, name, origin={"run": run_id})
     workspace.seal()
-    return Created(asset, run_id)
+    return asset, run_id

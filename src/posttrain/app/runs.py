@@ -13,7 +13,9 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from posttrain.api.values import Submitted
+from posttrain.api.control import Control
+from posttrain.api.values import Locked, Submitted
+from posttrain.api.verbs import answers
 from posttrain.app.courier import Courier
 from posttrain.app.sinks import lacking
 from posttrain.app.workspace import Workspace
@@ -34,6 +36,7 @@ from posttrain.domain.kinds import Driver, installed_kind, kind_of
 from posttrain.domain.lifecycle import RunState
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.overrides import Setting
+from posttrain.domain.places import lock_path
 from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.rewards import AS_FOUND, Called
@@ -105,6 +108,29 @@ def drive_run(
         courier.close()
     forget_request(workspace.root, run_id)
     return record
+
+
+@answers(Control.lock)
+def lock(workspace: Workspace, path: Path, *, seed: int | None = None, setting: Setting = ()) -> Locked:
+    planned = plan(path, workspace, seed=seed, setting=setting)
+    return Locked(planned.manifest, planned.warnings, planned.changes, lock_path(path))
+
+
+@answers(Control.drive)
+def drive(
+    workspace: Workspace,
+    run_id: str,
+    *,
+    timeout: float | None = None,
+    watch: Callable[[RunRecord], None] | None = None,
+    report: bool = False,
+) -> RunRecord:
+    return drive_run(workspace, run_id, timeout, watch, ahead=REPORTING if report else ())
+
+
+@answers(Control.retry)
+def retry(workspace: Workspace, run_id: str) -> RunRecord:
+    return actions.retry(workspace.stores, workspace.jobs.folders, run_id)
 
 
 def plan(path: str | Path, workspace: Workspace, *, seed: int | None = None, setting: Setting = ()) -> Planned:
@@ -257,9 +283,10 @@ def _resolver(spec: RunSpec, workspace: Workspace, source: Path) -> Resolve:
     return resolve
 
 
+@answers(Control.submit)
 def submit(
-    path: str | Path,
     workspace: Workspace,
+    path: Path,
     *,
     again: bool = False,
     seed: int | None = None,
@@ -270,15 +297,14 @@ def submit(
     Raises:
         InputError: as `plan` and `read_lock`; a seed or a setting for a manifest that is locked already.
     """
-    source = Path(path)
-    if is_lock(source) and seed is not None:
+    if is_lock(path) and seed is not None:
         raise InputError(f"{path}: --seed cannot change a locked manifest, got {seed}; lock the run file again with it")
-    if is_lock(source) and setting:
+    if is_lock(path) and setting:
         raise InputError(f"{path}: --set cannot change a locked manifest, got {setting[0][0]}; lock the run file anew")
-    lock = is_lock(source)
+    lock = is_lock(path)
     with workspace.blobs.holding():  # what was found while planning is there when the run is recorded
-        locked = read_lock(source, workspace, again=again) if lock else None
-        planned = locked or plan(source, workspace, seed=seed, setting=setting)
+        locked = read_lock(path, workspace, again=again) if lock else None
+        planned = locked or plan(path, workspace, seed=seed, setting=setting)
         return submit_planned(planned, workspace, again=again, exact=lock)
 
 
@@ -305,7 +331,8 @@ def load_ahead(modules: Iterable[str]) -> None:
         import_module(module)
 
 
-def view_plan(path: Path, workspace: Workspace, *, seed: int | None = None, setting: Setting = ()) -> PlanView:
+@answers(Control.plan)
+def view_plan(workspace: Workspace, path: Path, *, seed: int | None = None, setting: Setting = ()) -> PlanView:
     """Validate a run file and look ahead.
 
     Raises:

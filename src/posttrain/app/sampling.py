@@ -9,15 +9,17 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from posttrain.api.values import Answer
-from posttrain.app.naming import NamedModel
+from posttrain.api.control import Control
+from posttrain.api.values import Answer, Asked
+from posttrain.api.verbs import answers
+from posttrain.app.naming import NamedModel, named_model
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.manifest import InputRef
 from posttrain.domain.rendering import stop_fault
 from posttrain.domain.validation import explain
 from posttrain.engine.settings import MOST_ROWS, MOST_TOKENS, InferenceRuntimeConfig
-from posttrain.execution.foreground import answers
+from posttrain.execution import foreground
 from posttrain.preflight.fitting import first_row, model_files
 
 _PROGRAM = "posttrain.jobs.sample"
@@ -60,6 +62,35 @@ class Ask:
             raise InputError("top-k, top-p and min-p need a temperature above 0, got 0 (the most likely tokens); say 1")
 
 
+@answers(Control.ask)
+def ask(
+    workspace: Workspace,
+    model: str,
+    prompts: Sequence[str],
+    *,
+    samples: int,
+    max_new_tokens: int | None,
+    temperature: float,
+    seed: int,
+    runtime: Mapping[str, Any],
+    timeout: float | None,
+    chat: bool | None,
+    system: str | None,
+    stop: Sequence[str] = (),
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> Asked:
+    where, wait = inference_runtime(**runtime), timeout or LONGEST_WAIT
+    how = Ask(samples, max_new_tokens, temperature, seed, where, wait, stop, top_k, top_p, min_p)
+    named = named_model(workspace, model)
+    form, why = usual_form(workspace, named)
+    if chat is not None:
+        form, why = ("chat", "--chat") if chat else ("text", "--text")
+    rows = [prompt_row(text, form, system) for text in prompts]
+    return Asked(named.pinned.name, named.digest, form, why, ask_model(workspace, named, rows, how))
+
+
 def ask_model(
     workspace: Workspace, model: NamedModel, prompts: Sequence[Mapping[str, Any]], ask: Ask
 ) -> Iterator[Answer | str]:
@@ -90,7 +121,7 @@ def ask_model(
         "threads": ask.runtime.threads,
     }
     yield from filter(None, [workspace.catalog.not_taken.get(model.digest)])
-    said = answers(_PROGRAM, request, timeout=ask.timeout)
+    said = foreground.answers(_PROGRAM, request, timeout=ask.timeout)
     yield from (str(reason) for reason in next(said, {}).get("fallbacks", {}).values())
     yield from (Answer(**answer) for answer in said)
 

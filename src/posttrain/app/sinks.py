@@ -10,6 +10,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from posttrain.access.ports import OS
+from posttrain.api.control import Control
+from posttrain.api.verbs import answers
 from posttrain.control.owners import process_alive, process_name
 from posttrain.data.confining import is_confined
 from posttrain.domain.errors import InputError, nearest
@@ -68,7 +70,8 @@ def deliverer(workspace: OpenWorkspace, *, served: bool = False) -> Deliverer:
     return Deliverer(workspace.ledger, opens, channel, process_name(), process_alive, workspace.actor)
 
 
-def views(workspace: OpenWorkspace) -> list[SinkView]:
+@answers(Control.sinks)
+def sinks(workspace: OpenWorkspace) -> list[SinkView]:
     """How every sink stands."""
     workspace.seal()
     ledger, found = workspace.ledger, []
@@ -106,10 +109,11 @@ def view(workspace: OpenWorkspace, name: str) -> SinkView:
     """
     with workspace.ledger.snapshot() as now:
         now.sink(name)
-    return next(one for one in views(workspace) if one.name == name)
+    return next(one for one in sinks(workspace) if one.name == name)
 
 
-def add(
+@answers(Control.add_sink)
+def add_sink(
     workspace: OpenWorkspace,
     name: str,
     kind: str,
@@ -117,7 +121,7 @@ def add(
     rule: Mapping[str, Any],
     *,
     from_start: bool = False,
-) -> None:
+) -> SinkView:
     """Add a sink.
 
     Raises:
@@ -138,6 +142,7 @@ def add(
     with workspace.ledger.transaction(workspace.actor) as transaction:
         transaction.add_sink(record, 0 if from_start else transaction.snapshot.sealed())
     workspace.seal()
+    return view(workspace, name)
 
 
 def _refuse_files(name: str, kind: str, settings: Mapping[str, Any]) -> None:
@@ -153,7 +158,8 @@ def _refuse_files(name: str, kind: str, settings: Mapping[str, Any]) -> None:
         )
 
 
-def send_test(workspace: OpenWorkspace, name: str) -> str:
+@answers(Control.test_sink)
+def test_sink(workspace: OpenWorkspace, name: str) -> str:
     """Send a marked message, whether the sink is paused or not; where it went.
 
     Raises:
@@ -187,15 +193,18 @@ def lacking(workspace: OpenWorkspace) -> list[tuple[str, str]]:
     return [(record.name, lacks) for record in records if (lacks := _lacks(record))]
 
 
-def pause(workspace: OpenWorkspace, name: str) -> None:
+@answers(Control.pause_sink)
+def pause_sink(workspace: OpenWorkspace, name: str) -> SinkView:
     """Deliver nothing to a sink any more."""
     with workspace.ledger.transaction(workspace.actor) as transaction:
         transaction.snapshot.sink(name)
         transaction.pause_sink(name, BY_PERSON)
     workspace.seal()
+    return view(workspace, name)
 
 
-def resume(workspace: OpenWorkspace, name: str, *, skip: bool) -> None:
+@answers(Control.resume_sink)
+def resume_sink(workspace: OpenWorkspace, name: str, *, skip: bool = False) -> SinkView:
     """Deliver again; `skip`: only what comes from now on."""
     from posttrain.app.courier import announce
 
@@ -204,9 +213,11 @@ def resume(workspace: OpenWorkspace, name: str, *, skip: bool) -> None:
         transaction.snapshot.sink(name)
         transaction.resume_sink(name, transaction.snapshot.sealed() if skip else None)
     announce(workspace)
+    return view(workspace, name)
 
 
-def remove(workspace: OpenWorkspace, name: str) -> None:
+@answers(Control.remove_sink)
+def remove_sink(workspace: OpenWorkspace, name: str) -> None:
     """Forget a sink."""
     with workspace.ledger.transaction(workspace.actor) as transaction:
         transaction.snapshot.sink(name)

@@ -12,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from posttrain.api.control import Control
 from posttrain.api.values import Point, Ranked, Submitted, Sweep
+from posttrain.api.verbs import answers
 from posttrain.app.runs import MAX_SEED, plan_spec, submit_planned
 from posttrain.app.workspace import Workspace
 from posttrain.control.planning import Planned
@@ -27,14 +29,15 @@ MOST_RUNS = 1000
 _KEPT = "a sweep ships nothing: release and gates of the file are left out; ship what you choose with posttrain run"
 
 
+@answers(Control.plan_sweep)
 def plan_sweep(
-    source: Path,
     workspace: Workspace,
+    path: Path,
     overrides: Sequence[Override],
     *,
-    seeds: int = 1,
-    metric: str | None = None,
-    better: str | None = None,
+    seeds: int,
+    metric: str | None,
+    better: str | None,
 ) -> Sweep:
     """Resolve every point of a sweep. Writes nothing; one point that cannot run refuses the sweep.
 
@@ -47,7 +50,7 @@ def plan_sweep(
     Raises:
         InputError: as `plan`, naming the setting; nothing to vary, too many points, or no metric to rank by.
     """
-    refuse_lock(source)
+    refuse_lock(path)
     named = next((one.values for one in overrides if one.path == "seed"), None)
     if seeds > 1 and named is not None:
         raise InputError("sweep: --seeds and --set seed=… say the same; give one of them")
@@ -57,12 +60,12 @@ def plan_sweep(
     if len(chosen) * count > MOST_RUNS:
         raise InputError(f"sweep: must be at most {MOST_RUNS} runs, got {len(chosen)} settings x {count} seeds")
     points: list[Point] = []
-    gated, specs = False, [load_run_spec(source, setting) for setting in chosen]  # words first: they cost nothing
+    gated, specs = False, [load_run_spec(path, setting) for setting in chosen]  # words first: they cost nothing
     for place, (setting, spec) in enumerate(zip(chosen, specs, strict=True)):
         gated = gated or spec.release is not None
         for seed in named or _seeds(spec, seeds):
             bare = spec.model_copy(update={"gates": (), "release": None})
-            points.append(Point(place, setting, seed, _planned(bare, workspace, source, setting, seed)))
+            points.append(Point(place, setting, seed, _planned(bare, workspace, path, setting, seed)))
     _refuse_equal(points)
     first = specs[0]
     model = swept_model(points[0].planned, first.release.model if first.release else None)
@@ -70,15 +73,17 @@ def plan_sweep(
     direction = metric_direction(name, first.gates, better)
     warnings = dict.fromkeys(line for point in points for line in point.planned.warnings)
     notes = (*warnings, *([_KEPT] if gated else []))
-    return Sweep(source, tuple(points), name, direction, model, notes)
+    return Sweep(path, tuple(points), name, direction, model, notes)
 
 
-def submit_point(point: Point, workspace: Workspace) -> Submitted:
+@answers(Control.submit_point)
+def submit_point(workspace: Workspace, point: Point) -> Submitted:
     """The run of a point: a new one, or the one that exists."""
     return submit_planned(point.planned, workspace)
 
 
-def rank_sweep(sweep: Sweep, runs: Mapping[tuple[int, int], str], workspace: Workspace) -> Ranked:
+@answers(Control.rank)
+def rank(workspace: Workspace, sweep: Sweep, runs: Mapping[tuple[int, int], str]) -> Ranked:
     """The settings, ranked by what was measured so far.
 
     Args:

@@ -183,7 +183,7 @@ def get(
     """Show one version: digest, origin and everything known of it."""
     control = open_control()
     asset = control.asset(ref)
-    curves = control.curves(asset) if asset.kind == "history" else []
+    curves = control.curves(asset.ref) if asset.kind == "history" else []
     said = next((one for one in control.asset_status() if _key(one) == _key(asset)), None)
     control.close()
     if output is Output.JSON:

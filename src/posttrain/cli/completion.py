@@ -11,7 +11,7 @@ from typing import Any
 
 from posttrain.api.control import Control
 from posttrain.app import examples as shelf
-from posttrain.app.embedded.control import open_control
+from posttrain.app.control import open_control
 from posttrain.domain.contracts import METRICS
 from posttrain.domain.errors import PosttrainError
 from posttrain.domain.runspec import read_yaml

@@ -90,7 +90,7 @@ _PLAIN_GLYPHS = {"✔": "+", "●": "*", "◌": "-", "■": "-", "✘": "x", "�
 
 def open_control() -> Control:
     """See `app.embedded.control.open_control`. What it needs is imported when a command asks."""
-    from posttrain.app.embedded.control import open_control as opened
+    from posttrain.app.control import open_control as opened
 
     return opened()
 

@@ -257,7 +257,7 @@ def drive(control: Control, run_id: str, timeout: float | None, reattach: str, o
             raise typer.Exit(DETACHED) from None
     status = control.status(run_id)
     emit_json(run_json(control, status)) if output is Output.JSON else _summary(control, status)
-    error = control.outcome(status)
+    error = status.outcome
     control.close()
     if error:  # its line says the reason and the next action
         raise error
@@ -268,7 +268,7 @@ def drive(control: Control, run_id: str, timeout: float | None, reattach: str, o
 def run_json(control: Control, status: RunStatus) -> dict[str, Any]:
     """A run for programs."""
     trackers = [one.to_json() for one in control.trackers(status.run.id)]
-    return status.to_json() | {"scores": control.scores(status).to_json(), "trackers": trackers}
+    return status.to_json() | {"scores": control.scores(status.run.id).to_json(), "trackers": trackers}
 
 
 def give_away(control: Control, found: Submitted, output: Output) -> bool:

@@ -239,12 +239,12 @@ def _measured_json(control: Control, found: Submitted, timeout: float | None) ->
     aside(f"run {found.run.id}; posttrain get {found.run.id} --watch shows how far it is")
     record = control.drive(found.run.id, timeout=timeout)
     status = control.status(record.id)
-    error = control.outcome(status)
+    error = status.outcome
     if error:
         raise error
     measured = control.manifest(record.id).stages[0].inputs["model"]
     said = {"run": record.id, "state": record.state, "attached": found.attached}
-    intervals = control.scores(status).to_json()
+    intervals = control.scores(status.run.id).to_json()
     said |= {"model": measured.name, "digest": measured.digest, "scores": status.metrics, "intervals": intervals}
     emit_json(said)
 

@@ -125,7 +125,7 @@ def get(
         emit_json(run_json(control, status) | paths)
         control.close()
         return
-    scores, trackers = control.scores(status), control.trackers(run_id)
+    scores, trackers = control.scores(status.run.id), control.trackers(run_id)
     control.close()
     from posttrain.cli.screens import (
         approval_lines,

@@ -95,7 +95,7 @@ def sweep(
 
 def _raise_first(runs: Iterable[str], control: Control) -> None:
     """Raise the outcome of the first run that did not succeed."""
-    errors = [control.outcome(control.status(run_id)) for run_id in runs]
+    errors = [control.status(run_id).outcome for run_id in runs]
     control.close()
     first = next((error for error in errors if error is not None), None)
     if first is not None:

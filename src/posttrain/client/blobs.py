@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import yaml
 
-from posttrain.api.operations import PREFIX, FileRef, RunFile
+from posttrain.api.verbs import PREFIX, FileRef, RunFile
 from posttrain.client.direct import DirectError, sent
 from posttrain.client.transport import HOPE, PATIENCE, Transport, in_path
 from posttrain.data.parts import data_files, is_pattern

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.api.codec import answer
-from posttrain.api.operations import OPERATIONS
+from posttrain.api.control import Control
 from posttrain.api.problems import raised
 from posttrain.client.transport import Transport, in_path
 from posttrain.domain.errors import DeadlineError, InfrastructureError, NotFoundError
@@ -95,9 +94,8 @@ class RemoteWatcher:
 
     def __init__(self, transport: Transport, project: str, run_id: str) -> None:
         self._transport = transport
-        operation = OPERATIONS["status"]
-        self._path = in_path(operation.whole_path, {"project": project, "run_id": run_id})
-        self._kinds: Any = answer("status")
+        self._path = in_path(Control.status.whole_path, {"project": project, "run_id": run_id})
+        self._kinds: Any = Control.status.answer
         self._last: tuple[float, str, RunStatus] | None = None
 
     def read(self) -> RunStatus:

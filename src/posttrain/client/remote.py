@@ -1,4 +1,4 @@
-"""`RemoteControl`: `Control` over HTTP. What is not written out here is one request by the table of operations."""
+"""Verbs over HTTP. What is not written out here is one request, as the verb declares it."""
 
 from __future__ import annotations
 
@@ -9,35 +9,31 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from posttrain.api.codec import adapter, answer, signature
-from posttrain.api.operations import OPERATIONS, PREFIX, RUN_FILES, FileRef, Operation, RunFile
-from posttrain.api.pages import CURSOR, LIMIT
+from posttrain.api.codec import adapter
+from posttrain.api.control import Control
 from posttrain.api.values import Answer, Asked
+from posttrain.api.verbs import CURSOR, LIMIT, PREFIX, FileRef, R, RunFile, Verb
 from posttrain.client.blobs import Bundle, Fetcher, Sender, refuse_full
 from posttrain.client.operations import RemoteLog, RemoteVigil, RemoteWatcher, carried_out
 from posttrain.client.transport import Transport, in_path
-from posttrain.domain.errors import ApiVersionError, DeadlineError, NotFoundError, PosttrainError
+from posttrain.domain.errors import ApiVersionError, DeadlineError, NotFoundError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.overrides import Override
 from posttrain.domain.places import lock_path
 from posttrain.store.trees import beside_model, left_behind, tree_digest
 
 if TYPE_CHECKING:
-    from posttrain.api.control import Control
     from posttrain.api.values import (
         Comparison,
-        Curve,
         Exported,
         Imported,
         Locked,
         Point,
         Ranked,
-        RunStatus,
-        Scores,
         Submitted,
         Sweep,
         TrackerState,
@@ -45,14 +41,14 @@ if TYPE_CHECKING:
         WrittenTrace,
     )
     from posttrain.domain.overrides import Setting
-    from posttrain.domain.records import Asset, RunRecord
+    from posttrain.domain.records import RunRecord
 
 _OF_FOLDERS = {"add_model": beside_model}  # verb → which files in a folder are not sent
 _PAGE = 200  # things of one page
 _EVERY, _DRAW = 0.5, 0.1  # seconds between two looks at a run, and between two calls of whoever draws it
 
 
-class RemoteControl:
+class Remote:
     """Verbs as requests to one project of a server."""
 
     def __init__(self, transport: Transport, project: str) -> None:
@@ -60,26 +56,22 @@ class RemoteControl:
         self._sender, self._fetcher = Sender(transport, project), Fetcher(transport, project)
         self._sweep: dict[str, Any] = {}  # as it was sent
 
-    def __getattr__(self, verb: str) -> Any:
-        operation = OPERATIONS.get(verb)
-        if operation is None:
-            raise AttributeError(f"Control has no {verb}")
-        return self._asking(operation)
+    def ask(self, verb: Verb[..., Any], /, *words: Any, **options: Any) -> Any:
+        own = getattr(self, f"_{verb.name}", None)  # more than one request, or none
+        return own(*words, **options) if own else self._asked(verb, *words, **options)
 
-    def _asking(self, operation: Operation) -> Callable[..., Any]:
-        takes = signature(operation.verb)
+    def close(self) -> None:
+        self._transport.close()
 
-        def ask(*words: Any, **options: Any) -> Any:
-            bound = takes.bind(*words, **options)
-            bound.apply_defaults()
-            sent = self._sent(operation, bound.arguments)
-            if operation.paged:
-                return self._pages(operation, sent, bound.arguments.get(LIMIT))
-            return self._read(operation.verb, self._body(operation, sent))
+    def _asked(self, verb: Verb[..., Any], /, *words: Any, **options: Any) -> Any:
+        bound = verb.signature.bind(*words, **options)
+        bound.apply_defaults()
+        sent = self._sent(verb, bound.arguments)
+        if verb.paged:
+            return self._pages(verb, sent, bound.arguments.get(LIMIT))
+        return self._read(verb, self._body(verb, sent))
 
-        return ask
-
-    def _sent(self, operation: Operation, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _sent(self, operation: Verb[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments as they are sent: files are uploaded, what is called back stays here."""
         setting = given.get("setting", ())
         found = {}
@@ -88,20 +80,20 @@ class RemoteControl:
             if value is one.default or (value == one.default and type(value) is type(one.default)):
                 continue  # so that a server of the release before, which may not know it, answers
             if isinstance(value, Path):
-                run_file = operation.verb in RUN_FILES
+                run_file = operation.run_file
                 value = (
                     Bundle(self._sender).of(value, setting)
                     if run_file
-                    else self._sender.send(value, _OF_FOLDERS.get(operation.verb, left_behind))
+                    else self._sender.send(value, _OF_FOLDERS.get(operation.name, left_behind))
                 )
             elif isinstance(value, tuple) and any(isinstance(one, Path) for one in value):
                 value = [self._sender.send(one) for one in value]
             found[name] = value
-        if operation.verb in RUN_FILES and "setting" in found:
+        if operation.run_file and "setting" in found:
             found["setting"] = ()  # written into the file
         return found
 
-    def _pages(self, operation: Operation, sent: Mapping[str, Any], wanted: int | None) -> Any:
+    def _pages(self, operation: Verb[..., Any], sent: Mapping[str, Any], wanted: int | None) -> Any:
         """All pages of a list, or those of its first `wanted` things."""
         found: list[Any] = []
         behind: str | None = None
@@ -111,7 +103,7 @@ class RemoteControl:
                 return found
             said = json.loads(self._body(operation, {**sent, LIMIT: left, CURSOR: behind}))
             said = said if isinstance(said, dict) else {}
-            items = self._read(operation.verb, json.dumps(said.get("items")).encode())
+            items = self._read(operation, json.dumps(said.get("items")).encode())
             behind = said.get("next")
             if isinstance(items, dict):
                 found += items.items()
@@ -120,22 +112,23 @@ class RemoteControl:
             if behind is None:
                 return dict(found) if isinstance(items, dict) else found
 
-    def _read(self, verb: str, body: bytes) -> Any:
+    def _read(self, verb: Verb[..., R], body: bytes) -> R:
         """A verb's answer.
 
         Raises:
             ApiVersionError: it is of another release, and means nothing here.
         """
         try:
-            return answer(verb).validate_json(body)
+            found: R = verb.answer.validate_json(body)
+            return found
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
-            place = ".".join(map(str, (verb.replace("_", " "), *first["loc"])))
+            place = ".".join(map(str, (verb.name.replace("_", " "), *first["loc"])))
             raise ApiVersionError(
                 f"{place}: the answer cannot be read: {first['msg']}; {self._transport.skew}"
             ) from error
 
-    def _body(self, operation: Operation, named: Mapping[str, Any]) -> bytes:
+    def _body(self, operation: Verb[..., Any], named: Mapping[str, Any]) -> bytes:
         """What a verb is answered with.
 
         Raises:
@@ -144,7 +137,7 @@ class RemoteControl:
         for name in operation.in_path:
             if "/" in str(named[name]):
                 raise NotFoundError(
-                    f"{operation.verb.replace('_', ' ')}: there is nothing called {str(named[name])[:120]!r}; "
+                    f"{operation.name.replace('_', ' ')}: there is nothing called {str(named[name])[:120]!r}; "
                     "a run and its stage are two words"
                 )
         path = in_path(operation.whole_path, {"project": self._project, **{n: named[n] for n in operation.in_path}})
@@ -158,12 +151,11 @@ class RemoteControl:
 
     # --- verbs that are more than one request, or none ----------------------------------------------------------------
 
-    def lock(self, path: Path, *, seed: int | None = None, setting: Setting = ()) -> Locked:
-        """See `Submissions.lock`."""
-        found: Locked = self._asking(OPERATIONS["lock"])(path, seed=seed, setting=setting)
+    def _lock(self, path: Path, *, seed: int | None = None, setting: Setting = ()) -> Locked:
+        found: Locked = self._asked(Control.lock, path, seed=seed, setting=setting)
         return replace(found, place=lock_path(path))
 
-    def drive(
+    def _drive(
         self,
         run_id: str,
         *,
@@ -171,9 +163,9 @@ class RemoteControl:
         watch: Callable[[RunRecord], None] | None = None,
         report: bool = False,
     ) -> RunRecord:
-        """See `Submissions.drive`: the server drives it; this waits."""
+        """The server drives it; this waits."""
         until = None if timeout is None else time.monotonic() + timeout
-        control = cast("Control", self)
+        control = Control(self)
         run = control.run(run_id)
         looked = time.monotonic()
         while True:
@@ -189,16 +181,13 @@ class RemoteControl:
             if time.monotonic() - looked >= _EVERY:
                 run, looked = control.run(run_id), time.monotonic()
 
-    def watcher(self, run_id: str) -> RemoteWatcher:
-        """See `Runs.watcher`."""
+    def _watcher(self, run_id: str) -> RemoteWatcher:
         return RemoteWatcher(self._transport, self._project, run_id)
 
-    def vigil(self, run_id: str, say: Callable[[str], None], timeout: float | None) -> RemoteVigil:
-        """See `Runs.vigil`."""
-        return RemoteVigil(lambda: cast("Control", self).run(run_id), timeout)
+    def _vigil(self, run_id: str, say: Callable[[str], None], timeout: float | None) -> RemoteVigil:
+        return RemoteVigil(lambda: Control(self).run(run_id), timeout)
 
-    def logs(self, run_id: str, stage: str | None, follow: Any = None) -> Iterator[tuple[Any, str]]:
-        """See `Runs.logs`."""
+    def _logs(self, run_id: str, stage: str | None, follow: Any = None) -> Iterator[tuple[Any, str]]:
         path = in_path(PREFIX + "/runs/{run_id}/logs", {"project": self._project, "run_id": run_id})
         query = {"stage": stage, "follow": follow is not None}
         for kind, data in self._transport.stream(path, query):
@@ -206,89 +195,71 @@ class RemoteControl:
                 said = json.loads(data)
                 yield RemoteLog(said["run_id"], said["stage"], said["attempt"]), said["text"]
 
-    def outcome(self, status: RunStatus) -> PosttrainError | None:
-        """See `Runs.outcome`."""
-        from posttrain.control.explain import outcome_error
-
-        return outcome_error(status.run, tuple(stage.record for stage in status.stages))
-
-    def scores(self, status: RunStatus) -> Scores:
-        """See `Runs.scores`."""
-        operation = OPERATIONS["scores"]
-        body = self._body(operation, {"run_id": status.run.id})
-        found: Scores = self._read("scores", body)
-        return found
-
-    def compare(self, words: Sequence[str], page: Path | None = None) -> Comparison:
-        """See `Runs.compare`: a page is made by the server, and fetched."""
+    def _compare(self, words: Sequence[str], page: Path | None = None) -> Comparison:
+        """A page is made by the server, and fetched."""
         folders = {word: _model_digest(word) for word in words if word.startswith((".", "~", "/"))}
         sent = {"words": [folders.get(word, word) for word in words], "page": page is not None}
-        said = json.loads(self._body(OPERATIONS["compare"], sent))
+        said = json.loads(self._body(Control.compare, sent))
         if page is not None:
             self._fetcher.fetch({page.name: said["files"]["comparison.html"]}, page.parent)
-        found: Comparison = self._read("compare", json.dumps(said["value"]).encode())
-        return found
+        return self._read(Control.compare, json.dumps(said["value"]).encode())
 
-    def import_mlflow(self, where: str, run: str | None, name: str | None) -> Imported:
-        """See `Assets.import_mlflow`: the store is read here, and what was found is sent."""
+    def _import_mlflow(self, where: str, run: str | None, name: str | None) -> Imported:
+        """The store is read here, and what was found is sent."""
         from posttrain.foreign.mlflow_run import read_mlflow
         from posttrain.foreign.outside import carry
 
         with tempfile.TemporaryDirectory(prefix="posttrain-import-") as folder:
             sent = self._sender.send(carry(read_mlflow(where, run), Path(folder)), follow_links=True)
-        body = self._body(OPERATIONS["import_mlflow"], {"folder": replace(sent, name="run"), "name": name})
-        found: Imported = self._read("import_mlflow", body)
-        return found
+        body = self._body(Control.import_mlflow, {"folder": replace(sent, name="run"), "name": name})
+        return self._read(Control.import_mlflow, body)
 
-    def trackers(self, run_id: str, wait: float = 0.0) -> list[TrackerState]:
-        """See `Runs.trackers`."""
+    def _trackers(self, run_id: str, wait: float = 0.0) -> list[TrackerState]:
         until = time.monotonic() + wait
         while True:
-            body = self._body(OPERATIONS["trackers"], {"run_id": run_id})
-            found: list[TrackerState] = self._read("trackers", body)
+            body = self._body(Control.trackers, {"run_id": run_id})
+            found: list[TrackerState] = self._read(Control.trackers, body)
             if not any(one.under_way for one in found) or time.monotonic() >= until:
                 return found
             time.sleep(_EVERY)
 
-    def write_report(self, run_id: str) -> Written:
-        """See `Runs.write_report`: into this user's cache."""
+    def _write_report(self, run_id: str) -> Written:
+        """Into this user's cache."""
         from posttrain.views.reporting import Written
 
-        said = json.loads(self._body(OPERATIONS["write_report"], {"run_id": run_id}))
+        said = json.loads(self._body(Control.write_report, {"run_id": run_id}))
         made = self._fetcher.fetch(said["files"], _cache() / "reports" / run_id)
         return Written(made["report.html"], made.get("curves.png"))
 
-    def write_trace(self, run_id: str, stage: str | None, folder: Path) -> WrittenTrace:
-        """See `Runs.write_trace`."""
-        said = json.loads(self._body(OPERATIONS["write_trace"], {"run_id": run_id, "stage": stage}))
+    def _write_trace(self, run_id: str, stage: str | None, folder: Path) -> WrittenTrace:
+        said = json.loads(self._body(Control.write_trace, {"run_id": run_id, "stage": stage}))
         made = self._fetcher.fetch(said["files"], folder)
-        found: WrittenTrace = answer("write_trace").validate_python(said["value"])
+        found: WrittenTrace = Control.write_trace.answer.validate_python(said["value"])
         return replace(found, trace=made[found.trace.name], page=made[found.page.name])
 
-    def follow(self, run_id: str) -> None:
-        """See `Runs.follow`: the server's driver sees to it."""
+    def _follow(self, run_id: str) -> None:
+        """The server's driver sees to it."""
 
-    def export(self, model: str, folder: Path, *, dtype: str | None, progress: Callable[[str], None]) -> Exported:
-        """See `Models.export`: what the server writes is fetched."""
+    def _export(self, model: str, folder: Path, *, dtype: str | None, progress: Callable[[str], None]) -> Exported:
+        """What the server writes is fetched."""
         refuse_full(folder)
-        said = json.loads(self._body(OPERATIONS["export"], {"model": model, "dtype": dtype}))
+        said = json.loads(self._body(Control.export, {"model": model, "dtype": dtype}))
         self._fetcher.fetch(said["files"], folder, progress)
-        found: Exported = answer("export").validate_python(said["value"])
+        found: Exported = Control.export.answer.validate_python(said["value"])
         return replace(found, folder=folder)
 
-    def evaluate(self, model: str, suites: Sequence[str], **how: Any) -> Submitted:
-        """See `Submissions.evaluate`: local files that its words name are sent along."""
+    def _evaluate(self, model: str, suites: Sequence[str], **how: Any) -> Submitted:
+        """Local files that its words name are sent along."""
         bundle = Bundle(self._sender)
         words = {"model": bundle.word("model", model), "suites": [bundle.word("dataset", one) for one in suites]}
         if how.get("reward"):
             how["reward"] = {**how["reward"], "ref": bundle.word("reward", how["reward"]["ref"])}
-        body = self._body(OPERATIONS["evaluate"], {**words, **how, "files": bundle.files})
-        found: Submitted = self._read("evaluate", body)
-        return found
+        body = self._body(Control.evaluate, {**words, **how, "files": bundle.files})
+        return self._read(Control.evaluate, body)
 
-    def ask(self, model: str, prompts: Sequence[str], **how: Any) -> Asked:
-        """See `Models.ask`: its answers come as they are said."""
-        path = in_path(OPERATIONS["ask"].whole_path, {"project": self._project})
+    def _ask(self, model: str, prompts: Sequence[str], **how: Any) -> Asked:
+        """Its answers come as they are said."""
+        path = in_path(Control.ask.whole_path, {"project": self._project})
         body = {"model": model, "prompts": list(prompts), **how}
         events = self._transport.stream(path, body=_plain(body))
         kind, first = next(events)
@@ -297,41 +268,29 @@ class RemoteControl:
         kinds = adapter(Answer | str)
         return Asked(**known, answers=(kinds.validate_json(data) for kind, data in events if kind == "answer"))
 
-    def curves(self, history: Asset) -> list[Curve]:
-        """See `Assets.curves`."""
-        found: list[Curve] = self._read("curves", self._body(OPERATIONS["curves"], {"ref": history.ref}))
-        return found
-
-    def plan_sweep(
+    def _plan_sweep(
         self, path: Path, overrides: Sequence[Override], *, seeds: int, metric: str | None, better: str | None
     ) -> Sweep:
-        """See `Models.plan_sweep`."""
         asked = {"overrides": overrides, "seeds": seeds, "metric": metric, "better": better}
         sent = {"path": Bundle(self._sender).of(path), **asked}
-        found: Sweep = self._read("plan_sweep", self._body(OPERATIONS["plan_sweep"], sent))
+        found: Sweep = self._read(Control.plan_sweep, self._body(Control.plan_sweep, sent))
         self._sweep = sent
         return replace(found, source=path)
 
-    def submit_point(self, point: Point) -> Submitted:
-        """See `Models.submit_point`: of the sweep that was planned last."""
+    def _submit_point(self, point: Point) -> Submitted:
+        """Of the sweep that was planned last."""
         sent = {**self._sweep, "place": point.place, "seed": point.seed}
-        found: Submitted = self._read("submit_point", self._body(OPERATIONS["submit_point"], sent))
-        return found
+        return self._read(Control.submit_point, self._body(Control.submit_point, sent))
 
-    def rank(self, sweep: Sweep, runs: Mapping[tuple[int, int], str]) -> Ranked:
-        """See `Models.rank`: of the sweep that was planned last."""
+    def _rank(self, sweep: Sweep, runs: Mapping[tuple[int, int], str]) -> Ranked:
+        """Of the sweep that was planned last."""
         sent = {**self._sweep, "runs": [[*key, run] for key, run in runs.items()]}
-        found: Ranked = self._read("rank", self._body(OPERATIONS["rank"], sent))
-        return found
-
-    def close(self) -> None:
-        """See `Control.close`."""
-        self._transport.close()
+        return self._read(Control.rank, self._body(Control.rank, sent))
 
 
 def remote_control(url: str, token: str, project: str) -> Control:
     """`Control` over a server."""
-    return cast("Control", RemoteControl(Transport(url, token), project))
+    return Control(Remote(Transport(url, token), project))
 
 
 def _plain(value: Any) -> Any:
@@ -356,6 +315,3 @@ def _model_digest(word: str) -> str:
 
 def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "posttrain"
-
-
-__all__ = ["RemoteControl", "remote_control"]

@@ -249,16 +249,16 @@ class Catalog:
             return put_tree(self._blobs, path, follow_links=hub, skip=skip, progress=progress)
         return self._blobs.put_file(path)
 
-    def find(self, text: str, kind: str | None = None) -> Asset:
+    def find(self, ref: str, kind: str | None = None) -> Asset:
         """The asset of `kind:name[@version]`.
 
         Raises:
             NotFoundError: unknown name or version, with the nearest known one.
         """
-        ref = parse_ref(text, kind or text.partition(":")[0])
-        if ref.source is not Source.REGISTRY:
-            raise InputError(f"ref {text!r}: must name a registered asset such as dataset:sort-train@1")
-        return self._registered(ref)
+        named = parse_ref(ref, kind or ref.partition(":")[0])
+        if named.source is not Source.REGISTRY:
+            raise InputError(f"ref {ref!r}: must name a registered asset such as dataset:sort-train@1")
+        return self._registered(named)
 
     def resolver(self, base: Path, *, boxed: bool = False) -> Resolver:
         """Resolves the refs of a run file that lies in `base`. Reads and hashes; writes nothing.

@@ -20,9 +20,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from posttrain._version import __version__
+from posttrain.api.control import OPERATIONS
 from posttrain.api.guarding import refuse
-from posttrain.api.operations import OPERATIONS, PREFIX, Operation
 from posttrain.api.problems import MEDIA_TYPE, problem
+from posttrain.api.verbs import PREFIX, Verb
 from posttrain.api.versions import API_VERSIONS
 from posttrain.app.workspace import Workspace
 from posttrain.control.owners import process_alive, process_name
@@ -102,7 +103,7 @@ def build(server: Server) -> FastAPI:
     app.state.server = server
     for operation in OPERATIONS.values():
         app.add_api_route(
-            operation.whole_path, _answering(server, operation), methods=[operation.method], name=operation.verb
+            operation.whole_path, _answering(server, operation), methods=[operation.method], name=operation.name
         )
     blobs.add_routes(app, server)
     attempts.add_routes(app, server)
@@ -137,7 +138,7 @@ def asker(request: Request) -> Asker:
     return who
 
 
-def _answering(server: Server, operation: Operation) -> Callable[[Request], Awaitable[Response]]:
+def _answering(server: Server, operation: Verb[..., Any]) -> Callable[[Request], Awaitable[Response]]:
     light = READ if operation.unsafe else LOOK  # looks never keep a stop waiting
 
     async def answer(request: Request) -> Response:
@@ -164,13 +165,13 @@ def _answering(server: Server, operation: Operation) -> Callable[[Request], Awai
                 return await in_thread(lane, _asked, server, operation, who, given, key, number, asking)
 
         wait = wait_of(request) if operation.unsafe and operation.heavy else None
-        if operation.verb == "ask" and streams.wants_events(request):
+        if operation.name == "ask" and streams.wants_events(request):
             return await streams.answers(request, carry)
         if wait is not None:
-            known = await in_thread(READ, _elsewhere, server, who, number, asked_of(operation.verb, given))
+            known = await in_thread(READ, _elsewhere, server, who, number, asked_of(operation.name, given))
             if known is not None:
                 return accepted(who.project, number, as_now(known))
-            one = server.underway.begin(who, number, operation.verb, given, carry)
+            one = server.underway.begin(who, number, operation.name, given, carry)
             if not (await asyncio.wait({one.task}, timeout=wait))[0]:
                 await server.underway.share(one, await in_thread(READ, server.entrance.principal, who))
                 return accepted(who.project, number, one.to_json())
@@ -183,7 +184,7 @@ def _answering(server: Server, operation: Operation) -> Callable[[Request], Awai
     return answer
 
 
-def _response(operation: Operation, request: Request, found: bytes) -> Response:
+def _response(operation: Verb[..., Any], request: Request, found: bytes) -> Response:
     if operation.unsafe:
         return Response(found, media_type="application/json", headers={"cache-control": "no-store"})
     tag = f'"{hashlib.sha256(found).hexdigest()[:32]}"'
@@ -193,15 +194,15 @@ def _response(operation: Operation, request: Request, found: bytes) -> Response:
     return Response(found, media_type="application/json", headers=headers)
 
 
-def _admitted(server: Server, operation: Operation, request: Request) -> Asker:
+def _admitted(server: Server, operation: Verb[..., Any], request: Request) -> Asker:
     """Who asks, if they may: whoever may not keeps no worker busy, and no key."""
     who = asker(request)
-    refuse(server.entrance.control(who), operation.verb)
+    refuse(server.entrance.control(who), operation.name)
     return who
 
 
 def _given(
-    server: Server, operation: Operation, request: Request, who: Asker, body: bytes
+    server: Server, operation: Verb[..., Any], request: Request, who: Asker, body: bytes
 ) -> tuple[dict[str, Any], str]:
     """A request's parameters and its key, which its id follows from."""
     given = sent(operation, request, body)
@@ -227,18 +228,18 @@ def _elsewhere(server: Server, who: Asker, number: str, body: str) -> Begun | No
 
 
 def _asked(
-    server: Server, operation: Operation, who: Asker, given: dict[str, Any], key: str, number: str, asking: Asking
+    server: Server, operation: Verb[..., Any], who: Asker, given: dict[str, Any], key: str, number: str, asking: Asking
 ) -> bytes:
     def carried_out(number: str) -> bytes:
         if operation.heavy:
-            return server.workers.ask(who.to_json(), operation.verb, given, number, asking)
+            return server.workers.ask(who.to_json(), operation.name, given, number, asking)
         control = server.entrance.control(who, number)
-        return to_json(call(control, operation.verb, arguments(operation, given), project=who.project))
+        return to_json(call(control, operation.name, arguments(operation, given), project=who.project))
 
     if not key:
         return carried_out(number)
     once = Once(server.entrance.ledger(who), server.entrance.principal(who), number)
-    return once.answer(key, operation.verb, given, carried_out)[1]
+    return once.answer(key, operation.name, given, carried_out)[1]
 
 
 class _Around:

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
 from posttrain.api.guarding import refuse
-from posttrain.api.operations import PREFIX
+from posttrain.api.verbs import PREFIX
 from posttrain.domain.errors import DeadlineError, InputError, NotFoundError, PartSizeError, SlowError
 from posttrain.server.limits import ADOPT, READ, UPLOAD, in_thread
 from posttrain.server.requests import whole

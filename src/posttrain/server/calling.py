@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 import pydantic_core
 from pydantic import ValidationError
 
-from posttrain.api.codec import adapter, signature
+from posttrain.api.codec import adapter
+from posttrain.api.control import OPERATIONS
 from posttrain.api.guarding import refuse
-from posttrain.api.operations import OPERATIONS, FileRef, Operation, RunFile
-from posttrain.api.pages import CURSOR, LIMIT, NEWEST, ORDERED, USUAL, cursor, place
+from posttrain.api.pages import cursor, place
+from posttrain.api.verbs import CURSOR, LIMIT, USUAL, FileRef, RunFile, Verb
 from posttrain.api.versions import UNKNOWN_PARAMETER
 from posttrain.domain.errors import CursorError, InputError, PosttrainError, nearest
 
@@ -40,7 +41,9 @@ _SHOWN = 80  # characters of what was sent
 _MOST_NUMBER = 1 << 63  # what a database counts to
 
 
-def page(verb: str, named: Mapping[str, Any], project: str, ask: Callable[[Mapping[str, Any]], Any]) -> dict[str, Any]:
+def page(
+    verb: Verb[..., Any], named: Mapping[str, Any], project: str, ask: Callable[[Mapping[str, Any]], Any]
+) -> dict[str, Any]:
     """The things behind a cursor, and the cursor behind them; None: there are no more.
 
     Args:
@@ -52,18 +55,19 @@ def page(verb: str, named: Mapping[str, Any], project: str, ask: Callable[[Mappi
     """
     limit = int(named.get(LIMIT, USUAL))
     behind = place(named[CURSOR], project, verb, named) if named.get(CURSOR) else None
-    if verb in NEWEST:
+    if verb.newest is not None:
         more = {"before": behind[0]} if behind else {}
         found = ask({**named, LIMIT: limit + 1, **more})
-        keys = [(NEWEST[verb](one),) for one in found[:limit]]
+        keys = [(verb.newest(one),) for one in found[:limit]]
     else:
-        found = ask(named)
-        whole = sorted(found.items() if isinstance(found, dict) else found, key=ORDERED[verb])
+        found, key = ask(named), verb.key
+        assert key is not None, "a list has an order"
+        whole = sorted(found.items() if isinstance(found, dict) else found, key=key)
         try:
-            rest = [one for one in whole if behind is None or ORDERED[verb](one) > behind]
+            rest = [one for one in whole if behind is None or key(one) > behind]
         except TypeError as error:
             raise CursorError("cursor must be the `next` of the page before; ask without one for the first") from error
-        keys = [ORDERED[verb](one) for one in rest[:limit]]
+        keys = [key(one) for one in rest[:limit]]
         found = dict(rest[: limit + 1]) if isinstance(found, dict) else rest
     items = dict(list(found.items())[:limit]) if isinstance(found, dict) else list(found[:limit])
     return {"items": items, "next": cursor(project, verb, named, keys[-1]) if len(found) > limit else None}
@@ -86,11 +90,6 @@ def tell(kind: str, value: Any) -> None:
         told(kind, value)
 
 
-def scores(control: Control, named: Mapping[str, Any], _: Bundles | None) -> Any:
-    """Of a run by its id."""
-    return control.scores(control.status(named["run_id"]))
-
-
 def driven(control: Control, named: Mapping[str, Any], _: Bundles | None) -> Any:
     """The server drives every run, so nobody needs to be asked."""
     refuse(control, "detach")
@@ -99,11 +98,6 @@ def driven(control: Control, named: Mapping[str, Any], _: Bundles | None) -> Any
     if found is None:
         raise InputError(f"run {run.id}: has ended ({run.state}), so there is nothing to drive; posttrain get {run.id}")
     return found
-
-
-def curves(control: Control, named: Mapping[str, Any], _: Bundles | None) -> Any:
-    """Of a history by its ref."""
-    return control.curves(control.asset(named["ref"]))
 
 
 def ask(control: Control, named: Mapping[str, Any], _: Bundles | None) -> Any:
@@ -199,13 +193,11 @@ def _sent(
 SPECIAL: Mapping[str, Callable[[Control, Mapping[str, Any], Bundles | None], Any]] = {
     "ask": ask,
     "compare": compare,
-    "curves": curves,
     "detach": driven,
     "evaluate": evaluate,
     "export": export,
     "import_mlflow": import_mlflow,
     "rank": rank,
-    "scores": scores,
     "submit_point": submit_point,
     "write_report": report,
     "write_trace": trace,
@@ -224,7 +216,7 @@ def _numbers(value: Any) -> Any:
     return value.tolist()
 
 
-def arguments(operation: Operation, sent: Mapping[str, Any]) -> dict[str, Any]:
+def arguments(operation: Verb[..., Any], sent: Mapping[str, Any]) -> dict[str, Any]:
     """A verb's arguments, by name and of their types.
 
     Raises:
@@ -234,7 +226,7 @@ def arguments(operation: Operation, sent: Mapping[str, Any]) -> dict[str, Any]:
     for name in sent:
         if name not in known:
             raise InputError(
-                f"{operation.verb}: {UNKNOWN_PARAMETER} {name!r}{nearest(name, known)}; remove or rename it"
+                f"{operation.name}: {UNKNOWN_PARAMETER} {name!r}{nearest(name, known)}; remove or rename it"
             )
     found = {}
     for name, one in known.items():
@@ -243,16 +235,16 @@ def arguments(operation: Operation, sent: Mapping[str, Any]) -> dict[str, Any]:
         if value is inspect.Parameter.empty:
             value = None
             if not _takes_none(kinds):
-                raise InputError(f"{operation.verb}: {name} is required; add it")
+                raise InputError(f"{operation.name}: {name} is required; add it")
         try:
             found[name] = checked = kinds.validate_python(value)
             if isinstance(checked, int) and not -_MOST_NUMBER <= checked < _MOST_NUMBER:
-                raise InputError(f"{operation.verb}: {name} must fit 64 bits, got a larger number")
+                raise InputError(f"{operation.name}: {name} must fit 64 bits, got a larger number")
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
             place = ".".join(str(part) for part in (name, *first["loc"]))
             shown = "" if isinstance(first["input"], dict | list) else f", got {str(first['input'])[:_SHOWN]!r}"
-            raise InputError(f"{operation.verb}: {place}: {first['msg']}{shown}") from error
+            raise InputError(f"{operation.name}: {place}: {first['msg']}{shown}") from error
     return found
 
 
@@ -266,7 +258,7 @@ def call(
         project: whose cursors are known.
     """
     if OPERATIONS[verb].paged:
-        return page(verb, named, project, lambda asked: _call(control, verb, asked, bundles))
+        return page(OPERATIONS[verb], named, project, lambda asked: _call(control, verb, asked, bundles))
     return _call(control, verb, named, bundles)
 
 
@@ -276,7 +268,7 @@ def _call(control: Control, verb: str, named: Mapping[str, Any], bundles: Bundle
             return SPECIAL[verb](control, {name: _laid_down(value, bundles) for name, value in named.items()}, bundles)
         positional: list[Any] = []
         options: dict[str, Any] = {}
-        for name, one in signature(verb).parameters.items():
+        for name, one in OPERATIONS[verb].signature.parameters.items():
             if name not in named:
                 if name in _CALLBACKS:
                     options[name] = _tell

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 from posttrain.access.authenticators.token import TokenAuthenticator
 from posttrain.access.ports import OS, Identity
 from posttrain.access.roles import role_of
-from posttrain.api.guarding import guarded
-from posttrain.app.embedded.control import Embedded
+from posttrain.api.control import Control
+from posttrain.api.guarding import Guard
+from posttrain.app.control import Local
 from posttrain.domain.errors import AccessError, AuthenticationError, NotFoundError, PosttrainError
 from posttrain.domain.principals import Role
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.server.watching import Looking, Watchers
 
 if TYPE_CHECKING:
-    from posttrain.api.control import Control
+    from posttrain.api.verbs import Verb
     from posttrain.app.workspace import Workspace
     from posttrain.store.ledger import Ledger
-    from posttrain.views.status import RunStatus
 
 _SCHEME = "bearer "
 _NAMES, _NAMED_SECONDS = 10_000, 60.0  # kept, so that a line of the log costs no statement
@@ -50,20 +50,20 @@ class Asker:
         return cls(Identity(said["principal"], said["auth"], limits), said["in"])
 
 
-class _Kept(Embedded):
-    """`Control` in this process, which looks at runs by what it kept of the looks before."""
+class _Kept(Local):
+    """Looks at runs by what it kept of the looks before."""
 
     def __init__(self, workspace: Workspace, watchers: Watchers) -> None:
         super().__init__(workspace)
         self._watchers = watchers
 
-    def status(self, run_id: str) -> RunStatus:
-        """See `Runs.status`."""
-        return self._watchers.read(self.workspace, run_id)
-
-    def watcher(self, run_id: str) -> Looking:  # type: ignore[override]  # both are watchers
-        """See `Runs.watcher`."""
-        return Looking(self._watchers, self.workspace, run_id)
+    def ask(self, verb: Verb[..., Any], /, *words: Any, **options: Any) -> Any:
+        """See `Asks.ask`."""
+        if verb is Control.status:
+            return self._watchers.read(self.workspace, *words, **options)
+        if verb is Control.watcher:
+            return Looking(self._watchers, self.workspace, *words, **options)
+        return super().ask(verb, *words, **options)
 
 
 class Entrance:
@@ -117,7 +117,8 @@ class Entrance:
             )
         mine = self._workspace.seen_by(asker.identity.principal, asker.project, asker.identity.auth, request)
         known, ledger = asker.identity, mine.ledger
-        return guarded(_Kept(mine, self._watchers), known.principal, asker.project, lambda: role_of(ledger, known))
+        kept = _Kept(mine, self._watchers)
+        return Control(Guard(kept, known.principal, asker.project, lambda: role_of(ledger, known)))
 
     def projects(self, identity: Identity) -> dict[str, str]:
         """Project → the most that may be done there with what they show."""

@@ -6,11 +6,10 @@ import inspect
 from typing import Any
 
 from posttrain._version import __version__
-from posttrain.api.codec import adapter, answer
-from posttrain.api.control import Control
-from posttrain.api.guarding import NEEDS
-from posttrain.api.operations import OPERATIONS, PREFIX, Operation
+from posttrain.api.codec import adapter
+from posttrain.api.control import OPERATIONS
 from posttrain.api.problems import MEDIA_TYPE
+from posttrain.api.verbs import PREFIX, Verb
 
 _REF = "#/components/schemas/{model}"
 _FILES = {  # of verbs that answer with files, which are fetched by their digests
@@ -99,16 +98,16 @@ def document() -> dict[str, Any]:
     }
 
 
-def _described(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
-    text = inspect.getdoc(getattr(Control, operation.verb)) or ""
+def _described(operation: Verb[..., Any], schemas: dict[str, Any]) -> dict[str, Any]:
+    text = inspect.getdoc(operation.function) or ""
     first, _, rest = text.partition("\n\n")
     asked = operation.parameters
     inside = operation.method in ("GET", "DELETE")
     named = [name for name in asked if inside or name in operation.in_path]
     found: dict[str, Any] = {
-        "operationId": operation.verb,
+        "operationId": operation.name,
         "summary": " ".join(first.split()),
-        "description": f"Needs the role {NEEDS[operation.verb]}." + (f"\n\n{rest}" if rest else ""),
+        "description": f"Needs the role {operation.needs}." + (f"\n\n{rest}" if rest else ""),
         "parameters": [_project(), *(_parameter(operation, name, asked[name], schemas) for name in named)],
         "responses": _responses(_json(_answer(operation, schemas)), cached=operation.method == "GET"),
     }
@@ -128,7 +127,7 @@ def _described(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
             "headers": {"location": {"schema": {"type": "string"}}},
             "content": _json(_OPERATION),
         }
-    if operation.verb == "ask":
+    if operation.name == "ask":
         found["responses"]["200"]["content"]["text/event-stream"] = {}
     return found
 
@@ -169,10 +168,10 @@ def _json(schema: dict[str, Any]) -> dict[str, Any]:
     return {"application/json": {"schema": schema}}
 
 
-def _answer(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
-    if operation.verb in _OWN:
-        return _OWN[operation.verb]
-    found = _taken(answer(operation.verb).json_schema(mode="serialization", ref_template=_REF), schemas)
+def _answer(operation: Verb[..., Any], schemas: dict[str, Any]) -> dict[str, Any]:
+    if operation.name in _OWN:
+        return _OWN[operation.name]
+    found = _taken(operation.answer.json_schema(mode="serialization", ref_template=_REF), schemas)
     if not operation.paged:
         return found
     behind = {"type": ["string", "null"], "description": "`cursor` of the next page; null: there is none"}
@@ -189,7 +188,7 @@ def _taken(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _parameter(operation: Operation, name: str, one: inspect.Parameter, schemas: dict[str, Any]) -> dict[str, Any]:
+def _parameter(operation: Verb[..., Any], name: str, one: inspect.Parameter, schemas: dict[str, Any]) -> dict[str, Any]:
     in_path = name in operation.in_path
     required = in_path or (one.default is inspect.Parameter.empty and not _optional(one))
     place = "path" if in_path else "query"

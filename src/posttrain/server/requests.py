@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive
 
-from posttrain.api.operations import Operation
+from posttrain.api.verbs import Verb
 from posttrain.domain.errors import InputError, SlowError
 from posttrain.domain.ids import TYPES, Id
 
@@ -26,7 +26,7 @@ IN_PATHS: Mapping[str, Id] = {  # parameter of a path → what it must be
 _DIGITS = 16  # of a size that is a number
 
 
-def sent(operation: Operation, request: Request, body: bytes) -> dict[str, Any]:
+def sent(operation: Verb[..., Any], request: Request, body: bytes) -> dict[str, Any]:
     """A request's parameters by name.
 
     Args:
@@ -40,13 +40,13 @@ def sent(operation: Operation, request: Request, body: bytes) -> dict[str, Any]:
         for name in request.query_params:
             values = request.query_params.getlist(name)
             if len(values) > 1:
-                raise InputError(f"{operation.verb}: {name} must be there once, got it {len(values)} times")
+                raise InputError(f"{operation.name}: {name} must be there once, got it {len(values)} times")
             found.setdefault(name, values[0])
         return found
     named = _object(body) if body else {}
     twice = next((name for name in named if name in found), None)
     if twice is not None:
-        raise InputError(f"{operation.verb}: {twice} is named by the path, and must not be in the body")
+        raise InputError(f"{operation.name}: {twice} is named by the path, and must not be in the body")
     return found | named
 
 
@@ -62,7 +62,7 @@ def check_path(request: Request) -> None:
         IN_PATHS[name].check(value, name)
 
 
-async def read(operation: Operation, request: Request) -> bytes:
+async def read(operation: Verb[..., Any], request: Request) -> bytes:
     """The body of a request; of one whose parameters are its query, nothing.
 
     Raises:
@@ -73,7 +73,7 @@ async def read(operation: Operation, request: Request) -> bytes:
     return await whole(request, MOST_BYTES, "a request's body", "; upload files by their digests")
 
 
-def weight(operation: Operation, request: Request) -> int:
+def weight(operation: Verb[..., Any], request: Request) -> int:
     """Bytes that a body will take here, as its sender says; nothing where a connection has room for it anyway."""
     if operation.method in ("GET", "DELETE"):
         return 0

@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from posttrain.api.guarding import refuse
-from posttrain.api.operations import PREFIX
+from posttrain.api.verbs import PREFIX
 from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.server.calling import ANSWER, ASKED, to_json

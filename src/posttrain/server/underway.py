@@ -29,8 +29,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from posttrain.api.guarding import refuse
-from posttrain.api.operations import PREFIX
 from posttrain.api.problems import problem
+from posttrain.api.verbs import PREFIX
 from posttrain.app.collecting import ANSWERS_SECONDS
 from posttrain.control.owners import process_alive, process_name
 from posttrain.domain.canonical import digest_bytes

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Self
 
-from posttrain.api.operations import FileRef, RunFile
+from posttrain.api.verbs import FileRef, RunFile
 from posttrain.data.confining import confined
 from posttrain.domain.canonical import digest_bytes, is_digest
 from posttrain.domain.errors import ConflictError, DeadlineError, InputError, NotFoundError, PartSizeError, UploadError

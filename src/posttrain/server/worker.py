@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from posttrain.api.operations import OPERATIONS
+from posttrain.api.control import OPERATIONS
 from posttrain.app.workspace import Workspace
 from posttrain.server.calling import Told, arguments, call, telling, to_json
 from posttrain.server.console import CONSOLE

@@ -194,7 +194,7 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
             query = query.where(runs.c.manifest_digest == manifest_digest).order_by(None).order_by(runs.c.repeat.desc())
         return self._all(RunRecord, query, self._here())
 
-    def find_run(self, prefix: str) -> RunRecord:
+    def find_run(self, words: str) -> RunRecord:
         """The run a person means: its id, else its name (the newest of that name), else the start of its id.
 
         Raises:
@@ -203,17 +203,17 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         """
         newest = _runs_on(self._connection.dialect.name)
         newest = newest.order_by(runs.c.created_at.desc(), runs.c.repeat.desc(), runs.c.id.desc())
-        exact = self._all(RunRecord, newest.where(or_(runs.c.id == prefix, runs.c.name == prefix)), self._here())
+        exact = self._all(RunRecord, newest.where(or_(runs.c.id == words, runs.c.name == words)), self._here())
         if exact:
-            return next((run for run in exact if run.id == prefix), exact[0])
-        starts = func.substr(runs.c.id, 1, len(prefix)) == prefix  # LIKE would fold case and read % as a wildcard
-        found = self._all(RunRecord, newest.where(starts).limit(_SHOWN + 1), self._here()) if prefix else []
+            return next((run for run in exact if run.id == words), exact[0])
+        starts = func.substr(runs.c.id, 1, len(words)) == words  # LIKE would fold case and read % as a wildcard
+        found = self._all(RunRecord, newest.where(starts).limit(_SHOWN + 1), self._here()) if words else []
         if not found:
-            raise NotFoundError(no_run(self, prefix))
+            raise NotFoundError(no_run(self, words))
         if len(found) > 1:
             listed = ", ".join(f"{run.id} ({run.name})" for run in found[:_SHOWN])
             more = ", …" if len(found) > _SHOWN else ""
-            raise InputError(f"run {prefix!r} is ambiguous: {listed}{more}; write more of the id")
+            raise InputError(f"run {words!r} is ambiguous: {listed}{more}; write more of the id")
         return found[0]
 
     def stages(self, *run_ids: str) -> list[StageRecord]:

@@ -48,7 +48,7 @@ _REGISTRY = "mlflow"
 REGISTRIES = (_REGISTRY,)
 
 
-def register_channel(workspace: OpenWorkspace, channel: str) -> list[TrackerState]:
+def register_channel(workspace: OpenWorkspace, name: str) -> list[TrackerState]:
     """Bring every registry to where the channel is.
 
     Returns:
@@ -58,17 +58,17 @@ def register_channel(workspace: OpenWorkspace, channel: str) -> list[TrackerStat
         InputError: no registry is chosen by the workspace or a run that the channel served.
         TrackerError: one could not be written; the others were.
     """
-    chosen = list(_registries(workspace, channel))
+    chosen = list(_registries(workspace, name))
     if not chosen:
-        raise InputError(f"channel {channel}: no model registry is chosen; name one: posttrain init --tracker mlflow")
-    folder = _folder(workspace, channel)
+        raise InputError(f"channel {name}: no model registry is chosen; name one: posttrain init --tracker mlflow")
+    folder = _folder(workspace, name)
     make_folder(folder)
     troubles = []
     with ExitStack() as held:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         held.callback(os.close, lock)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        state, sequence = channel_state(workspace, channel)
+        state, sequence = channel_state(workspace, name)
         told = []
         for words in chosen:
             said = {"where": _where(words), "sequence": sequence}
@@ -81,24 +81,24 @@ def register_channel(workspace: OpenWorkspace, channel: str) -> list[TrackerStat
             except Exception as error:
                 trouble = line(error, target(words))
                 told.append({**said, "state": TROUBLE, "message": trouble})
-                remedy = f"posttrain track {channel} tries again"
-                troubles.append(TrackerError(f"channel {channel}: tracker {_REGISTRY}: {trouble}; {remedy}"))
+                remedy = f"posttrain track {name} tries again"
+                troubles.append(TrackerError(f"channel {name}: tracker {_REGISTRY}: {trouble}; {remedy}"))
         write_json(folder / STATES, told)
     if troubles:
         raise troubles[0]
-    return channel_states(workspace, channel)
+    return channel_states(workspace, name)
 
 
-def channel_states(workspace: OpenWorkspace, channel: str) -> list[TrackerState]:
+def channel_states(workspace: OpenWorkspace, name: str) -> list[TrackerState]:
     """How the registries of a channel stand; none where none is chosen."""
-    live, remedy = workspace.ledger.channel(channel), f"posttrain track {channel} writes it"
+    live, remedy = workspace.ledger.channel(name), f"posttrain track {name} writes it"
     if live is None:
         return []
     try:
-        wanted = [_where(words) for words in _registries(workspace, channel)]
-        said = read_json(_folder(workspace, channel) / STATES) or []
+        wanted = [_where(words) for words in _registries(workspace, name)]
+        said = read_json(_folder(workspace, name) / STATES) or []
     except (InputError, IntegrityError) as error:
-        return [TrackerState(_REGISTRY, TROUBLE, str(_folder(workspace, channel)), str(error))]
+        return [TrackerState(_REGISTRY, TROUBLE, str(_folder(workspace, name)), str(error))]
     found = []
     for where in wanted:
         known = next((one for one in said if one["where"] == where), None)

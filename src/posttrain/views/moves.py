@@ -32,7 +32,7 @@ class Move:
         return {**asdict(self.entry), "state": self.state, "why": self.why, "approved_by": list(self.approved_by)}
 
 
-def moves(ledger: Ledger, channel: str, limit: int | None = None, before: str | None = None) -> list[Move]:
+def moves(ledger: Ledger, name: str, limit: int | None = None, before: str | None = None) -> list[Move]:
     """The newest `limit` moves.
 
     Args:
@@ -42,10 +42,10 @@ def moves(ledger: Ledger, channel: str, limit: int | None = None, before: str | 
         InputError: `before` is no number.
     """
     if before is not None and not (before.isdecimal() and len(before) <= _DIGITS):
-        raise InputError(f"channel {channel}: before must be the number of a release, got {before[:80]!r}")
+        raise InputError(f"channel {name}: before must be the number of a release, got {before[:80]!r}")
     with ledger.snapshot() as now:
-        history = moving(now.history(channel))
-        events = [event for kind in _KINDS for event in now.events_about(channel, kind)]
+        history = moving(now.history(name))
+        events = [event for kind in _KINDS for event in now.events_about(name, kind)]
         told = {event.payload.get("sequence"): event.payload for event in events}
         states = [_ended_by(follower) for follower in history[1:]] + [ReleaseState.LIVE] * bool(history)
         rows = [(one, state) for one, state in zip(history, states, strict=True) if _older(one, before)]

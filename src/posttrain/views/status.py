@@ -20,10 +20,12 @@ from posttrain.control.launching import trained_elsewhere
 from posttrain.control.selecting import choice_warnings, selection_words
 from posttrain.domain.approvals import Standing
 from posttrain.domain.contracts import BEST, MODEL
+from posttrain.domain.errors import PosttrainError
 from posttrain.domain.gates import GateReport
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
+from posttrain.domain.outcomes import outcome_error
 from posttrain.domain.reasons import HELD_UP, Reason
 from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord
 from posttrain.domain.waits import waiting
@@ -143,6 +145,11 @@ class RunStatus:
     signals: tuple[Signal, ...] = ()  # that were sent to it
     approvals: tuple[Standing, ...] = ()  # of what was asked for on its behalf
     image: str = ""  # that its jobs run in, but for those that measure; empty: in none
+
+    @property
+    def outcome(self) -> PosttrainError | None:
+        """The error that the run ended with; None when it succeeded, or goes on."""
+        return outcome_error(self.run, (stage.record for stage in self.stages))
 
     @property
     def why(self) -> str:

@@ -60,13 +60,13 @@ class RecordedSample:
         return {"stage": self.stage, "attempt": self.attempt, **asdict(self.sample), "pieces": list(self.pieces)}
 
 
-def write_trace(workspace: OpenWorkspace, run_id: str, stage: str | None, out: Path) -> WrittenTrace:
-    """Write `<run>-trace.json` and `<run>-trace.html` into `out`, of one stage or of all.
+def write_trace(workspace: OpenWorkspace, run_id: str, stage: str | None, folder: Path) -> WrittenTrace:
+    """Write `<run>-trace.json` and `<run>-trace.html` into `folder`, of one stage or of all.
 
     Raises:
         NotFoundError: the run has no such stage.
         InputError: no stage has said where its time goes.
-        WorkspaceError: `out` cannot be written.
+        WorkspaceError: `folder` cannot be written.
     """
     notes: list[str] = []
     attempts = [_spans(*told, notes) for told in stage_attempts(workspace, run_id, stage)]
@@ -75,10 +75,10 @@ def write_trace(workspace: OpenWorkspace, run_id: str, stage: str | None, out: P
             f"trace: run {run_id} must have a training stage that took a step"
             f"{f' (stage {stage})' if stage else ''}, got no spans; see posttrain get {run_id}"
         )
-    recorded = recorded_samples(workspace, run_id, stage, unreadable=notes.append)
+    recorded = recorded_samples(workspace, run_id, stage, say=notes.append)
     run = workspace.ledger.run(run_id)
-    make_folder(out)
-    trace, page = out / f"{run_id}-trace.json", out / f"{run_id}-trace.html"
+    make_folder(folder)
+    trace, page = folder / f"{run_id}-trace.json", folder / f"{run_id}-trace.html"
     write_atomic(trace, json.dumps(chrome_trace(attempts), separators=(",", ":")).encode())
     samples = [one.sample for one in recorded]
     begun = tuple(_begun(workspace, run_id, stage))
@@ -91,7 +91,7 @@ def recorded_samples(
     run_id: str,
     stage: str | None = None,
     step: int | None = None,
-    unreadable: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> list[RecordedSample]:
     """The recorded samples by stage and step. Of a step that was lost and redone, those of the last attempt.
 
@@ -102,13 +102,13 @@ def recorded_samples(
     order: dict[str, int] = {}
     for name, attempt, folder in stage_attempts(workspace, run_id, stage):
         order.setdefault(name, len(order))
-        for sample in folder.recorded_samples(lambda error: unreadable(str(error))):
+        for sample in folder.recorded_samples(lambda error: say(str(error))):
             if step in (None, sample.step):
                 found[name, sample.id] = RecordedSample(name, attempt.number, sample)
     return sorted(found.values(), key=lambda one: (order[one.stage], _numbers(one.sample.id)))
 
 
-def recorded_sample(workspace: OpenWorkspace, run_id: str, sample_id: str, stage: str | None = None) -> RecordedSample:
+def recorded_sample(workspace: OpenWorkspace, run_id: str, sample: str, stage: str | None = None) -> RecordedSample:
     """One sample with the text of its tokens.
 
     Raises:
@@ -116,12 +116,12 @@ def recorded_sample(workspace: OpenWorkspace, run_id: str, sample_id: str, stage
         InputError: several stages recorded a sample of that id.
     """
     everything = recorded_samples(workspace, run_id, stage)
-    found = [one for one in everything if one.sample.id == sample_id]
+    found = [one for one in everything if one.sample.id == sample]
     if not found:
-        raise NotFoundError(_unknown(run_id, sample_id, everything))
+        raise NotFoundError(_unknown(run_id, sample, everything))
     if len(found) > 1:
         stages = ", ".join(one.stage for one in found)
-        raise InputError(f"sample {sample_id} must name one stage's, got it of {stages}; add --stage")
+        raise InputError(f"sample {sample} must name one stage's, got it of {stages}; add --stage")
     (one,) = found
     pieces = _pieces(workspace, run_id, one)
     return RecordedSample(one.stage, one.attempt, one.sample, tuple(pieces))

@@ -1,0 +1,227 @@
+"""A verb: what the command line and the Python API ask of Posttrain, declared once (`api.control`, `assets`, `access`).
+
+The declaration is a function without a body: its parameters, what it answers, its documentation; beside it stand the
+request, the least role, and what answers it in this process. The call in process, the check of roles and ids, the
+route, the entry of the OpenAPI document, the request of a client and the page of the reference are derived from it.
+
+Parameters that a path names come from it; the others are the query of a GET and the JSON body of anything else, by
+their names. Files of whoever asks are uploaded by digest first, and named by a `FileRef` or a `RunFile`. What is called
+back meanwhile stays on the client's side.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, get_origin, overload
+
+from posttrain.api.versions import API_VERSION
+from posttrain.domain.principals import Role
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+P = ParamSpec("P")
+R = TypeVar("R")
+W = TypeVar("W")
+PREFIX = f"/v{API_VERSION}/projects/{{project}}"
+MOST, USUAL = 1000, 100  # things of one page
+LIMIT, CURSOR = "limit", "cursor"
+_NAMED = re.compile(r"{(\w+)}")
+
+
+@dataclass(frozen=True, slots=True)
+class FileRef:
+    """A file or a folder of whoever asks, in the store: `FileRef("train.jsonl", "sha256:…", "file")`."""
+
+    name: str  # its last part, as it is called where it lies
+    digest: str
+    form: str  # file | tree
+
+
+@dataclass(frozen=True, slots=True)
+class RunFile:
+    """A run file with the local files that it names, which are rewritten to the names they have in `files`."""
+
+    name: str  # as errors call it
+    text: str
+    files: Mapping[str, FileRef] = field(default_factory=dict)  # relative path in the text → what lies there
+
+
+class Asks(Protocol):
+    """Whoever carries verbs out: this process, a server, or a guard in front of either."""
+
+    def ask(self, verb: Verb[..., Any], /, *words: Any, **options: Any) -> Any:
+        """Carry a verb out."""
+
+    def close(self) -> None:
+        """Nothing is asked after it."""
+
+
+class Verbs:
+    """A set of verbs, before whoever carries them out."""
+
+    def __init__(self, asks: Asks) -> None:
+        self.asks = asks
+
+
+@dataclass(frozen=True, eq=False)
+class Verb(Generic[P, R]):
+    """One verb."""
+
+    function: Callable[Concatenate[Any, P], R]  # its declaration
+    method: str  # GET | POST | PUT | DELETE; empty: it is no request
+    path: str  # below the project
+    needs: Role  # the least
+    answered_by: str  # MODULE[:FUNCTION] of this package, or what a workspace has: `.ledger.find_run`
+    heavy: bool = False  # it reads files, or computes: a worker answers it
+    command: str = ""  # that people type for it
+    newest: Callable[[Any], str] | None = None  # of a list that begins with the newest: what names a thing
+    key: Callable[[Any], tuple[Any, ...]] | None = None  # of a list in the order of a key that is each thing's own
+    run_file: bool = False  # its path is a run file
+    keeps: tuple[str, ...] = ()  # parameters that stay on the client's side, beside what is called back
+    sent: Mapping[str, Any] | None = None  # what is sent instead: parameters are values which the server has
+
+    @overload
+    def __get__(self, verbs: None, kind: type) -> Verb[P, R]: ...
+
+    @overload
+    def __get__(self, verbs: Verbs, kind: type) -> Callable[P, R]: ...
+
+    def __get__(self, verbs: Verbs | None, kind: type) -> Verb[P, R] | Callable[P, R]:
+        return self if verbs is None else cast("Callable[P, R]", functools.partial(verbs.asks.ask, self))
+
+    @property
+    def name(self) -> str:
+        """As it is declared."""
+        return self.function.__name__
+
+    @property
+    def typed(self) -> str:
+        """The command that people type for it."""
+        return f"posttrain {self.command or self.name.replace('_', ' ')}"
+
+    @property
+    def whole_path(self) -> str:
+        """With the project."""
+        return PREFIX + self.path
+
+    @property
+    def in_path(self) -> tuple[str, ...]:
+        """The parameters that the path names."""
+        return tuple(_NAMED.findall(self.path))
+
+    @functools.cached_property
+    def signature(self) -> inspect.Signature:
+        """Its parameters, with the types themselves; what it answers is left as it is written."""
+        from posttrain.api.codec import signature  # loads what reads values
+
+        return signature(self.function)
+
+    @property
+    def answer(self) -> TypeAdapter[Any]:
+        """What reads its answer. It loads the rooms of the values in it, which a server need not."""
+        from posttrain.api.codec import answer
+
+        return answer(self.function)
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """Name → parameter as it is sent, those of the path too."""
+        return dict(self._sent())
+
+    @property
+    def looks_at_jobs(self) -> bool:
+        """Whether the host that has the jobs of a run answers best: it alone can read what they say."""
+        return "run_id" in self.in_path and (not self.unsafe or self.name == "retry")
+
+    @property
+    def unsafe(self) -> bool:
+        """Whether it may change something, so that a repeated request must be known as one."""
+        return self.method != "GET"
+
+    @property
+    def paged(self) -> bool:
+        """Whether it answers with pages of a list."""
+        return self.newest is not None or self.key is not None
+
+    def answers(self, workspace: Any) -> Callable[P, R]:
+        """What answers it in this process, over an open workspace."""
+        place, _, name = self.answered_by.partition(":")
+        if place.startswith("."):
+            return cast("Callable[P, R]", functools.reduce(getattr, place[1:].split("."), workspace))
+        function = getattr(import_module(f"posttrain.{place}"), name or self.name)
+        return functools.partial(function, getattr(workspace, _first(function), workspace))
+
+    def _sent(self) -> Iterator[tuple[str, inspect.Parameter]]:
+        if self.sent is not None:
+            for name, kind in self.sent.items():
+                yield name, _parameter(name, kind)
+            return
+        for name, one in self.signature.parameters.items():
+            kind, many = one.annotation, one.kind is inspect.Parameter.VAR_POSITIONAL
+            if get_origin(kind) is Callable or name in self.keeps or (name == LIMIT and self.paged):
+                continue
+            if kind is Path or kind == Path | None:
+                kind = RunFile if self.run_file else FileRef if kind is Path else FileRef | None
+            yield name, _parameter(name, list[kind] if many else kind, () if many else one.default)  # type: ignore[valid-type]
+        if self.paged:
+            yield LIMIT, _parameter(LIMIT, _page_size(), USUAL)
+            yield CURSOR, _parameter(CURSOR, str | None, None)
+
+
+@functools.cache
+def _first(function: Callable[..., Any]) -> str:
+    """The first parameter of what answers: `workspace`, or the part of one that it works on."""
+    return next(iter(inspect.signature(function).parameters))
+
+
+def _parameter(name: str, kind: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+
+
+def _page_size() -> Any:
+    from typing import Annotated
+
+    from pydantic import Field
+
+    return Annotated[int, Field(ge=1, le=MOST)]
+
+
+def verb(
+    request: str,
+    needs: Role,
+    answered_by: str,
+    *,
+    heavy: bool = False,
+    command: str = "",
+    newest: Callable[[Any], str] | None = None,
+    key: Callable[[Any], tuple[Any, ...]] | None = None,
+    run_file: bool = False,
+    keeps: tuple[str, ...] = (),
+    sent: Mapping[str, Any] | None = None,
+) -> Callable[[Callable[Concatenate[Any, P], R]], Verb[P, R]]:
+    """Declare a verb; everything else as the fields of `Verb`.
+
+    Args:
+        request: method and path below the project; empty: it is none, and a client does it with others.
+    """
+    method, _, path = request.partition(" ")
+    how = (heavy, command, newest, key, run_file, keeps, sent)
+    return lambda function: Verb(function, method, path, needs, answered_by, *how)
+
+
+def answers(verb: Verb[P, R]) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
+    """Mark what answers a verb: whoever checks types sees whether it takes and gives what the verb declares."""
+    return lambda function: function
+
+
+def verbs_of(kind: type[Verbs]) -> dict[str, Verb[..., Any]]:
+    """Name → verb, of a set and those that it is made of, as they are declared."""
+    found = [one for part in kind.__mro__ for one in vars(part).values() if isinstance(one, Verb)]
+    return {one.name: one for one in found}

@@ -1,0 +1,132 @@
+"""Projects, their members and tokens. What a verb needs is imported when it is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from posttrain.api.access import Issued, Whoami
+from posttrain.api.control import Control
+from posttrain.api.verbs import answers
+from posttrain.domain.errors import InputError, NotFoundError, meant, meant_name
+from posttrain.domain.images import image_rule
+from posttrain.domain.principals import Role, is_project
+from posttrain.domain.records import DEFAULT_PROJECT
+
+if TYPE_CHECKING:
+    from posttrain.app.workspace import Workspace
+    from posttrain.domain.records import Token
+
+_DAY = 86400.0  # seconds
+
+
+@answers(Control.whoami)
+def whoami(workspace: Workspace) -> Whoami:
+    ledger, actor = workspace.ledger, workspace.actor
+    with ledger.snapshot() as now:
+        given = {project: str(role) for project, role in now.roles_of(actor).items()}
+    return Whoami(actor, ledger.auth, ledger.project, given.get(ledger.project), given)
+
+
+@answers(Control.add_project)
+def add_project(workspace: Workspace, name: str) -> Whoami:
+    if workspace.ledger.project != DEFAULT_PROJECT:
+        raise InputError(
+            f"a project is made by an admin of {DEFAULT_PROJECT}, asked in {workspace.ledger.project}; "
+            f"ask there: --project {DEFAULT_PROJECT}"
+        )
+    if not is_project(name):
+        raise InputError(f"project {name[:80]!r}: must be 1-63 of a-z 0-9 - and begin with a letter or digit")
+    made = workspace.seen_by(workspace.actor, name, workspace.ledger.auth)
+    with made.ledger.transaction(made.actor) as transaction:
+        transaction.add_project()
+    workspace.seal()
+    return whoami(workspace)
+
+
+@answers(Control.images)
+def images(workspace: Workspace) -> list[str] | None:
+    with workspace.ledger.snapshot() as now:
+        return now.images()
+
+
+@answers(Control.allow_image)
+def allow_image(workspace: Workspace, image: str) -> list[str] | None:
+    rule = image_rule(image)
+    with workspace.ledger.transaction(workspace.actor) as transaction:
+        transaction.allow_image(rule)
+    workspace.seal()
+    return images(workspace)
+
+
+@answers(Control.remove_image)
+def remove_image(workspace: Workspace, image: str) -> list[str] | None:
+    with workspace.ledger.transaction(workspace.actor) as transaction:
+        transaction.remove_image(image)
+    workspace.seal()
+    return images(workspace)
+
+
+@answers(Control.members)
+def members(workspace: Workspace) -> dict[str, str]:
+    with workspace.ledger.snapshot() as now:
+        return {name: str(role) for name, role in now.roles().items()}
+
+
+@answers(Control.set_member)
+def set_member(workspace: Workspace, principal: str, role: str | None) -> dict[str, str]:
+    with workspace.ledger.transaction(workspace.actor) as transaction:
+        transaction.set_role(principal, None if role is None else _role(role))
+    workspace.seal()
+    return members(workspace)
+
+
+@answers(Control.tokens)
+def tokens(workspace: Workspace) -> list[Token]:
+    with workspace.ledger.snapshot() as now:
+        return now.tokens()
+
+
+@answers(Control.issue_token)
+def issue_token(workspace: Workspace, principal: str, role: str | None, days: float) -> Issued:
+    from posttrain.access.authenticators.token import issue, refuse_unnamed
+
+    refuse_unnamed(principal)
+    ledger, known = workspace.ledger, members(workspace)
+    most = role if role is not None else known.get(principal)
+    if most is None:
+        hint = meant_name(principal, known) or (f" (who has one: {', '.join(known)})" if known else "")
+        raise InputError(
+            f"token: {principal} has no role here{hint}; posttrain member set {principal} ROLE gives them one"
+        )
+    secret, token = issue(ledger, workspace.actor, principal, {ledger.project: _role(most)}, days * _DAY)
+    workspace.seal()
+    return Issued(secret, token)
+
+
+@answers(Control.rotate_token)
+def rotate_token(workspace: Workspace, token_id: str, days: float) -> Issued:
+    from posttrain.access.authenticators.token import rotate
+
+    secret, token = rotate(workspace.ledger, workspace.actor, token_id, days * _DAY)
+    workspace.seal()
+    return Issued(secret, token)
+
+
+@answers(Control.revoke_token)
+def revoke_token(workspace: Workspace, token_id: str) -> list[Token]:
+    known = tokens(workspace)
+    if all(one.id != token_id for one in known):
+        raise NotFoundError(f"there is no token {token_id[:80]!r}; posttrain token ls shows them")
+    with workspace.ledger.transaction(workspace.actor) as transaction:
+        transaction.revoke_token(token_id)
+    workspace.seal()
+    return tokens(workspace)
+
+
+def _role(word: str) -> Role:
+    try:
+        return Role(word)
+    except ValueError as error:
+        raise InputError(
+            f"role must be one of {', '.join(Role)}, got {word[:40]!r}{meant(word, map(str, Role))}"
+        ) from error

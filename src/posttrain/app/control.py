@@ -1,0 +1,80 @@
+"""Where the command line and the Python API get what they ask: a `Control` over a workspace or a server."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from posttrain.access.ports import OS
+from posttrain.api.control import Control
+from posttrain.domain.errors import NotFoundError
+from posttrain.domain.ids import TYPES
+from posttrain.domain.places import PROJECT_VARIABLE, SERVER_VARIABLE
+from posttrain.domain.records import DEFAULT_PROJECT
+
+if TYPE_CHECKING:
+    from posttrain.api.verbs import Verb
+    from posttrain.app.workspace import Workspace
+
+
+class Local:
+    """Carries verbs out in this process, over an open workspace."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+
+    def ask(self, verb: Verb[..., Any], /, *words: Any, **options: Any) -> Any:
+        """See `Asks.ask`."""
+        return verb.answers(self.workspace)(*words, **options)
+
+    def close(self) -> None:
+        """See `Asks.close`."""
+        self.workspace.close()
+
+
+def control_of(given: Workspace | Control) -> Control:
+    """Over an open workspace, for the user that the operating system knows; what is a `Control` stays what it is."""
+    from posttrain.access.ports import Identity
+    from posttrain.access.roles import role_of
+    from posttrain.api.guarding import Guard
+    from posttrain.app.workspace import Workspace
+
+    if not isinstance(given, Workspace):
+        return given
+    known, ledger = Identity(given.actor, OS), given.ledger
+    return Control(Guard(Local(given), given.actor, ledger.project, lambda: role_of(ledger, known)))
+
+
+def open_control() -> Control:
+    """Over the server that the environment names; else over the nearest workspace, by its server where it has one.
+
+    Raises:
+        WorkspaceError: there is none, or it cannot be opened.
+        NotFoundError: the workspace has no project of the name that the environment gives.
+        InputError: that is no name of a project; the environment names a server that nobody logged in to.
+    """
+    project = os.environ.get(PROJECT_VARIABLE, "")
+    TYPES["ProjectId"].check(project or None, f"--project or {PROJECT_VARIABLE}")
+    if os.environ.get(SERVER_VARIABLE):  # first: whoever asks a server loads nothing of a workspace
+        from posttrain.client.logins import logged_in
+
+        return logged_in(os.environ[SERVER_VARIABLE], project)
+    from posttrain.app.workspace import Workspace, find_workspace
+    from posttrain.workspace.served import served_at
+
+    root = find_workspace()
+    served = served_at(root)
+    if served is not None:
+        from posttrain.client.remote import remote_control
+
+        return remote_control(served.url, served.key, project or DEFAULT_PROJECT)
+    workspace = Workspace(root)
+    if project not in ("", DEFAULT_PROJECT):
+        with workspace.ledger.snapshot() as now:
+            known = now.projects()
+        if project not in known:
+            workspace.close()
+            listed = ", ".join(known)
+            raise NotFoundError(f"there is no project {project!r}, known are {listed}; posttrain project add {project}")
+        workspace = workspace.seen_by(workspace.actor, project, OS)
+    return control_of(workspace)

@@ -1,1 +1,0 @@
-"""`Control` in this process, over the workspace of this machine."""
