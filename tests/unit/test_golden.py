@@ -178,6 +178,7 @@ def test_every_verb_that_prints_json_and_changes_nothing_is_read() -> None:
             "rollback",
             "approve",
             "reject",
+            "note",
             "import mlflow",
         ),
         *("import wandb-export", "import trl-output", "backup", "restore", "erase", "token issue", "token rotate"),

@@ -30,14 +30,17 @@ COMMANDS = {
     "examples": ["--output", "--to", "-o", "[NAME]"],
     "plan": ["--output", "--seed", "--set", "-o", "RUN.yaml"],
     "lock": ["--out", "--output", "--seed", "--set", "-o", "RUN.yaml"],
-    "run": ["--again", "--detach", "--output", "-o", "--seed", "--set", "--timeout", "RUN.yaml"],
-    "ls": ["--limit", "--output", "-o"],
+    "run": [
+        *("--again", "--detach", "--note", "--output", "-o", "--seed", "--set", "--tag", "--timeout", "RUN.yaml"),
+    ],
+    "ls": ["--limit", "--output", "--tag", "-o"],
     "get": ["--output", "--report", "--timeout", "--watch", "-o", "RUN|CHANNEL"],
     "logs": ["--follow", "--output", "--timeout", "-f", "-o", "[STAGE]", "run"],
     "why": ["--output", "-o", "run"],
     "diff": ["--output", "-o", "A", "B"],
     "sweep": ["--better", "--dry-run", "--metric", "--output", "--seeds", "--set", "-o", "RUN.yaml"],
     "compare": ["--html", "--output", "-o", "A B [C …]"],
+    "note": ["--output", "--tag", "--untag", "-o", "TEXT", "run"],
     "signal": ["--reason", "NAME", "run"],
     "attach": ["--detach", "--output", "-o", "--timeout", "run"],
     "stop": ["run"],
@@ -176,7 +179,7 @@ def test_verbs_and_options_are_frozen() -> None:
 def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
     group = typer.main.get_command(app)
     context = group.make_context("posttrain", [], resilient_parsing=True)
-    verbs = "init demo examples plan lock run sweep ls get logs why diff compare attach stop retry signal dead"
+    verbs = "init demo examples plan lock run sweep ls get logs why diff compare attach note stop retry signal dead"
     verbs += " sample eval export promote approve reject rollback channel lineage verify trace track"
     verbs += " import asset sink gc backup restore erase doctor serve login logout whoami project member token"
     assert group.list_commands(context) == verbs.split()  # type: ignore[attr-defined]
@@ -184,7 +187,7 @@ def test_help_lists_the_verbs_in_the_order_of_a_days_work() -> None:
 
 def test_every_reading_command_speaks_json() -> None:
     reading = {
-        *("approve", "reject", "promote", "rollback", "run", "attach", "retry"),
+        *("approve", "reject", "promote", "rollback", "run", "attach", "retry", "note"),
         "examples",
         "plan",
         "lock",

@@ -107,12 +107,14 @@ def test_audit_33_a_summary_is_a_kilobyte_in_every_writing(workspace: Workspace,
     run = replace(status.run, state="pending", message=words, owner=words, name="n" * 63)
     driver = RunDriver(DriverKind.BACKGROUND, 123456, "h" * 30, "/srv/team/workspace/.posttrain/logs/" + run.id, words)
     whole = replace(status, run=run, driver=driver, trouble=words, next_action=words)
-    shown = RunSummary.of(whole, "c" * 63 + "@123")
+    shown = RunSummary.of(whole, "c" * 63 + "@123", [f"{number}" * 24 for number in range(8)])
     assert len(json.dumps(asdict(shown), ensure_ascii=False).encode()) <= KILOBYTE
     for said in (shown.message, shown.next_action, shown.owner):
         assert said.endswith("…"), "what is cut says so"
         assert set(said[:-1]) == {letter}
         assert len(said) >= 13, "and is not cut shorter than that takes"
+    assert shown.tags[-1] == "…", "some have no room"
+    assert RunSummary.of(status, tags=["b", "a"]).tags == ("a", "b")
 
 
 def test_a_file_name_that_is_no_text_hides_no_run(workspace: Workspace) -> None:
@@ -123,7 +125,9 @@ def test_a_file_name_that_is_no_text_hides_no_run(workspace: Workspace) -> None:
 @pytest.mark.parametrize("limit", [1, len(NUMBERS)])
 def test_audit_33_a_list_costs_the_same_few_statements(workspace: Workspace, limit: int) -> None:
     shown: list[RunSummary] = []
-    assert counted(lambda: shown.extend(read_newest(workspace, limit))) == 4  # runs, stages, live attempts, releases
+    assert (
+        counted(lambda: shown.extend(read_newest(workspace, limit))) == 5
+    )  # runs, stages, live attempts, releases, tags
     assert len(shown) == limit
 
 

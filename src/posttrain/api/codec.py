@@ -36,12 +36,12 @@ _WHERE = {  # room → names of it that modules import for type checking only
     "posttrain.domain.approvals": "Standing",
     "posttrain.domain.errors": "PosttrainError",
     "posttrain.domain.gates": "GateReport",
-    "posttrain.domain.ids": "Name Principal RunId SampleId StageName TokenId Word",
+    "posttrain.domain.ids": "Name Principal RunId SampleId StageName Tag TokenId Word",
     "posttrain.domain.lifecycle": "ReleaseState",
     "posttrain.domain.manifest": "Manifest",
     "posttrain.domain.policies": "PinnedPolicy",
     "posttrain.domain.records": (
-        "Asset AssetStatus AttemptRecord ChannelRecord Deployment Event Look Quarantine ReleaseEntry "
+        "Asset AssetStatus AttemptRecord ChannelRecord Deployment Event Look RunNote Quarantine ReleaseEntry "
         "RunRecord Signal StageRecord Token"
     ),
     "posttrain.domain.overrides": "Override Setting",

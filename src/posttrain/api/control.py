@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         WrittenTrace,
     )
     from posttrain.domain.approvals import Standing
-    from posttrain.domain.ids import Name, RunId, SampleId, StageName, Word
+    from posttrain.domain.ids import Name, RunId, SampleId, StageName, Tag, Word
     from posttrain.domain.manifest import Manifest
     from posttrain.domain.overrides import Setting
     from posttrain.domain.policies import PinnedPolicy
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         ChannelRecord,
         Event,
         ReleaseEntry,
+        RunNote,
         RunRecord,
         Signal,
     )
@@ -186,6 +187,14 @@ class Submissions(Verbs):
     def signal(self, run_id: RunId, name: Name, reason: str) -> tuple[Signal, bool]:
         """Let a run go on where it waits for this signal; and whether it was sent for the first time."""
 
+    @verb("POST /runs/{run_id}/notes", Role.SUBMITTER, "control.actions")
+    def note(self, run_id: RunId, text: str = "", tags: Sequence[Tag] = (), untag: Sequence[Tag] = ()) -> list[RunNote]:
+        """Write a text down of a run, give it tags and take tags off it; all that was written down, oldest first.
+
+        Raises:
+            InputError: nothing to write down, too long a text, too many tags, no such tag to take off.
+        """
+
     @verb("POST /runs/{run_id}/stop", Role.SUBMITTER, "control.actions")
     def stop(self, run_id: RunId) -> RunRecord:
         """Ask it to stop; whoever drives it carries that out."""
@@ -215,8 +224,10 @@ class Runs(Verbs):
         """Its locked manifest."""
 
     @verb("GET /runs", Role.VIEWER, "views.status:read_newest", newest=lambda run: str(run.id))
-    def ls(self, limit: int, before: RunId | None = None) -> list[RunSummary]:
-        """The newest runs in brief, a kilobyte each; `before`: those that are older than this one."""
+    def ls(self, limit: int, before: RunId | None = None, tag: Tag | None = None) -> list[RunSummary]:
+        """The newest runs in brief, a kilobyte each; `before`: those that are older than this one; `tag`: those that
+        have it.
+        """
 
     @verb("GET /queue", Role.VIEWER, "views.status:read_unfinished")
     def queue(self, limit: int) -> list[RunSummary]:

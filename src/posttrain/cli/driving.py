@@ -150,6 +150,7 @@ def _positive(timeout: float | None) -> float | None:
 TimeoutOption = Annotated[
     float | None, typer.Option(callback=_positive, help="Seconds to wait at most; the run is not stopped by that.")
 ]
+TagOption = Annotated[list[str] | None, typer.Option("--tag", metavar="TAG", help="Give it this tag; again for more.")]
 DetachOption = Annotated[
     bool, typer.Option("--detach", help="Let a background driver take the run to its end, and do not wait for it.")
 ]
@@ -169,6 +170,8 @@ def run(
     timeout: TimeoutOption = None,
     seed: SeedOption = None,
     sets: SetOption = None,
+    note: Annotated[str, typer.Option("--note", metavar="TEXT", help="Write this down of the run.")] = "",
+    tag: TagOption = None,
     detach: DetachOption = False,
     output: OutputOption = Output.TEXT,
 ) -> None:
@@ -176,6 +179,8 @@ def run(
     _refuse_both("run", detach, timeout)
     control = open_control()
     submitted = control.submit(file, again=again, seed=seed, setting=single(sets or ()))
+    if note or tag:
+        control.note(submitted.run.id, note, tag or ())
     if detach and give_away(control, submitted, output):
         return
     greet(submitted, again=" (--again starts another)", output=output)

@@ -49,7 +49,7 @@ _LONGEST = 900  # characters of an error
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _VERBS = [
     *("init", "demo", "examples", "plan", "lock", "run", "sweep", "ls", "get", "logs", "why", "diff"),
-    *("compare", "attach", "stop", "retry", "signal", "dead", "sample", "eval", "export", "promote"),
+    *("compare", "attach", "note", "stop", "retry", "signal", "dead", "sample", "eval", "export", "promote"),
     *("approve", "reject", "rollback", "channel", "lineage", "verify", "trace", "track"),
     *("import", "asset", "sink", "gc", "backup", "restore", "erase", "doctor"),
     *("serve", "login", "logout", "whoami", "project", "member", "token"),
@@ -137,6 +137,7 @@ EXAMPLES = {  # verb → commands as they are typed; a test parses each
     "sample": ('posttrain sample prod "Q: sort 3 1 2"', "posttrain sample ./out 123 -n 4 --temperature 0.7"),
     "eval": ("posttrain eval prod heldout", "posttrain eval ./out heldout.jsonl -n 8 --pass-at 4"),
     "export": ("posttrain export prod released-model",),
+    "note": ('posttrain note sort-1f2e3d4c "the learning rate that we keep" --tag baseline',),
     "promote": ("posttrain promote sort-1f2e3d4c",),
     "asset add": ("posttrain asset add dataset:train train.jsonl", "posttrain asset add model:base ./base"),
 }

@@ -1,4 +1,4 @@
-"""`ls`, `get`, `logs`, `why`, `diff`: looking at runs."""
+"""`ls`, `get`, `logs`, `why`, `diff`: looking at runs; `note`: what a person writes down of one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from posttrain.cli.console import (
     say,
     style,
 )
-from posttrain.cli.driving import RunArgument, TimeoutOption, run_json
+from posttrain.cli.driving import RunArgument, TagOption, TimeoutOption, run_json
 from posttrain.domain.errors import InputError, NotFoundError, PosttrainError, meant
 from posttrain.domain.lifecycle import ReleaseState, is_final
 from posttrain.domain.reasons import meaning
@@ -38,22 +38,24 @@ if TYPE_CHECKING:
     from posttrain.domain.records import AssetStatus, ChannelRecord, ReleaseEntry
 
 _MOVES = 50  # of a channel that a person is shown, the newest
+_NO_RUNS = "no runs yet; next: posttrain run RUN.yaml"
 _POLL = 0.25  # seconds between looks while watching
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (ls, get, logs, why, diff):
+    for command in (ls, get, logs, why, diff, note):
         app.command(command.__name__)(command)
 
 
 def ls(
     limit: Annotated[int, typer.Option(min=1, max=10**6, help="The newest so many.")] = 20,
+    tag: Annotated[str | None, typer.Option("--tag", metavar="TAG", help="Only runs that have it.")] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """List runs, newest first, and what the channels point at."""
     control = open_control()
-    runs, live = control.ls(limit), control.live()
+    runs, live = control.ls(limit, tag=tag), control.live()
     records = {record.name: record for record in control.channels()}
     barred = control.recalled(*(entry.model_digest for entry in live))
     control.close()
@@ -61,7 +63,7 @@ def ls(
         emit_json({"runs": [asdict(run) for run in runs], "channels": [asdict(entry) for entry in live]})
         return
     if not runs:
-        say("no runs yet; next: posttrain run RUN.yaml")
+        say(f"no run has the tag {tag}; posttrain note RUN --tag {tag} gives it" if tag else _NO_RUNS)
         _say_channels(live, records, barred)
         return
     from rich.text import Text
@@ -77,11 +79,32 @@ def ls(
         reason = run.under_way or (run.message if run.state != "succeeded" else run.reason)
         action = "" if run.state == "succeeded" else run.next_action
         driver, took = str(run.driver or ""), duration(run.seconds)
+        reason = f"[{', '.join(run.tags)}] {reason}" if run.tags else reason
         table.row(
             mark, run.id, run.standing, ago(run.created_at), took, driver, " ".join(reason.split()), as_typed(action)
         )
     console().print(table)
     _say_channels(live, records, barred)
+
+
+def note(
+    run: RunArgument,
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="What to write down.")] = "",
+    tag: TagOption = None,
+    untag: Annotated[list[str] | None, typer.Option("--untag", metavar="TAG", help="Take a tag off.")] = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Write something down of a run, or tag it. `get` and the console show it; `ls --tag` lists runs by it."""
+    control = open_control()
+    found = control.note(control.run(run).id, text, tag or (), untag or ())
+    control.close()
+    if output is Output.JSON:
+        emit_json([asdict(one) for one in found])
+        return
+    tags = sorted(one.tag for one in found if one.tag)
+    texts = len(found) - len(tags)
+    words = f"{texts} {'note' if texts == 1 else 'notes'} and {'tags ' + ', '.join(tags) if tags else 'no tags'}"
+    say(f"run {run}: has {words}; posttrain get {run} shows them")
 
 
 def _say_channels(
@@ -129,6 +152,7 @@ def get(
     control.close()
     from posttrain.cli.screens import (
         approval_lines,
+        note_lines,
         regression_lines,
         run_footer,
         run_tree,
@@ -142,6 +166,7 @@ def get(
     told = (
         *score_lines(scores),
         *warning_lines(status),
+        *note_lines(status),
         *signal_lines(status),
         *approval_lines(status.approvals),
         *tracker_lines(trackers),

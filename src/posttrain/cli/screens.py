@@ -76,6 +76,16 @@ def signal_lines(status: RunStatus) -> Iterator[Text]:
         )
 
 
+def note_lines(status: RunStatus) -> Iterator[Text]:
+    """Its tags, and what people wrote down of it."""
+    if status.tags:
+        yield Text(f"tags: {', '.join(status.tags)}")
+    for note in status.notes:
+        if not note.tag:
+            words = " ".join(note.text.split()) or "its words were erased"
+            yield Text(f"note: {words} ({note.actor}, {ago(note.at)})")
+
+
 def approval_lines(standings: Iterable[Standing]) -> Iterator[Text]:
     """What was said of what was asked for, and what that counts."""
     for one in standings:

@@ -27,13 +27,14 @@ from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.policies import PinnedPolicy
 from posttrain.domain.principals import canonical
 from posttrain.domain.reasons import Reason
-from posttrain.domain.records import ChannelRecord, Quarantine, ReleaseEntry, RunRecord, Signal
+from posttrain.domain.records import ChannelRecord, Quarantine, ReleaseEntry, RunNote, RunRecord, Signal
 from posttrain.domain.waits import signals_of
 from posttrain.store.releasing import quarantined
 
 _DIGITS = 8  # the fewest hex digits that name a model; fewer decimal ones are a release number
 _GOES_ON = (RunState.STOPPED, RunState.FAILED)  # once somebody retries it
 _TRIES = 20  # compare-and-set against a reconciler that ticks ten times a second
+_MOST_NOTE, _MOST_TAGS = 4000, 8  # characters of a text; tags of a run
 _SHORTEST = len(DIGEST_PREFIX) + 8  # of a digest that names a request
 
 
@@ -79,6 +80,40 @@ def send_signal(stores: Stores, run_id: str, name: str, reason: str = "") -> tup
             new = transaction.send_signal(run_id, name, reason)
             return next(s for s in transaction.snapshot.signals(run_id) if s.name == name), new
     raise ConflictError(f"run {run_id}: signal {name} is sent by others at this moment; look: posttrain get {run_id}")
+
+
+def note(
+    stores: Stores, run_id: str, text: str = "", tags: Sequence[str] = (), untag: Sequence[str] = ()
+) -> list[RunNote]:
+    """Write a text down of a run, give it tags and take tags off it; all that was written down, oldest first.
+
+    Raises:
+        InputError: nothing to write down, too long a text, too many tags, no such tag to take off.
+    """
+    if not (text.strip() or tags or untag):
+        raise InputError(f"note: nothing to write down of run {run_id}; give a text, --tag TAG or --untag TAG")
+    if len(text) > _MOST_NOTE:
+        raise InputError(f"note: the text must be at most {_MOST_NOTE} characters, got {len(text)}; shorten it")
+    with stores.ledger.transaction(stores.actor) as transaction:
+        transaction.snapshot.run(run_id)
+        known = {one.tag: one for one in transaction.snapshot.notes(run_id, tags=True)}
+        missing = next((tag for tag in untag if tag not in known), None)
+        if missing is not None:
+            has = ", ".join(known) or "none"
+            raise InputError(f"note: run {run_id} must have a tag to take it off, got {missing!r}; it has {has}")
+        wanted = [tag for tag in dict.fromkeys(tags) if tag not in known]
+        count = len(known) + len(wanted) - len(set(untag))
+        if count > _MOST_TAGS:
+            raise InputError(
+                f"note: a run must have at most {_MOST_TAGS} tags, got {count}; take some off: --untag TAG"
+            )
+        for tag in dict.fromkeys(untag):
+            transaction.untag(known[tag])
+        for tag in wanted:
+            transaction.note(run_id, tag=tag)
+        if text.strip():
+            transaction.note(run_id, text.strip())
+        return transaction.snapshot.notes(run_id)
 
 
 def retry(stores: Stores, folders: AttemptFolders, run_id: str) -> RunRecord:

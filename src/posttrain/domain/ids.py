@@ -49,6 +49,7 @@ TokenId = Annotated[str, Id("a token id", _SERIAL, "1-64 of A-Z a-z 0-9 -")]
 OperationId = Annotated[str, Id("an operation id", _SERIAL, "1-64 of A-Z a-z 0-9 -")]
 Digest = Annotated[str, Id("a digest", r"sha256:[0-9a-f]{64}", "sha256: and 64 hex digits")]
 ProjectId = Annotated[str, Id("a project", r"[a-z0-9][a-z0-9-]{0,62}", "1-63 of a-z 0-9 - and begin with one")]
+Tag = Annotated[str, Id("a tag", r"[a-z0-9][a-z0-9._-]{0,23}", "1-24 of a-z 0-9 . _ - and begin with a-z 0-9")]
 Name = Annotated[  # of a channel, a sink, a kind of events; a run as a person names it
     str,
     Id("a name", r"(?!\.{1,2}$)[^/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,128}", "1-128 characters without / and \\"),

@@ -91,6 +91,18 @@ class Signal:
 
 
 @dataclass(frozen=True, slots=True)
+class RunNote:
+    """What somebody wrote down of a run: a text, or a tag that lists are filtered by."""
+
+    run_id: str
+    number: int  # of the run's, from 1
+    actor: str
+    at: float
+    text: str  # empty: it is a tag
+    tag: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class AssetStatus:
     """What people think of an asset version: it may be changed, the version never."""
 

@@ -36,7 +36,7 @@ _VERSIONS = ("assets", "asset_status")
 _OF_CHANNELS = ("releases", "channels", "deployments", "quarantine")
 _APPROVING = ("approval_requests", "approvals")
 # what lineages of runs are read from
-_PART = ("runs", "stages", "attempts", "signals", "edges", *_VERSIONS, *_OF_CHANNELS, *_APPROVING)
+_PART = ("runs", "stages", "attempts", "signals", "notes", "edges", *_VERSIONS, *_OF_CHANNELS, *_APPROVING)
 _Key = tuple[Any, ...]
 _Rows = dict[str, dict[_Key, dict[str, Any]]]  # table → key → columns
 

@@ -220,7 +220,7 @@ def _belongs(row: _Row, subject: str) -> bool:
     table, key = row
     if table in ("assets", "asset_status"):
         return f"{key[1]}:{key[2]}@{key[3]}" == subject
-    if table == "signals":
+    if table in ("signals", "notes"):
         return bool(key[1] == subject)
     return table in ("runs", "stages", "attempts") and key[0] == subject
 

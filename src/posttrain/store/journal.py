@@ -173,6 +173,7 @@ TABLES: Mapping[str, Audited] = {
             frozenset({"message", "failure_signature", "folder", "handle"}),
         ),
         Audited(schema.signals, "signal {name} of run {run_id}", frozenset({"reason"})),
+        Audited(schema.notes, "note {number} of run {run_id}", frozenset({"text"})),
         Audited(schema.assets, "asset {kind}:{name}@{version}", frozenset({"meta"})),
         Audited(schema.asset_status, "status of asset {kind}:{name}@{version}", frozenset({"reason"})),
         Audited(schema.releases, "release {sequence} of channel {channel}"),

@@ -155,6 +155,7 @@ class Ledger:
     events_about = _read(Snapshot.events_about)
     history = _read(Snapshot.history)
     asset_status = _read(Snapshot.asset_status)
+    notes = _read(Snapshot.notes)
     signals = _read(Snapshot.signals)
     quarantine = _read(Snapshot.quarantine)
     channels = _read(Snapshot.channels)

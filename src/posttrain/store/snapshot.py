@@ -43,6 +43,7 @@ from posttrain.domain.records import (
     Edge,
     Event,
     Hold,
+    RunNote,
     RunRecord,
     RunRows,
     Signal,
@@ -64,6 +65,7 @@ from posttrain.store.schema import (
     events,
     holds,
     leaves,
+    notes,
     payloads,
     principals,
     runs,
@@ -174,16 +176,21 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         state: str | None = None,
         manifest_digest: str | None = None,
         before: str | None = None,
+        tag: str | None = None,
     ) -> list[RunRecord]:
         """Runs, newest first; of one manifest by repetition, the last first.
 
         Args:
             before: id of a run: only those that come after it in this order.
+            tag: only runs that have it.
 
         Raises:
             NotFoundError: `before` is no run.
         """
         query = _runs_on(self._connection.dialect.name).limit(limit)
+        if tag is not None:
+            tagged = select(notes.c.run_id).where(notes.c.project == self._project, notes.c.tag == tag)
+            query = query.where(runs.c.id.in_(tagged))
         query = query.order_by(runs.c.created_at.desc(), runs.c.repeat.desc(), runs.c.id.desc())
         if before is not None:
             at = self.run(before)
@@ -373,6 +380,13 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         query = select(signals, principals.c.name.label("actor")).where(signals.c.project == self._project)
         query = query.join(principals, principals.c.id == signals.c.principal)
         return self._each(Signal, query.order_by(signals.c.at, signals.c.name), signals.c.run_id, run_ids)
+
+    def notes(self, *run_ids: str, tags: bool = False) -> list[RunNote]:
+        """What was written down of runs, oldest first; `tags`: only these."""
+        query = select(notes, principals.c.name.label("actor")).where(notes.c.project == self._project)
+        query = query.join(principals, principals.c.id == notes.c.principal)
+        query = query.where(notes.c.tag != "") if tags else query
+        return self._each(RunNote, query.order_by(notes.c.run_id, notes.c.number), notes.c.run_id, run_ids)
 
     def watches(self, run_id: str) -> list[Watch]:
         """How long its jobs have been silent."""

@@ -14,23 +14,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Table, Update, bindparam, select, text, update
+from sqlalchemy import Table, Update, bindparam, delete, select, update
+from sqlalchemy import text as sql
 
 from posttrain.domain.errors import ConflictError, InputError, StaleWriteError
 from posttrain.domain.lifecycle import check_transition, is_final
-from posttrain.domain.records import Artifact, Asset, AssetStatus, AttemptRecord, RunRecord, Signal, StageRecord, Watch
+from posttrain.domain.records import (
+    Artifact,
+    Asset,
+    AssetStatus,
+    AttemptRecord,
+    RunNote,
+    RunRecord,
+    Signal,
+    StageRecord,
+    Watch,
+)
 from posttrain.store.database import hold_off_others
 from posttrain.store.edges import Sizes, Told
 from posttrain.store.granting import GrantWriting
-from posttrain.store.journal import CHANGED, Change
+from posttrain.store.journal import CHANGED, REMOVED, Change
 from posttrain.store.releasing import ApprovalWriting, ReleaseWriting
 from posttrain.store.rows import Record, plain, to_columns
-from posttrain.store.schema import asset_status, assets, attempts, projects, runs, signals, stage_cache, stages
+from posttrain.store.schema import asset_status, assets, attempts, notes, projects, runs, signals, stage_cache, stages
 from posttrain.store.scope import of_project
 from posttrain.store.sinking import SinkWriting
 from posttrain.store.waking import revive, settle_at
 
-_WATCH = text(
+_WATCH = sql(
     "INSERT INTO watches (attempt, run_id, progress, quiet, at) VALUES (:attempt, :run_id, :progress, :quiet, :at) "
     "ON CONFLICT (attempt) DO UPDATE SET progress = excluded.progress, quiet = excluded.quiet, at = excluded.at "
     "WHERE watches.run_id = excluded.run_id"
@@ -53,7 +64,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         """
         if self._connection.dialect.name == "postgresql":  # on SQLite one writes at a time
             key = int.from_bytes(bytes.fromhex(request[:16]), "big", signed=True)
-            self._connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": key})
+            self._connection.execute(sql("SELECT pg_advisory_xact_lock(:key)"), {"key": key})
         if self.snapshot.has_request(request):
             raise ConflictError("the request was carried out already; look at what is there before you ask again")
 
@@ -269,6 +280,24 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         self._insert(signals, self._owned(sent, "actor"), f"signal {name} of run {run_id}", "signal.sent", run_id)
         self._woken.add(run_id)
         return True
+
+    def note(self, run_id: str, text: str = "", tag: str = "") -> None:
+        """Write a text or a tag down of a run.
+
+        Raises:
+            ConflictError: somebody writes something down of it at this very moment.
+        """
+        number = max((one.number for one in self.snapshot.notes(run_id)), default=0) + 1
+        note = RunNote(run_id, number, self._journal.author.name, self._clock.now(), plain(text), tag)
+        kind = "run.tagged" if tag else "run.noted"
+        self._insert(notes, self._owned(note, "actor"), f"note {number} of run {run_id}", kind, run_id)
+
+    def untag(self, note: RunNote) -> None:
+        """Take a tag off a run; one that is gone stays gone."""
+        key = {"project": self._project, "run_id": note.run_id, "number": note.number}
+        here = [notes.c[name] == value for name, value in key.items()]
+        if self._connection.execute(delete(notes).where(*here)).rowcount:
+            self._journal.tell("run.untagged", note.run_id, Change(REMOVED, notes.name, key, {}))
 
     def append_event(
         self, kind: str, subject: str, facts: Mapping[str, Any], said: Mapping[str, Any] | None = None

@@ -26,6 +26,9 @@ class Rows:
         self.released = ledger.released(*ids) if ids else {}
         self._stages: dict[str, list[StageRecord]] = {run_id: [] for run_id in ids}
         self._live: dict[tuple[str, str], list[AttemptRecord]] = {}
+        self.tags: dict[str, list[str]] = {run_id: [] for run_id in ids}
+        for note in ledger.notes(*ids, tags=True) if ids else ():
+            self.tags[note.run_id].append(note.tag)
         for stage in ledger.stages_in_brief(*ids) if ids else ():
             self._stages[stage.run_id].append(stage)
         for attempt in ledger.attempts_of(*ids, live=True) if ids else ():

@@ -27,7 +27,7 @@ from posttrain.domain.lifecycle import RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.outcomes import outcome_error
 from posttrain.domain.reasons import HELD_UP, Reason
-from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord
+from posttrain.domain.records import AttemptRecord, RunNote, RunRecord, Signal, StageRecord
 from posttrain.domain.waits import waiting
 from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
 from posttrain.store.hosts import Host
@@ -46,6 +46,7 @@ _OPEN = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)  # states of a r
 STARTING = "starting"  # what a stage is called whose job has not said anything yet
 _MOST, _FRAME = 1024, 600  # bytes of JSON: of a summary; of one without its words, at most
 _SENTENCE, _ASIDE = 202, 64  # bytes of JSON: of a sentence of a summary, of what stands beside it
+_QUOTED, _REST = 4, 7  # bytes around a tag in a list, and of what stands for those left out
 _LOOKED_AT = 10  # of a list's runs that ask a person for something: those whose words are those of this moment
 _WAITS: Mapping[str, str] = {  # what a run is called of which nothing runs
     Reason.WAITING_FOR_APPROVAL: "waits for approval",
@@ -145,6 +146,12 @@ class RunStatus:
     signals: tuple[Signal, ...] = ()  # that were sent to it
     approvals: tuple[Standing, ...] = ()  # of what was asked for on its behalf
     image: str = ""  # that its jobs run in, but for those that measure; empty: in none
+    notes: tuple[RunNote, ...] = ()  # texts and tags that people gave it
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """What lists are filtered by, in the order of their letters."""
+        return tuple(sorted(note.tag for note in self.notes if note.tag))
 
     @property
     def outcome(self) -> PosttrainError | None:
@@ -217,6 +224,8 @@ class RunStatus:
             "finished_at": run.finished_at,
             "seconds": round(self.seconds, 3),
             "tokens": self.tokens,
+            "tags": list(self.tags),
+            "notes": [{"at": one.at, "by": one.actor, "text": one.text} for one in self.notes if not one.tag],
             "signals": [asdict(signal) for signal in self.signals],
             "approvals": [one.to_json() for one in self.approvals],
             "stages": [stage.to_json() for stage in self.stages],
@@ -247,9 +256,10 @@ class RunSummary:
         str, float
     ]  # what its gate judged first by name, else the last evaluation's first metric; one, or none
     release: str  # `prod@3`, the last one of it; empty: none
+    tags: tuple[str, ...]  # as many as there is room for; then `…`
 
     @classmethod
-    def of(cls, status: RunStatus, release: str = "") -> RunSummary:
+    def of(cls, status: RunStatus, release: str = "", tags: Sequence[str] = ()) -> RunSummary:
         """The summary of a status."""
         run, driver = status.run, status.driver
         brief = cls(
@@ -271,20 +281,31 @@ class RunSummary:
             under_way=_cut(status.under_way, _ASIDE),
             score={_cut(name, _ASIDE): value for name, value in _score(status.stages).items()},
             release=release,
+            tags=(),
         )
         words = _cut(status.trouble or status.why, _SENTENCE)
         said = [brief.id, brief.name, brief.standing, brief.reason, brief.next_action, brief.owner, brief.under_way]
         said += [brief.release, *brief.score]
         said += [brief.driver.log, brief.driver.host, brief.driver.trouble] if brief.driver else []
-        if _FRAME + sum(map(_size, said)) > _MOST - _SENTENCE:  # else every message fits, and nothing is measured
-            left = _MOST - len(json.dumps(asdict(brief), ensure_ascii=False).encode("utf-8", "surrogatepass"))
-            words = _cut(words, max(_ASIDE, min(_SENTENCE, left)))
-        return replace(brief, message=words)
+        least = _FRAME + _SENTENCE + sum(map(_size, said)) + sum(len(tag) + _QUOTED for tag in tags)
+        if least <= _MOST:  # all fits, and nothing is measured
+            return replace(brief, message=words, tags=tuple(sorted(tags)))
+        left = _MOST - len(json.dumps(asdict(brief), ensure_ascii=False).encode("utf-8", "surrogatepass"))
+        left -= _REST if tags else 0
+        words = _cut(words, max(_ASIDE, min(_SENTENCE, left)))
+        return replace(brief, message=words, tags=_fitting(sorted(tags), left - _size(words)))
 
     @property
     def at_work(self) -> bool:
         """Whether a stage of it runs."""
         return StageState.RUNNING in self.stages
+
+
+def _fitting(tags: Sequence[str], room: int) -> tuple[str, ...]:
+    """As many tags as have room in so many bytes of JSON; where that is not all, `…` behind them."""
+    taken = itertools.accumulate(len(tag) + _QUOTED for tag in tags)
+    kept = sum(size <= room for size in taken)
+    return (*tags[:kept], *(["…"] if kept < len(tags) else ()))
 
 
 def _cut(words: str, most: int) -> str:
@@ -333,8 +354,8 @@ class RunWatcher:
             NotFoundError: there is no such run.
         """
         with self._workspace.ledger.snapshot() as ledger:
-            found = self._found(ledger)
-        return self._told(*found)
+            found, notes = self._found(ledger), tuple(ledger.notes(self._run_id))
+        return replace(self._told(*found), notes=notes)
 
     def of(self, run: RunRecord, rows: Rows) -> RunStatus:
         """The run by rows that were read already, in the words that they have; its manifest is not read."""
@@ -432,14 +453,17 @@ def read_status(workspace: OpenWorkspace, run_id: str, *, brief: bool = False) -
     return RunWatcher(workspace, run_id, brief=brief).read()
 
 
-def read_newest(workspace: OpenWorkspace, limit: int, before: str | None = None) -> list[RunSummary]:
+def read_newest(
+    workspace: OpenWorkspace, limit: int, before: str | None = None, tag: str | None = None
+) -> list[RunSummary]:
     """The newest runs, in as many statements however many they are.
 
     Args:
         before: id of a run: only those that are older.
+        tag: only those that have it.
     """
     with workspace.ledger.snapshot() as ledger:
-        rows = _rows(workspace, ledger, ledger.runs(limit, before=before))
+        rows = _rows(workspace, ledger, ledger.runs(limit, before=before, tag=tag))
     return _summaries(workspace, rows)
 
 
@@ -465,7 +489,7 @@ def _summaries(workspace: OpenWorkspace, rows: Rows) -> list[RunSummary]:
         status = watcher.read() if run.id in looked_at else watcher.of(run, rows)
         if run.id in sent_on:
             status = replace(status, next_action=f"posttrain why {run.id}")
-        found.append(RunSummary.of(status, rows.released.get(run.id, "")))
+        found.append(RunSummary.of(status, rows.released.get(run.id, ""), rows.tags[run.id]))
     return found
 
 

@@ -32,12 +32,14 @@ def run_list(visit: Visit) -> Response:
         except (NotFoundError, InputError) as error:
             note = str(error)
     before = words.get("before") or None
-    newest = visit.control.ls(PAGE, before)
-    queue = [] if before else visit.control.queue(_QUEUE)
+    tag = words.get("tag") or None
+    newest = visit.control.ls(PAGE, before, tag)
+    queue = [] if before else visit.control.queue(_QUEUE) if tag is None else newest
     ended = [one for one in newest if is_final("run", one.state)]
     return visit.page(
         "runs",
-        live="" if before else "runs",  # what is older stays as it is
+        tag=tag,
+        live="" if before or tag else "runs",  # what is older stays as it is
         groups=(("Waiting", _waiting(queue, True)), ("Running", _waiting(queue, False)), ("Ended", ended)),
         note=note,
         wanted=wanted,
@@ -48,7 +50,7 @@ def run_list(visit: Visit) -> Response:
 
 def _waiting(queue: Sequence[RunSummary], waits: bool) -> list[RunSummary]:
     """Those of the queue of which no stage runs, or the others."""
-    return [one for one in queue if waits != one.at_work]
+    return [one for one in queue if waits != one.at_work and not is_final("run", one.state)]
 
 
 def run(visit: Visit) -> Response:
@@ -144,6 +146,13 @@ def decide(visit: Visit) -> Response:
         raise InputError("nothing that waits for approval here is called that any more; look at the channel again")
     visit.worker(verdict, {"what": request, "channel": None, "reason": form.get("reason", "").strip()})
     return visit.goes_to(f"/channels/{_quoted(found.record.name)}")
+
+
+def note(visit: Visit) -> Response:
+    """Write down what the form says of a run."""
+    run_id, tag = visit.named("run"), visit.form.get("tag", "").strip()
+    visit.control.note(run_id, visit.form.get("text", ""), [tag] if tag else [])
+    return visit.goes_to(f"/runs/{run_id}")
 
 
 def stop(visit: Visit) -> Response:

@@ -65,6 +65,7 @@ _HEAVY: dict[str, _Page] = {  # that a worker helps with
     "/channels/{channel}/rollback": pages.confirm_rollback,
 }
 _FORMS: dict[str, _Page] = {
+    "/runs/{run}/notes": pages.note,
     "/runs/{run}/stop": pages.stop,
     "/runs/{run}/retry": pages.retry,
     "/channels/{channel}/rollback": pages.roll_back,
@@ -152,7 +153,7 @@ class Live:
 
 
 def _brief(one: RunSummary) -> Any:
-    return one.id, one.state, one.message, one.under_way, one.tokens, str(one.driver)
+    return one.id, one.state, one.message, one.under_way, one.tokens, str(one.driver), one.tags
 
 
 def _runs(control: Control, _: str) -> Any:
@@ -167,7 +168,7 @@ def _run(control: Control, run_id: str) -> Any:
     ]
     over = is_final("run", status.run.state)
     said = status.why, status.under_way, status.tokens, str(status.driver)
-    return status.run.generation, over, said, stages, status.signals, status.approvals
+    return status.run.generation, over, said, stages, status.signals, status.approvals, status.notes
 
 
 def _channels(control: Control, _: str) -> Any:

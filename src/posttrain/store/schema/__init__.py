@@ -24,7 +24,7 @@ from posttrain.store.schema.channels import (
 )
 from posttrain.store.schema.columns import JsonText, UnreadableColumnError, metadata
 from posttrain.store.schema.log import chain_head, events, events_before, leaves, payloads, tiles, tree_head, unsealed
-from posttrain.store.schema.runs import attempts, runs, signals, stage_cache, stages
+from posttrain.store.schema.runs import attempts, notes, runs, signals, stage_cache, stages
 from posttrain.store.schema.upkeep import (
     cursors,
     grants,
@@ -39,7 +39,7 @@ from posttrain.store.schema.upkeep import (
     work,
 )
 
-SCHEMA_VERSION = "0004"  # revisions are counted, so they compare as text
+SCHEMA_VERSION = "0005"  # revisions are counted, so they compare as text
 USABLE_SINCE = "0002"  # the oldest revision whose code may use a ledger of this one
 
 __all__ = [
@@ -66,6 +66,7 @@ __all__ = [
     "leaves",
     "looks",
     "metadata",
+    "notes",
     "operations",
     "parts",
     "payloads",

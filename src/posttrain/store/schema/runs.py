@@ -100,6 +100,19 @@ signals = Table(
     Column("reason", Text, nullable=False),
 )
 
+notes = Table(
+    "notes",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("run_id", String(64), ForeignKey("runs.id"), primary_key=True),
+    Column("number", Integer, primary_key=True),
+    Column("principal", String(32), nullable=False),  # who wrote it
+    Column("at", Float(53), nullable=False),
+    Column("text", Text, nullable=False),  # empty: it is a tag
+    Column("tag", String(24), nullable=False),
+    Index("notes_by_tag", "project", "tag", "run_id"),
+)
+
 stage_cache = Table(
     "stage_cache",
     metadata,

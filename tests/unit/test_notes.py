@@ -1,0 +1,150 @@
+"""`posttrain note`, `run --note`, `--tag`: what people write down of a run, and lists by tags."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cli_world import World, make_world
+from console_bench import Browser, ConsoleWorld, console_world
+from server_bench import KEY, ServerBench, serving
+from test_server_pages import P, add_runs
+
+from posttrain.app.workspace import init_workspace, open_workspace
+from posttrain.domain.errors import ConflictError, InputError, NotFoundError
+from posttrain.domain.principals import Role
+from posttrain.store.snapshot import Snapshot
+
+HOME = "/projects/default"
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    made = make_world(tmp_path, monkeypatch)
+    made.prepare()
+    return made
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[ServerBench]:
+    with serving(init_workspace(tmp_path / ".posttrain")) as made:
+        yield made
+
+
+WAITS = "name: {}\nowner: ada\nseed: 1\nstages: {{w: {{kind: wait, for: 1s}}}}\n"
+
+
+def listed(world: World, *words: str) -> list[str]:
+    return [run["name"] for run in json.loads(world.ok("ls", *words, "-o", "json"))["runs"]]
+
+
+def test_notes_and_tags_are_shown_listed_by_proved_and_erased(world: World) -> None:
+    for name, tags in (("a", ("keep", "lr-3")), ("b", ("keep",)), ("c", ())):
+        path = world.write(
+            f"{name}.yaml", f"name: {name}\nowner: ada\nseed: 1\nstages: {{w: {{kind: wait, for: 1s}}}}\n"
+        )
+        world.ok("run", path, "--note", f"run {name}", *(word for tag in tags for word in ("--tag", tag)))
+    assert listed(world) == ["c", "b", "a"]
+    assert listed(world, "--tag", "keep") == ["b", "a"]
+    assert listed(world, "--tag", "keep", "--limit", "1") == ["b"]
+    assert "posttrain note RUN --tag none" in world.ok("ls", "--tag", "none")
+    assert "[keep, lr-3]" in world.ok("ls")
+    told = world.ok("note", "a", "the one\nthat we keep", "--untag", "lr-3", "--tag", "best")
+    assert told == "run a: has 2 notes and tags best, keep; posttrain get a shows them\n"
+    shown = world.ok("get", "a")
+    assert "tags: best, keep\n" in shown
+    assert "note: the one that we keep (user:" in shown
+    found = json.loads(world.ok("get", "a", "-o", "json"))
+    assert found["tags"] == ["best", "keep"]
+    assert [one["text"] for one in found["notes"]] == ["run a", "the one\nthat we keep"]
+    assert listed(world, "--tag", "lr-3") == []
+    world.ok("note", "a", "--tag", "best")  # which it has
+    workspace = open_workspace(world.root / ".posttrain")
+    workspace.seal()
+    kinds = ("run.noted", "run.tagged", "run.untagged")
+    events = [one.kind for one in workspace.ledger.events() if one.kind in kinds and one.subject.startswith("a-")]
+    workspace.close()
+    assert events == ["run.tagged", "run.tagged", "run.noted", "run.untagged", "run.tagged", "run.noted"]
+    world.ok("verify", "a")
+    world.ok("erase", "a", "--reason", "a test")
+    assert "note: its words were erased" in world.ok("get", "a")
+    assert "that we keep" not in world.ok("get", "a", "-o", "json")
+    world.ok("verify", "a")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "nothing to write down"),
+        (("  ",), "nothing to write down"),
+        (("x" * 4001,), "at most 4000 characters, got 4001"),
+        (("--tag", "Upper"), "a tag must be 1-24 of"),
+        (("--tag", "a/b"), "a tag must be 1-24 of"),
+        (("--untag", "none"), "must have a tag to take it off, got 'none'; it has t0, t1"),
+        (("a text", "--tag", "more", "--tag", "and-more"), "at most 8 tags, got 9"),
+    ],
+)
+def test_what_cannot_be_written_down_changes_nothing(world: World, words: tuple[str, ...], said: str) -> None:
+    path = world.write("a.yaml", WAITS.format("a"))
+    world.ok("run", path, *(word for number in range(7) for word in ("--tag", f"t{number}")))
+    before = json.loads(world.ok("note", "a", "--tag", "t0", "-o", "json"))
+    failed = world("note", "a", *words)
+    assert failed.exit_code == InputError.exit_code
+    assert said in failed.stderr
+    assert json.loads(world.ok("note", "a", "--tag", "t0", "-o", "json")) == before
+
+
+def test_a_client_writes_down_and_lists_by_tags_in_pages(bench: ServerBench) -> None:
+    add_runs(bench, range(6))
+    control = bench.control(KEY)
+    for number in (1, 3, 5):
+        control.note(f"r-{number:08x}", "", ["odd"])
+    assert [run.id for run in control.ls(20, tag="odd")] == ["r-00000005", "r-00000003", "r-00000001"]
+    first = bench.ask("GET", f"{P}/runs?tag=odd&limit=2").json
+    rest = bench.ask("GET", f"{P}/runs?tag=odd&limit=2&cursor={first['next']}").json
+    assert ([run["id"] for run in rest["items"]], rest["next"]) == (["r-00000001"], None)
+    assert bench.ask("GET", f"{P}/runs?limit=2&cursor={first['next']}").status == 422, "a cursor of another list"
+    with pytest.raises(NotFoundError):
+        control.note("r-99999999", "a text")
+    sue = bench.control(bench.person("sue", Role.SUBMITTER))
+    (tag, note) = sue.note("r-00000001", "seen")
+    assert (tag.tag, note.text, note.actor) == ("odd", "seen", "user:sue")
+
+
+def test_two_who_write_at_once_lose_nothing(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_runs(bench, range(1))
+    ledger = bench.workspace.ledger
+    with ledger.transaction("user:ann") as transaction:
+        transaction.note("r-00000000", "one")
+    monkeypatch.setattr(Snapshot, "notes", lambda *_, **__: [])  # the other had not written yet
+    with ledger.transaction("user:bob") as transaction, pytest.raises(ConflictError):
+        transaction.note("r-00000000", "two")
+    monkeypatch.undo()
+    assert [note.text for note in ledger.notes("r-00000000")] == ["one"]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleWorld]:
+    with console_world(tmp_path_factory.mktemp("notes")) as made:
+        yield made
+
+
+def text_of(browser: Browser, path: str) -> str:
+    return browser.get(path).body.decode()
+
+
+def test_the_console_writes_shows_and_filters(served: ConsoleWorld) -> None:
+    sue, viewer = served.browser("sue", Role.SUBMITTER), served.browser("yve", Role.VIEWER)
+    page, attack = f"{HOME}/runs/{served.run}", "<script>alert(1)</script>"
+    sent = {"form_token": sue.token(page), "text": attack, "tag": "keep"}
+    assert sue.post(f"{page}/notes", sent).headers["location"] == page
+    shown = text_of(viewer, page)
+    assert (attack in shown, "&lt;script&gt;alert(1)" in shown, f"{HOME}/runs?tag=keep" in shown) == (False, True, True)
+    assert f"{page}/notes" not in shown
+    assert viewer.post(f"{page}/notes", {**sent, "form_token": viewer.token(f"{HOME}/runs")}).status == 403
+    tagged, others = text_of(viewer, f"{HOME}/runs?tag=keep"), text_of(viewer, f"{HOME}/runs")
+    assert f'value="{served.run}"' in tagged
+    assert tagged.count("<li") < others.count("<li")
+    assert viewer.get(f"{HOME}/runs?tag=Bad").status == 422, "which is no tag"
