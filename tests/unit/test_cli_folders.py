@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from cli_world import World, make_world, write_model
 
-from posttrain.app import sampling
 from posttrain.client.blobs import Bundle, Sender
 from posttrain.domain.canonical import digest_bytes
+from posttrain.execution import foreground
 from posttrain.store.trees import beside_model, file_digest
 
 SIDE = ("training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth", "rng_state_3.pth")
@@ -114,7 +114,7 @@ def test_audit_41_sample_reads_a_folder_where_it_lies(world: World, monkeypatch:
         asked.append(request)
         yield {}
 
-    monkeypatch.setattr(sampling, "answers", answers)
+    monkeypatch.setattr(foreground, "answers", answers)
     before = len(stored(world))
     told = world("sample", "out", "hello")
     assert told.exit_code == 0

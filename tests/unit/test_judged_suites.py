@@ -330,7 +330,7 @@ def test_rows_without_answers_are_told(plans: Plans) -> None:
     plans.heldout(*bare(3), {"prompt": "Q: sort 77", "answer": "77"})
     told = "evaluate: {} items of {} have no answer to compare with, so heldout/accuracy is {}"
     some = told.format("3 of 4", "dataset:heldout@2", "of the other 1 only")
-    assert some in view_plan(plans.file(suite_of()), plans.workspace).warnings
+    assert some in view_plan(plans.workspace, plans.file(suite_of())).warnings
     plans.heldout(*bare(3))
     none = told.format("3 of 3", "dataset:heldout@3", "not measured")
     assert none in submit(plans.file(suite_of()), workspace=plans.workspace).warnings
@@ -358,7 +358,7 @@ def test_a_gate_on_answers_that_are_not_there_is_refused(plans: Plans) -> None:
 def test_a_gate_on_the_reward_is_judged_on_its_range(plans: Plans) -> None:
     plans.heldout(*bare(90))
     gate = {"name": "worth", "metric": "heldout/reward", "at_least": 0.5}
-    planned = view_plan(plans.file(suite_of(gate)), plans.workspace)
+    planned = view_plan(plans.workspace, plans.file(suite_of(gate)))
     (note,) = planned.power
     assert (note.gate, note.items) == ("worth", 90)
     assert "at_least" in plans.refused(suite_of({**gate, "at_least": 1.5}))

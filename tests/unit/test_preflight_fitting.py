@@ -131,7 +131,7 @@ def test_a_data_set_of_several_files(bench: Bench) -> None:
         path = bench.file(lambda raw, word=word: raw["data"].update(train=word))  # type: ignore[misc]
         data = plan(path, bench.workspace).manifest.stage("sft").inputs["data"]
         assert (data.form, data.digest) == ("tree", bench.workspace.catalog.find("dataset:shards").digest)
-        assert view_plan(path, bench.workspace).stages
+        assert view_plan(bench.workspace, path).stages
     submit(path, workspace=bench.workspace)
     bench.rows("b", {**ROW, "completion": "A: " + "1" * 20}).rename(folder / "b.jsonl")
     with pytest.raises(InputError, match=r"path:shards/b\.jsonl row 1: prompt and completion of .* exceed the context"):
@@ -189,10 +189,10 @@ def test_what_the_engine_will_not_do_fast_is_a_warning(bench: Bench) -> None:
     file = bench.folder / "model" / "config.json"
     kept = file.read_bytes()
     path = bench.file(lambda raw: raw.update(model="./model"))
-    assert not [w for w in view_plan(path, bench.workspace).warnings if "falls back" in w]
+    assert not [w for w in view_plan(bench.workspace, path).warnings if "falls back" in w]
     try:
         file.write_text(json.dumps({**json.loads(kept), "model_type": "bloom", "logits_scaling": 2.0}))
-        found = view_plan(bench.file(lambda raw: raw.update(model="./model")), bench.workspace).warnings
+        found = view_plan(bench.workspace, bench.file(lambda raw: raw.update(model="./model"))).warnings
     finally:
         file.write_bytes(kept)
     told = {tuple(w.split(": ")[:2]) for w in found if "falls back" in w}
@@ -208,7 +208,7 @@ def test_a_tokenizer_that_needs_transformers_is_a_warning(bench: Bench) -> None:
     file.rename(bench.folder / "kept")
     try:
         path = bench.file(lambda raw: raw.update(model="./model"))
-        warnings = view_plan(path, bench.workspace).warnings
+        warnings = view_plan(bench.workspace, path).warnings
         bench.heldout({**ROW, "answer": None})
         assert "must have an answer" in bench.refused(lambda raw: raw.update(model="./model"))
     finally:
@@ -254,7 +254,7 @@ def test_rows_that_rot_after_they_fitted_are_named_too(bench: Bench) -> None:
     blob.chmod(0o644)
     blob.write_bytes(b"{}")
     with pytest.raises(IntegrityError, match=r"run.yaml: stages.evaluate.suites.heldout: dataset:heldout@1: blob"):
-        view_plan(bench.file(), bench.workspace)
+        view_plan(bench.workspace, bench.file())
 
 
 def test_a_model_whose_files_are_missing_is_named(bench: Bench) -> None:
@@ -281,13 +281,13 @@ def test_rows_that_repeat_an_item_are_told_and_counted_once(bench: Bench) -> Non
 
     rows = [{**ROW, "prompt": [{"role": "user", "content": f"Q: {number}"}]} for number in range(20)]
     bench.heldout(*rows * 10)
-    view = view_plan(bench.file(gated), bench.workspace)
+    view = view_plan(bench.workspace, bench.file(gated))
     assert [note.items for note in view.power] == [20]
     told = "dataset:heldout@2: 180 of 200 rows repeat another; they count once, so the suite has 20 items"
     assert told in view.warnings
-    assert told in view_plan(bench.file(gated), bench.workspace).warnings, "also when the fit is remembered"
+    assert told in view_plan(bench.workspace, bench.file(gated)).warnings, "also when the fit is remembered"
     with pytest.raises(InputError, match=r"proven by 20 items at .* \(180 of 200 rows repeat another\)"):
-        view_plan(bench.file(lambda raw: gated(raw, 0.9)), bench.workspace)
+        view_plan(bench.workspace, bench.file(lambda raw: gated(raw, 0.9)))
 
 
 def test_a_prompt_with_two_answers_is_no_item_but_may_be_a_probe(bench: Bench) -> None:

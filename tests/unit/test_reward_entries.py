@@ -181,7 +181,7 @@ def test_diff_tells_which_function_and_how_it_is_called(bench: Bench) -> None:
 
 def test_plan_and_lineage_name_the_function(bench: Bench) -> None:
     (bench.folder / "reward.py").write_text(TWO)
-    view = view_plan(bench.file(uses(ref="reward.py", entry="brief")), bench.workspace)
+    view = view_plan(bench.workspace, bench.file(uses(ref="reward.py", entry="brief")))
     grpo = next(stage for stage in view.stages if stage.name == "grpo")
     assert ("reward", "path:reward.py (brief)") in [(slot, name) for slot, name, _ in grpo.inputs]
     bench.workspace.catalog.add_reward(bench.folder / "reward.py", "two", entry="right")

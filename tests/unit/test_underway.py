@@ -568,8 +568,10 @@ def said(number: int) -> Said:
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, answers: Callable[[], Iterator[Said | str]]) -> None:
-    found = Asked("model:x@1", "sha256:x", "text", "as it was", answers())
-    monkeypatch.setattr("posttrain.app.sampling.ask", lambda workspace, *_, **__: found)
+    def ask(workspace: object, *_: Any, **__: Any) -> Asked:
+        return Asked("model:x@1", "sha256:x", "text", "as it was", answers())
+
+    monkeypatch.setattr("posttrain.app.sampling.ask", ask)
 
 
 HOW: dict[str, Any] = {

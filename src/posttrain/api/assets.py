@@ -68,11 +68,11 @@ class Assets(Verbs):
     def asset(self, ref: Word) -> Asset:
         """`KIND:NAME`, the latest, or `KIND:NAME@VERSION`. Raises NotFoundError with the nearest known one."""
 
-    @verb("GET /asset-status", Role.VIEWER, "app.assets", key=lambda one: (one.kind, one.name, one.version))
+    @verb("GET /asset-status", Role.VIEWER, "app.queries", key=lambda one: (one.kind, one.name, one.version))
     def asset_status(self) -> list[AssetStatus]:
         """Of every version that has one."""
 
-    @verb("POST /recalled", Role.VIEWER, "app.assets")
+    @verb("POST /recalled", Role.VIEWER, "app.queries")
     def recalled(self, *digests: Word) -> dict[str, AssetStatus]:
         """Of these bytes, those that were recalled or made from something recalled."""
 

@@ -18,7 +18,7 @@ from posttrain.data.importing import Curve, Imported, import_run
 from posttrain.decision.releases import moves
 from posttrain.domain.errors import InputError
 from posttrain.domain.lifecycle import RunState, is_final
-from posttrain.domain.records import Asset, AssetStatus, ReleaseEntry, RunRecord
+from posttrain.domain.records import Asset, ReleaseEntry, RunRecord
 from posttrain.foreign.outside import OutsideRun
 from posttrain.foreign.trl_output import read_trl_output
 from posttrain.store.scratch import scratch
@@ -53,16 +53,6 @@ def add_reward(
 ) -> Asset:
     added = workspace.catalog.add_reward(path, name, entry=entry, dialect=dialect, guideline=guideline)
     return _sealed(workspace, added)
-
-
-@answers(Control.asset_status)
-def asset_status(workspace: Workspace) -> list[AssetStatus]:
-    return [said for said, _ in workspace.ledger.asset_status()]
-
-
-@answers(Control.recalled)
-def recalled(workspace: Workspace, *digests: str) -> dict[str, AssetStatus]:
-    return recalls.recalled(workspace.ledger, digests)
 
 
 @answers(Control.mark)

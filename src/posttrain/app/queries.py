@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from posttrain.control.scores import Scores
     from posttrain.control.verifying import VerifyReport
     from posttrain.domain.manifest import Manifest
+    from posttrain.domain.records import AssetStatus
     from posttrain.drivers.requests import RunDriver
     from posttrain.trackers.tracking import TrackerState
     from posttrain.views.logs import LogFile
@@ -151,6 +152,18 @@ def follow(workspace: Workspace, run_id: str) -> None:
 
     workspace.close()  # one of each thread's own takes its place
     follow(partial(open_workspace, workspace.root), run_id)
+
+
+@answers(Control.asset_status)
+def asset_status(workspace: Workspace) -> list[AssetStatus]:
+    return [said for said, _ in workspace.ledger.asset_status()]
+
+
+@answers(Control.recalled)
+def recalled(workspace: Workspace, *digests: str) -> dict[str, AssetStatus]:
+    from posttrain.control import recalls
+
+    return recalls.recalled(workspace.ledger, digests)
 
 
 @answers(Control.lineage)
