@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from posttrain.data.rows import distinct_items
-from posttrain.decision.gates import Evidence, judge
-from posttrain.decision.looks import Look
+from posttrain.decision.gates import Evidence, Look, judge
 from posttrain.domain.gates import GateRule, Outcome
 from posttrain.domain.measures import RATE, SHARE, ItemRange
 from posttrain.domain.policies import LookBudget

@@ -25,18 +25,18 @@ from posttrain.domain.lifecycle import AttemptState
 from posttrain.domain.principals import Role
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.server.app import Server, build
+from posttrain.server.attempts import Granting
 from posttrain.server.calling import to_json
 from posttrain.server.connections import Door, Room
 from posttrain.server.entrance import Entrance
 from posttrain.server.forwarding import Peers
-from posttrain.server.granting import Granting
 from posttrain.server.limits import Limits
 from posttrain.server.metering import Meters
 from posttrain.server.serving import Bind, configured
 from posttrain.server.worker import Worker
 from posttrain.server.workers import Asking, Refused
 from posttrain.store.atomic import write_json
-from posttrain.store.grants import Grants
+from posttrain.store.reaching import Grants
 from posttrain.store.trees import put_tree
 
 KEY = "k" * 64

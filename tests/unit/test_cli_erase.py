@@ -187,9 +187,9 @@ def test_freed_pages_keep_nothing(world: World) -> None:
     world.ok("run", "run.yaml")
     with closing(sqlite3.connect(world.root / ".posttrain" / "ledger.db", isolation_level=None)) as connection:
         connection.execute("PRAGMA secure_delete = OFF")
-        connection.execute("CREATE TABLE notes (said TEXT)")
-        connection.executemany("INSERT INTO notes VALUES (?)", [(f"{number} left over",) for number in range(1000)])
-        connection.execute("DROP TABLE notes")
+        connection.execute("CREATE TABLE scraps (said TEXT)")
+        connection.executemany("INSERT INTO scraps VALUES (?)", [(f"{number} left over",) for number in range(1000)])
+        connection.execute("DROP TABLE scraps")
     assert in_file(world, "left over")
     assert world.json("erase", world.newest(), "--reason", "asked for")["overwritten"]
     assert not in_file(world, "left over")

@@ -15,8 +15,7 @@ from sqlalchemy import Engine, event
 
 from posttrain.app.workspace import open_workspace
 from posttrain.domain.canonical import digest_bytes
-from posttrain.domain.edges import named, release_of, source_of, stage_of
-from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.domain.records import RunRecord, StageRecord, named, release_of, source_of, stage_of
 from posttrain.store.trees import stored_sizes
 
 

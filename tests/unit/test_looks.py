@@ -20,8 +20,7 @@ from posttrain.control.judging import read_report
 from posttrain.control.looks import evaluations
 from posttrain.control.reconciler import Reconciler
 from posttrain.data.rows import prompt_text
-from posttrain.decision.gates import Evidence, judge_all
-from posttrain.decision.looks import Look
+from posttrain.decision.gates import Evidence, Look, judge_all
 from posttrain.domain.canonical import digest_bytes, digest_json
 from posttrain.domain.gates import GateReport, GateRule, Outcome
 from posttrain.domain.measures import RATE

@@ -32,14 +32,12 @@ from posttrain.domain.principals import Role
 from posttrain.domain.requests import JobRequest
 from posttrain.execution.executors.local.executor import refuse_elsewhere
 from posttrain.execution.processes import of_a_server
-from posttrain.server.attempts import LEAST_COUNTED
-from posttrain.server.granting import PREFIX, RENEW_SECONDS
+from posttrain.server.attempts import LEAST_COUNTED, PREFIX, RENEW_SECONDS
 from posttrain.server.limits import CHANNEL
 from posttrain.store.atomic import SMALL, write_json
 from posttrain.store.backends.served import ServedBlobs
 from posttrain.store.channels.served import ServedObjects
-from posttrain.store.grants import SECONDS, Grants
-from posttrain.store.reaching import JobAccess, read_access
+from posttrain.store.reaching import SECONDS, Grants, JobAccess, read_access
 from posttrain.store.trees import materialise, put_tree
 from s3_server import s3_server, use_s3
 

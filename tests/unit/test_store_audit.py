@@ -46,6 +46,10 @@ def fill(ledger: Ledger) -> None:
         )
         transaction.put_cache("sha256:key", "run1", "sft")
         transaction.send_signal("run1", "go", "it looks well")
+        transaction.note("run1", "look at the loss")
+        for tag in ("keep", "drop"):
+            transaction.note("run1", tag=tag)
+        transaction.untag(transaction.snapshot.notes("run1")[-1])
         transaction.append_release("prod", OTHER, None, "promote", expected=0)
         transaction.append_release("prod", MODEL, "run1", "promote", expected=1, report_digest=MANIFEST)
     with ledger.transaction("user:bob") as transaction:

@@ -13,7 +13,7 @@ from server_bench import serving
 from test_approvals import ONE, waits
 from test_channel_policies import policy_file
 
-from posttrain.app.remote import remote_checks
+from posttrain.app.doctor import remote_checks
 from posttrain.app.workspace import open_workspace
 from posttrain.domain.errors import ConflictError, NotFoundError
 from posttrain.domain.principals import Role
@@ -107,7 +107,7 @@ def test_doctor_looks_at_the_server_that_commands_ask(world: World, monkeypatch:
         assert told.exit_code == 10
         assert f"posttrain login {bench.url}" in told.stdout
         assert "workspace" not in [line.split()[2] for line in told.stdout.splitlines() if line.count(" ") > 3]
-        monkeypatch.setattr("posttrain.app.remote.time.time", lambda: 0.0)
+        monkeypatch.setattr("posttrain.app.doctor.time.time", lambda: 0.0)
         assert {one.name: one.state for one in remote_checks(bench.url)}["clock"] == "warn"
     (gone,) = remote_checks(bench.url)
     assert (gone.name, gone.state) == ("server", "fail")

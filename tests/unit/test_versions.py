@@ -17,7 +17,7 @@ from server_bench import KEY, ServerBench, served
 
 from posttrain._version import __version__
 from posttrain.api.control import OPERATIONS
-from posttrain.api.versions import API_VERSION, API_VERSIONS
+from posttrain.api.verbs import API_VERSION, API_VERSIONS
 from posttrain.client.remote import remote_control
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import ApiVersionError, PosttrainError

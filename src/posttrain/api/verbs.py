@@ -20,12 +20,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, get_origin, overload
 
-from posttrain.api.versions import API_VERSION
 from posttrain.domain.principals import Role
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
+API_VERSION = 1  # that a client speaks; it is in the path of every request
+API_VERSIONS = (1,)  # that a server speaks: beside its own that of the release before
+UNKNOWN_PARAMETER = "unknown parameter"  # words of a refusal
 P = ParamSpec("P")
 R = TypeVar("R")
 W = TypeVar("W")

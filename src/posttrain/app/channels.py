@@ -189,9 +189,9 @@ def _looks_at_items_of(ledger: Ledger, live: ReleaseEntry | None) -> tuple[Look,
     """
     if live is None or live.run_id is None:
         return ()
-    from posttrain.domain.edges import stage_end
     from posttrain.domain.evaluators import SUITES
     from posttrain.domain.kinds import kind_of
+    from posttrain.domain.records import stage_end
 
     with ledger.snapshot() as now:
         ends = [stage_end(row.run_id, row.name) for row in now.stages(live.run_id) if kind_of(row.kind).measures]

@@ -26,11 +26,10 @@ from posttrain.data.assets import floating_types
 from posttrain.data.refs import Source
 from posttrain.decision.releases import release_states
 from posttrain.domain.contracts import BEST
-from posttrain.domain.edges import IMPORTED
 from posttrain.domain.errors import InputError
 from posttrain.domain.identity import deciding
 from posttrain.domain.manifest import Manifest, StageManifest
-from posttrain.domain.records import StageRecord
+from posttrain.domain.records import IMPORTED, StageRecord
 from posttrain.domain.rendering import CONFIG, is_classifier
 from posttrain.execution import foreground
 from posttrain.store.atomic import sync_folder, sync_tree, unwritable

@@ -28,7 +28,7 @@ from posttrain.cli.tracking import TrackerOption
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:
-    from posttrain.app.adopting import Adopted
+    from posttrain.app.backing import Adopted
 
 UNFIT = 10  # the exit code of WorkspaceError
 _GLYPHS = {"ok": "succeeded", "warn": "stopped", "fail": "failed"}
@@ -173,7 +173,7 @@ def _refuse_beside_a_server() -> None:
 
 
 def _adopt(trainer: str, source: Path, folder: Path) -> Adopted:
-    from posttrain.app.adopting import RUN_FILE, Trainer, adopt
+    from posttrain.app.backing import RUN_FILE, Trainer, adopt
 
     if trainer not in tuple(Trainer):
         raise InputError(f"init: --from takes {' or '.join(Trainer)}, got {trainer!r}; name one of them")

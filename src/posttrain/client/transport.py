@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, quote, urlencode, urlsplit
 
 from posttrain._version import __version__
 from posttrain.api.problems import MEDIA_TYPE, raised
-from posttrain.api.versions import API_VERSION, UNKNOWN_PARAMETER
+from posttrain.api.verbs import API_VERSION, UNKNOWN_PARAMETER
 from posttrain.client.direct import fetched
 from posttrain.domain.errors import (
     ApiVersionError,

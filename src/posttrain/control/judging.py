@@ -17,8 +17,7 @@ from posttrain.control.deciding import BASELINE, EVIDENCE, RIVAL
 from posttrain.control.looks import gate_looks
 from posttrain.control.recalls import refuse_release
 from posttrain.control.stores import Stores
-from posttrain.decision.gates import Baseline, Evidence, judge_all
-from posttrain.decision.looks import Look
+from posttrain.decision.gates import Baseline, Evidence, Look, judge_all
 from posttrain.decision.releases import judged_at, promotion
 from posttrain.domain.canonical import canonical_json, digest_json
 from posttrain.domain.crashpoints import crashpoint

@@ -25,7 +25,6 @@ from posttrain.data.refs import AssetRef, Source
 from posttrain.decision.releases import live_before, release_states
 from posttrain.domain.approvals import APPROVED, Terms
 from posttrain.domain.contracts import BEST, METRICS, MODEL, REPORT
-from posttrain.domain.edges import IMPORT, ORIGIN, REUSED, release_of, stage_end, stage_of
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, nearest
 from posttrain.domain.gates import Verdict
 from posttrain.domain.kinds import kind_of
@@ -33,7 +32,19 @@ from posttrain.domain.manifest import NAMED, InputRef, Manifest, model_output
 from posttrain.domain.placement import NAMED_MODELS
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.principals import canonical
-from posttrain.domain.records import Asset, Edge, ReleaseEntry, RunRecord, StageRecord
+from posttrain.domain.records import (
+    IMPORT,
+    ORIGIN,
+    REUSED,
+    Asset,
+    Edge,
+    ReleaseEntry,
+    RunRecord,
+    StageRecord,
+    release_of,
+    stage_end,
+    stage_of,
+)
 from posttrain.domain.sinks import RUN_ENVIRONMENT
 from posttrain.store.external import URI, VERSION
 from posttrain.store.snapshot import Snapshot

@@ -21,7 +21,7 @@ from pyarrow.lib import ArrowException
 
 from posttrain.control.deciding import EVIDENCE
 from posttrain.control.stores import Stores
-from posttrain.decision.looks import Look
+from posttrain.decision.gates import Look
 from posttrain.domain.contracts import METRICS, MODEL
 from posttrain.domain.errors import IntegrityError, NotFoundError
 from posttrain.domain.evaluators import SUITES, measured_suites

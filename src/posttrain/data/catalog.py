@@ -26,11 +26,10 @@ from posttrain.data.refs import NAME, AssetRef, Source, local_path, parse_ref
 from posttrain.data.rows import each_row, has_answer, prompt_text
 from posttrain.data.signatures import SOURCE, imported_reward
 from posttrain.domain.canonical import digest_bytes, digest_json, is_digest
-from posttrain.domain.edges import IMPORTED
 from posttrain.domain.errors import InputError, NotFoundError, nearest
 from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.ports import BlobStore
-from posttrain.domain.records import Asset
+from posttrain.domain.records import IMPORTED, Asset
 from posttrain.domain.rewards import AS_FOUND, AUTO, Called, source_name
 from posttrain.store.external import EXTERNAL, URI, VERSION, ChangedError, External, fetch_external
 from posttrain.store.ledger import Ledger

@@ -18,10 +18,9 @@ from posttrain.data.assets import inspect_model
 from posttrain.data.catalog import Catalog, inspect_dataset, refuse_name
 from posttrain.data.parts import data_files
 from posttrain.domain.canonical import canonical_json
-from posttrain.domain.edges import IMPORTED
 from posttrain.domain.errors import InputError
 from posttrain.domain.ports import BlobStore
-from posttrain.domain.records import Asset
+from posttrain.domain.records import IMPORTED, Asset
 from posttrain.foreign.outside import Named, OutsideRun, Points
 from posttrain.store.atomic import unwritable
 from posttrain.store.scratch import scratch

@@ -22,17 +22,60 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.decision.looks import Look
 from posttrain.decision.statistics import Array, mcnemar_p, mean_lower, paired_lower, rate_lower
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import CHANNEL, GateReport, GateRule, Outcome, Verdict, whose_words
 from posttrain.domain.measures import ItemRange
+from posttrain.domain.policies import LookBudget
 from posttrain.domain.seeds import derive_seed
 
 RATE_LIMIT = "exact limit of a rate (Clopper-Pearson)"
 PAIRED_LIMIT = "paired limit of two rates (Gaffke; against 0 exact McNemar)"
 MEAN_LIMIT = "bounded-mean limit (Gaffke)"
 NOT_TESTED = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The evaluation that a gate judges, among those of its items."""
+
+    number: int  # 1: the first
+    budget: LookBudget  # as `ChannelPolicy.looks`
+
+    @property
+    def spent(self) -> bool:
+        """Whether the policy allows fewer looks than this one."""
+        return isinstance(self.budget, int) and self.number > self.budget
+
+    @property
+    def words(self) -> str:
+        """`look 3 at these items`."""
+        return f"look {self.number} at these items"
+
+    def rule(self, rule: GateRule) -> GateRule:
+        """The rule with the confidence at which this look is judged."""
+        if self.budget == "warn":
+            return rule
+        shares = self.budget if isinstance(self.budget, int) else self.number * (self.number + 1)
+        return rule.model_copy(update={"confidence": 1 - (1 - rule.confidence) / shares})
+
+    def verdict(self, rule: GateRule, judged: Verdict) -> Verdict:
+        """The verdict of `self.rule(rule)` with the look in it. A look beyond the policy's budget is an ERROR."""
+        update: dict[str, object] = {"look": self.number}
+        if self.spent:
+            reason = f"{self.words}, of {self.budget} that the channel's policy allows; judge on items that are new."
+            update |= {"outcome": Outcome.ERROR, "reason": reason}
+        elif judged.limit is None:  # nothing was tested
+            pass
+        elif judged.confidence != rule.confidence:
+            update |= {"asked": rule.confidence, "reason": f"{judged.reason[:-1]} ({self.words})."}
+        elif self.budget == "warn" and self.number > 1:
+            update["reason"] = f"{judged.reason[:-1]} ({self.words}, judged as if it were the first)."
+        return judged.model_copy(update=update)
+
+    def inflated(self, confidence: float) -> float:
+        """The chance that one of so many models on the threshold passes, if each is judged at this confidence alone."""
+        return 1 - confidence**self.number
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,8 +23,7 @@ from posttrain._version import __version__
 from posttrain.api.control import OPERATIONS
 from posttrain.api.guarding import refuse
 from posttrain.api.problems import MEDIA_TYPE, problem
-from posttrain.api.verbs import PREFIX, Verb
-from posttrain.api.versions import API_VERSIONS
+from posttrain.api.verbs import API_VERSIONS, PREFIX, Verb
 from posttrain.app.workspace import Workspace
 from posttrain.control.owners import process_alive, process_name
 from posttrain.domain.errors import (

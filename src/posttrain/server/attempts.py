@@ -6,32 +6,43 @@ A job shows its attempt's token. No verb takes it, and no token of a person is t
 
 from __future__ import annotations
 
+import logging
 import re
+import secrets
 import threading
+import time
 from collections import OrderedDict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
 from posttrain.domain.canonical import digest_bytes, is_digest
-from posttrain.domain.errors import AuthenticationError, InputError, NotFoundError
-from posttrain.server.granting import PREFIX
+from posttrain.domain.errors import AuthenticationError, InfrastructureError, InputError, NotFoundError, PosttrainError
+from posttrain.domain.records import AttemptRecord
 from posttrain.server.limits import CHANNEL, READ, UPLOAD, Limits, in_thread
 from posttrain.server.requests import whole
-from posttrain.store.atomic import most_of
+from posttrain.store.atomic import most_of, read_json
 from posttrain.store.channels.objects import object_store
 from posttrain.store.channels.served import TOO_MUCH
 from posttrain.store.direct import LARGE, open_direct
-from posttrain.store.grants import Granted, Grants
+from posttrain.store.reaching import INSIDE, SOCKET, Granted, Grants, JobAccess, tell
 from posttrain.store.trees import tree_listing
+from posttrain.workspace.served import PLACE
 
 if TYPE_CHECKING:
     from posttrain.server.app import Server
     from posttrain.store.channel import ChannelObjects
     from posttrain.workspace.opened import OpenWorkspace
 
+log = logging.getLogger("posttrain.driver")
+PREFIX = "posttrain_job_"
+RENEW_SECONDS = 60.0  # between two renewals
+_BYTES = 32
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 BLOB = "/v1/attempt/blobs/{digest}"
 _CHANNEL = "/v1/attempt/channel/{key:path}"
 _NAME = "[A-Za-z0-9][A-Za-z0-9_.-]{0,80}"
@@ -43,6 +54,69 @@ _SCHEME = "bearer "
 _DIGITS = 16  # of a size
 _MOST = 256  # attempts whose inputs are kept in memory
 _UNKEPT = {"cache-control": "no-store"}
+
+
+class Granting:
+    """Of one host's driver.
+
+    Args:
+        root: the workspace's folder.
+        host: whose attempts it renews; None: the ledger has one host.
+    """
+
+    def __init__(self, root: Path, grants: Grants, host: str | None) -> None:
+        self._root, self._grants, self._host = root, grants, host
+        self._renewed = -RENEW_SECONDS
+        self._told: dict[str, tuple[str, str]] = {}  # where the server is, by the folders that have it from here
+        self._damaged: set[str] = set()  # folders of which that was told
+
+    def give(self, attempt: AttemptRecord, folder: Path, *, boxed: bool = False) -> None:
+        """See `control.jobs.Access.give`.
+
+        Raises:
+            InfrastructureError: the server does not say where it is.
+        """
+        url, certificate = self._server()
+        secret = PREFIX + secrets.token_urlsafe(_BYTES)
+        self._grants.add(attempt, digest_bytes(secret.encode()))
+        JobAccess(url, secret, certificate, f"{INSIDE}/{SOCKET}" if boxed else "").write(folder)
+
+    def keep(self) -> None:
+        """Renew what living jobs have, where it is time, and tell them where the server is now.
+
+        Raises:
+            PosttrainError: ledger or server are away; do it again later.
+        """
+        if time.monotonic() - self._renewed < RENEW_SECONDS:
+            return
+        place = self._server()
+        folders = set(self._grants.renew(self._host))
+        self._renewed = time.monotonic()  # whatever lies in the folders: jobs write there
+        self._damaged &= folders
+        self._told = {name: told for name, told in self._told.items() if name in folders}
+        for name in sorted(folders):
+            if self._told.get(name) == place:
+                continue
+            try:
+                tell(self._root / name, *place)
+                self._told[name] = place
+                self._damaged.discard(name)
+            except (PosttrainError, OSError) as error:
+                if name not in self._damaged:
+                    self._damaged.add(name)
+                    log.warning("a job cannot be told where the server is: %s", error)
+
+    def _server(self) -> tuple[str, str]:
+        said = read_json(self._root / PLACE)
+        try:
+            parts, certificate = urlsplit(str(said["url"])), str(said.get("certificate", ""))
+            host = _EVERYWHERE.get(str(parts.hostname), str(parts.hostname))
+            shown = f"[{host}]" if ":" in host else host
+            return f"{parts.scheme}://{shown}:{parts.port}", Path(certificate).read_text() if certificate else ""
+        except (TypeError, KeyError, OSError) as error:
+            raise InfrastructureError(
+                f"{self._root / PLACE}: does not say where the server is; it is starting"
+            ) from error
 
 
 def add_routes(app: FastAPI, server: Server) -> None:

@@ -24,8 +24,7 @@ from posttrain.api.codec import adapter
 from posttrain.api.control import OPERATIONS
 from posttrain.api.guarding import refuse
 from posttrain.api.pages import cursor, place
-from posttrain.api.verbs import CURSOR, LIMIT, USUAL, FileRef, RunFile, Verb
-from posttrain.api.versions import UNKNOWN_PARAMETER
+from posttrain.api.verbs import CURSOR, LIMIT, UNKNOWN_PARAMETER, USUAL, FileRef, RunFile, Verb
 from posttrain.domain.errors import CursorError, InputError, PosttrainError, nearest
 
 if TYPE_CHECKING:

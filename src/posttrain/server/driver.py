@@ -26,10 +26,10 @@ from posttrain.domain.errors import PosttrainError
 from posttrain.domain.principals import DRIVER
 from posttrain.drivers.log import DriverLog
 from posttrain.events.bus import Deliverer
-from posttrain.server.granting import Granting
+from posttrain.server.attempts import Granting
 from posttrain.server.logs import DriverLines, Logging, begin
 from posttrain.server.metering import Board
-from posttrain.store.grants import Grants
+from posttrain.store.reaching import Grants
 from posttrain.store.work import open_runs
 
 AUTH = "server"

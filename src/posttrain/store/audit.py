@@ -13,8 +13,8 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Text, and_, literal, or_, select, type_coerce
 
-from posttrain.domain.edges import release_of, run_end, stage_end
 from posttrain.domain.errors import IntegrityError
+from posttrain.domain.records import release_of, run_end, stage_end
 from posttrain.store.database import schema_version
 from posttrain.store.journal import ADDED, ERASED, REMOVED, TABLES, auditable
 from posttrain.store.ledger import Ledger

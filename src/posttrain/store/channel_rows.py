@@ -11,11 +11,10 @@ from typing import Any
 from sqlalchemy import Connection, Select, func, select
 
 from posttrain.domain.approvals import Approval, ApprovalRequest
-from posttrain.domain.edges import stage_of
 from posttrain.domain.errors import IntegrityError
 from posttrain.domain.lifecycle import StageState
 from posttrain.domain.reasons import Reason
-from posttrain.domain.records import ChannelRecord, Deployment, Look, Measured, Quarantine, ReleaseEntry
+from posttrain.domain.records import ChannelRecord, Deployment, Look, Measured, Quarantine, ReleaseEntry, stage_of
 from posttrain.store.rows import Record, to_record, to_records
 from posttrain.store.schema import (
     approval_requests,

@@ -14,20 +14,23 @@ from sqlalchemy import Connection, Insert, Row, Table, delete, select, update
 
 from posttrain.domain.canonical import is_digest
 from posttrain.domain.contracts import BEST, MODEL, REPORT
-from posttrain.domain.edges import (
+from posttrain.domain.records import (
     IMPORT,
     IMPORTED,
     MANIFEST,
     ORIGIN,
     PARENT,
     REUSED,
+    Artifact,
+    Asset,
+    Edge,
+    ReleaseEntry,
     named,
     release_end,
     run_end,
     source_of,
     stage_end,
 )
-from posttrain.domain.records import Artifact, Asset, Edge, ReleaseEntry
 from posttrain.store.journal import ADDED, CHANGED, REMOVED, Change
 from posttrain.store.schema import artifacts, assets, edges, holds, stages
 from posttrain.store.scope import Scope

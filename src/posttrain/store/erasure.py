@@ -17,10 +17,10 @@ from typing import Any
 from sqlalchemy import Connection, Select, Text, bindparam, delete, func, or_, select, tuple_, type_coerce, update
 
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.domain.edges import IMPORTED
 from posttrain.domain.errors import InputError, NotFoundError, WorkspaceError
 from posttrain.domain.lifecycle import RunState
 from posttrain.domain.principals import NOBODY
+from posttrain.domain.records import IMPORTED
 from posttrain.store.database import schema_version
 from posttrain.store.external import URI, VERSION
 from posttrain.store.granting import end_access

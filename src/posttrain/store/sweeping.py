@@ -26,10 +26,10 @@ from sqlalchemy import Connection, Text, delete, func, select, type_coerce
 
 from posttrain.domain.contracts import REPORT
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.domain.edges import MANIFEST
 from posttrain.domain.errors import IntegrityError, NotFoundError, WorkspaceError
 from posttrain.domain.lifecycle import RunState
 from posttrain.domain.ports import BlobStore
+from posttrain.domain.records import MANIFEST
 from posttrain.store.blobs import ObjectBlobs, StoredBlob
 from posttrain.store.database import schema_version
 from posttrain.store.holding import StoreLock

@@ -47,7 +47,7 @@ artifacts = Table(
     Column("created_at", Float(53), nullable=False),
 )
 
-edges = Table(  # its ends are named as in domain/edges.py
+edges = Table(  # its ends are named as in domain/records.py
     "edges",
     metadata,
     Column("project", String(63), primary_key=True),
