@@ -106,7 +106,7 @@ def test_what_happened_is_what_the_rows_say(ledger: Ledger) -> None:
     before = verify_rows(ledger)
     # project, principals, run, stage, attempt, signal, asset, its status, releases, channel, deployment, quarantine,
     # look, cache, request, approval, role, tokens, sink; artifacts, edges, holds
-    assert before == 1 + 4 + 1 + 1 + 1 + 1 + 1 + 1 + 3 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 2 + 1 + 3 + 9 + 2
+    assert before == 1 + 4 + 1 + 1 + 1 + 1 + 1 + 1 + 3 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + 2 + 1 + 3 + 9 + 2 + 2
     with ledger.transaction("user:ann") as transaction:
         transaction.append_release("prod", MODEL, "run1", "promote", expected=3, lift="it was not the model")
     assert verify_rows(ledger) == before + 2  # not sealed yet: a release, and what it serves
