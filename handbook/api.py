@@ -8,6 +8,7 @@ from typing import Any
 
 import posttrain
 from handbook.comments import summary
+from posttrain.api.handles import Bound
 
 
 def page() -> str:
@@ -20,7 +21,7 @@ def page() -> str:
 def members(owner: type) -> Iterator[tuple[str, Any]]:
     """Public methods and properties that a class defines itself, in the order of its source."""
     for name, value in vars(owner).items():
-        if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+        if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property | Bound)):
             yield name, value
 
 
@@ -30,7 +31,7 @@ def _function(name: str, value: Any) -> str:
 
 def _class(name: str, owner: type) -> str:
     rows = [
-        f"| `{one}{_signature(value) if inspect.isfunction(value) else ''}` | {_told(value)} |"
+        f"| `{one}{'' if isinstance(value, property) else _signature(value)}` | {_told(value)} |"
         for one, value in members(owner)
     ]
     table = ["", "| member | |", "|---|---|", *rows] if rows else []
@@ -43,6 +44,8 @@ def _told(value: Any) -> str:
 
 def _signature(value: Any) -> str:
     """Arguments and defaults; types stand in the source."""
-    signature = inspect.signature(value)
-    kept = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values() if p.name != "self"]
+    bound = isinstance(value, Bound)
+    signature = inspect.signature(value.verb.function if bound else value)
+    taken = [one for one in signature.parameters.values() if one.name != "self"][bound:]  # of a verb: what it is of
+    kept = [p.replace(annotation=inspect.Parameter.empty) for p in taken]
     return str(signature.replace(parameters=kept, return_annotation=inspect.Signature.empty))

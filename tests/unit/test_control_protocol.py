@@ -29,7 +29,7 @@ class Far:
         self._near = open_control()
 
     def __getattr__(self, name: str) -> Any:
-        if name not in {*VERBS, "close"}:
+        if name not in {*VERBS, "asks", "close"}:
             raise AttributeError(f"Control has no {name}")
         return getattr(self._near, name)
 

@@ -18,6 +18,7 @@ from posttrain.domain.jobs import JobResult, Observation, Output
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.requests import JobRequest
 from posttrain.store.attempts import AttemptFolder
+from posttrain.store.blobs import ObjectBlobs
 from posttrain.store.transaction import Transaction
 from posttrain.store.waking import RUN as RUN_WORK
 from posttrain.store.waking import STAGE
@@ -442,3 +443,23 @@ def test_one_statement_reads_what_two_read(bench: Bench, monkeypatch: pytest.Mon
     with bench.ledger.snapshot() as now:
         assert rows == now.rows_of(run_id)
     assert len(rows.attempts) == 2
+
+
+def test_a_store_that_does_not_answer_when_a_job_is_launched_costs_no_attempt(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.scripts["sft"] = [train()]
+    run_id = bench.submit(**TRAIN_ONLY)
+    bench.reconciler.tick(run_id)
+    assert [one.state for one in bench.ledger.attempts(run_id)] == ["planned"]
+    away, has = iter([True] * 3), ObjectBlobs.has
+
+    def asked(self: ObjectBlobs, digest: str) -> bool:
+        if next(away, False):
+            raise InfrastructureError("the store does not answer (503)")
+        return has(self, digest)
+
+    monkeypatch.setattr(ObjectBlobs, "has", asked)
+    assert bench.drive(run_id).state == "succeeded"
+    assert [one.state for one in bench.ledger.attempts(run_id)] == ["succeeded"]
+    assert not next(away, False), "it was asked again"

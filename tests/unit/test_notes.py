@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,7 @@ from server_bench import KEY, ServerBench, serving
 from test_server_pages import P, add_runs
 
 from posttrain.app.workspace import init_workspace, open_workspace
-from posttrain.domain.errors import ConflictError, InputError, NotFoundError
+from posttrain.domain.errors import ConflictError, InputError, IntegrityError, NotFoundError
 from posttrain.domain.principals import Role
 from posttrain.store.snapshot import Snapshot
 
@@ -52,7 +56,7 @@ def test_notes_and_tags_are_shown_listed_by_proved_and_erased(world: World) -> N
     assert "posttrain note RUN --tag none" in world.ok("ls", "--tag", "none")
     assert "[keep, lr-3]" in world.ok("ls")
     told = world.ok("note", "a", "the one\nthat we keep", "--untag", "lr-3", "--tag", "best")
-    assert told == "run a: has 2 notes and tags best, keep; posttrain get a shows them\n"
+    assert told == "run a: written down; tags best, keep; posttrain get a shows it\n"
     shown = world.ok("get", "a")
     assert "tags: best, keep\n" in shown
     assert "note: the one that we keep (user:" in shown
@@ -79,7 +83,8 @@ def test_notes_and_tags_are_shown_listed_by_proved_and_erased(world: World) -> N
     [
         ((), "nothing to write down"),
         (("  ",), "nothing to write down"),
-        (("x" * 4001,), "at most 4000 characters, got 4001"),
+        (("x" * 1001,), "at most 1000 characters, got 1001"),
+        (("--tag", "t0", "--untag", "t0"), "got both of 't0'"),
         (("--tag", "Upper"), "a tag must be 1-24 of"),
         (("--tag", "a/b"), "a tag must be 1-24 of"),
         (("--untag", "none"), "must have a tag to take it off, got 'none'; it has t0, t1"),
@@ -109,8 +114,48 @@ def test_a_client_writes_down_and_lists_by_tags_in_pages(bench: ServerBench) -> 
     with pytest.raises(NotFoundError):
         control.note("r-99999999", "a text")
     sue = bench.control(bench.person("sue", Role.SUBMITTER))
-    (tag, note) = sue.note("r-00000001", "seen")
+    for _ in range(2):  # the same again changes nothing
+        (tag, note) = sue.note("r-00000001", "seen")
+    assert len(bench.workspace.ledger.notes("r-00000001")) == 2
     assert (tag.tag, note.text, note.actor) == ("odd", "seen", "user:sue")
+
+
+def test_a_run_is_not_submitted_whose_notes_are_refused(world: World) -> None:
+    path = world.write("a.yaml", WAITS.format("a"))
+    for words in (("--tag", "Bad"), ("--note", "x" * 1001), [w for n in range(9) for w in ("--tag", f"t{n}")]):
+        assert world("run", path, *words).exit_code == InputError.exit_code
+    assert listed(world) == []
+
+
+def test_a_run_has_a_hundred_notes_at_most(bench: ServerBench) -> None:
+    add_runs(bench, range(1))
+    control = bench.control(KEY)
+    for number in range(100):
+        control.note("r-00000000", f"note {number}")
+    with pytest.raises(InputError, match="at most 100 notes, got 101"):
+        control.note("r-00000000", "one more")
+
+
+@pytest.mark.parametrize(
+    "forgery",
+    [
+        "UPDATE notes SET tag = 'other' WHERE tag != ''",
+        "UPDATE notes SET text = 'other' WHERE tag = ''",
+        "DELETE FROM notes WHERE tag = ''",
+        "INSERT INTO notes SELECT project, run_id, 9, principal, at, 'forged', '' FROM notes LIMIT 1",
+        "UPDATE signals SET reason = 'other'",
+    ],
+)
+def test_verify_of_a_run_proves_its_notes_and_signals(world: World, forgery: str) -> None:
+    path = world.write("a.yaml", "name: a\nowner: ada\nseed: 1\nstages: {w: {kind: wait, signal: go}}\n")
+    world.ok("run", path, "--detach", "--note", "a text", "--tag", "keep")
+    world.ok("signal", "a", "go", "--reason", "why not")
+    world.ok("attach", "a")
+    world.ok("verify", "a")
+    with closing(sqlite3.connect(world.root / ".posttrain" / "ledger.db")) as connection:
+        assert connection.execute(forgery).rowcount == 1
+        connection.commit()
+    assert world("verify", "a").exit_code == IntegrityError.exit_code
 
 
 def test_two_who_write_at_once_lose_nothing(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,3 +193,21 @@ def test_the_console_writes_shows_and_filters(served: ConsoleWorld) -> None:
     assert f'value="{served.run}"' in tagged
     assert tagged.count("<li") < others.count("<li")
     assert viewer.get(f"{HOME}/runs?tag=Bad").status == 422, "which is no tag"
+
+
+def test_the_console_pages_through_tagged_runs_whether_they_have_ended_or_not(
+    served: ConsoleWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control, viewer = served.bench.control(KEY), served.browser("zoe", Role.VIEWER)
+    tagged = [run.id for run in control.ls(20)]
+    for run_id in tagged:
+        control.note(run_id, tags=["all"])
+    assert len({run.state in ("succeeded", "failed") for run in control.ls(20)}) == 2
+    monkeypatch.setattr("posttrain.server.console.pages.PAGE", 1)
+    shown, path = list[str](), f"{HOME}/runs?tag=all"
+    while path:
+        text = text_of(viewer, path)
+        shown += re.findall(r'name="runs" value="([^"]+)"', text)
+        older = re.search(r'rel="next" href="([^"]+)"', text)
+        path = older.group(1).replace("&amp;", "&") if older else ""
+    assert [html.unescape(one) for one in shown] == tagged

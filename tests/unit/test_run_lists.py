@@ -13,6 +13,7 @@ from server_bench import KEY, serving
 from sqlalchemy import Engine, event
 from typer.testing import CliRunner
 
+from posttrain.api.codec import adapter
 from posttrain.app.control import control_of
 from posttrain.app.workspace import Workspace, init_workspace
 from posttrain.cli.main import app
@@ -115,6 +116,12 @@ def test_audit_33_a_summary_is_a_kilobyte_in_every_writing(workspace: Workspace,
         assert len(said) >= 13, "and is not cut shorter than that takes"
     assert shown.tags[-1] == "…", "some have no room"
     assert RunSummary.of(status, tags=["b", "a"]).tags == ("a", "b")
+
+
+def test_a_client_reads_summaries_of_the_release_before(workspace: Workspace) -> None:
+    said = asdict(RunSummary.of(read_status(workspace, workspace.ledger.runs()[0].id)))
+    del said["tags"]
+    assert adapter(RunSummary).validate_json(json.dumps(said)).tags == ()
 
 
 def test_a_file_name_that_is_no_text_hides_no_run(workspace: Workspace) -> None:

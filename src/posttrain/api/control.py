@@ -135,8 +135,21 @@ class Submissions(Verbs):
         """The manifest of a run file. Raises as `plan`."""
 
     @verb("POST /runs", Role.SUBMITTER, "app.runs", heavy=True, command="run", run_file=True)
-    def submit(self, path: Path, *, again: bool = False, seed: int | None = None, setting: Setting = ()) -> Submitted:
-        """Record a run of a run file or a locked manifest; one that was submitted before attaches to its run."""
+    def submit(
+        self,
+        path: Path,
+        *,
+        again: bool = False,
+        seed: int | None = None,
+        setting: Setting = (),
+        note: str = "",
+        tags: Sequence[Tag] = (),
+    ) -> Submitted:
+        """Record a run of a run file or a locked manifest; one that was submitted before attaches to its run.
+
+        Args:
+            note, tags: are written down of the run, as `note` does; what no run can be given is refused first.
+        """
 
     @verb(
         "POST /evaluations",
@@ -181,18 +194,25 @@ class Submissions(Verbs):
 
     @verb("POST /runs/{run_id}/detach", Role.SUBMITTER, "drivers.detaching", command="run --detach")
     def detach(self, run_id: RunId) -> RunDriver:
-        """Have somebody else drive the run to its end; returns as soon as they have it."""
+        """Have somebody else drive the run to its end; returns as soon as they have it.
+
+        Raises:
+            InputError: the run has ended.
+            WorkspaceError: the workspace cannot be written.
+            InfrastructureError: no driver could be started; nothing is left of it.
+        """
 
     @verb("POST /runs/{run_id}/signals", Role.SUBMITTER, "control.actions:send_signal")
-    def signal(self, run_id: RunId, name: Name, reason: str) -> tuple[Signal, bool]:
+    def signal(self, run_id: RunId, name: Name, reason: str = "") -> tuple[Signal, bool]:
         """Let a run go on where it waits for this signal; and whether it was sent for the first time."""
 
     @verb("POST /runs/{run_id}/notes", Role.SUBMITTER, "control.actions")
     def note(self, run_id: RunId, text: str = "", tags: Sequence[Tag] = (), untag: Sequence[Tag] = ()) -> list[RunNote]:
-        """Write a text down of a run, give it tags and take tags off it; all that was written down, oldest first.
+        """Write a text down of a run, give it tags and take tags off it; its tags, and its newest text.
 
         Raises:
-            InputError: nothing to write down, too long a text, too many tags, no such tag to take off.
+            InputError: nothing to write down, too long a text, too many, a tag that is given and taken, none to take
+                off.
         """
 
     @verb("POST /runs/{run_id}/stop", Role.SUBMITTER, "control.actions")
@@ -434,15 +454,21 @@ class Channels(Verbs):
         """Let releases pass what their runs say."""
 
     @verb("PUT /channels/{name}/protection", Role.ADMIN, "app.channels", heavy=True, command="channel protect")
-    def protect(self, name: Word, *, protected: bool, why: str) -> ChannelRecord:
-        """Make releases and changes of its policy and quarantine wait for an approval, or take that back."""
+    def protect(self, name: Word, *, protected: bool = True, why: str = "") -> ChannelRecord:
+        """Make releases and changes of its policy and quarantine wait for the approval of somebody who neither
+        submitted nor owns what is released; `protected=False` takes that back.
+
+        Raises:
+            InputError: nobody but the present principal could approve anything.
+            ApprovalError: nobody approved yet that it is unprotected; this call requests it.
+        """
 
     @verb("PUT /channels/{name}/freeze", Role.APPROVER, "app.channels", heavy=True, command="channel freeze")
-    def freeze(self, name: Word, *, rollbacks: bool, why: str) -> ChannelRecord:
+    def freeze(self, name: Word, *, rollbacks: bool = False, why: str = "") -> ChannelRecord:
         """Let nothing be released to it; with `rollbacks` let it not be rolled back either."""
 
     @verb("DELETE /channels/{name}/freeze", Role.APPROVER, "app.channels", heavy=True, command="channel unfreeze")
-    def unfreeze(self, name: Word, *, why: str) -> ChannelRecord:
+    def unfreeze(self, name: Word, *, why: str = "") -> ChannelRecord:
         """Let it move again."""
 
 

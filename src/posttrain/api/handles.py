@@ -5,26 +5,46 @@ A handle holds a name and asks when it is touched, so it never tells of a moment
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Concatenate, Generic, cast, overload
 
+from posttrain.api.control import Control
+from posttrain.api.verbs import P, R, Verb
 from posttrain.domain.waits import waiting
 
 if TYPE_CHECKING:
-    from posttrain.api.control import Control
-    from posttrain.api.values import ChannelView, Difference, Node, RunDriver, VerifyReport, Why
+    from posttrain.api.values import ChannelView, Difference, Node, VerifyReport
     from posttrain.domain.approvals import Standing
     from posttrain.domain.lifecycle import ReleaseState
     from posttrain.domain.manifest import Manifest
     from posttrain.domain.policies import PinnedPolicy
-    from posttrain.domain.records import ChannelRecord, Event, ReleaseEntry, RunRecord, Signal
+    from posttrain.domain.records import ChannelRecord, Event, ReleaseEntry, RunRecord
 
 
 _LOOK = 2.0  # seconds between two looks whether a run waits for a person
+
+
+class Bound(Generic[P, R]):
+    """A verb of a handle: the verb's first parameter is what the handle names."""
+
+    def __init__(self, verb: Verb[Concatenate[str, P], R]) -> None:
+        self.verb, self.__doc__ = verb, verb.function.__doc__
+
+    @overload
+    def __get__(self, handle: None, kind: type) -> Bound[P, R]: ...
+
+    @overload
+    def __get__(self, handle: Run | Channel, kind: type) -> Callable[P, R]: ...
+
+    def __get__(self, handle: Run | Channel | None, kind: type) -> Bound[P, R] | Callable[P, R]:
+        if handle is None:
+            return self
+        return cast("Callable[P, R]", functools.partial(handle.control.asks.ask, self.verb, handle.word))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +55,11 @@ class Run:
     id: str
     attached: bool = False  # submitted before: this submit started nothing
     warnings: tuple[str, ...] = ()  # of the plan that this submit made, or of what it attached to
+
+    @property
+    def word(self) -> str:
+        """As verbs name it."""
+        return self.id
 
     @property
     def record(self) -> RunRecord:
@@ -87,27 +112,11 @@ class Run:
             raise error
         return record
 
-    def detach(self) -> RunDriver:
-        """Have a background process drive the run to its end; returns as soon as it has the run.
-
-        Raises:
-            InputError: the run has ended.
-            WorkspaceError: the workspace cannot be written.
-            InfrastructureError: no driver could be started; nothing is left of it.
-        """
-        return self.control.detach(self.id)
-
-    def why(self) -> Why:
-        """Where it is and why."""
-        return self.control.why(self.id)
-
-    def signal(self, name: str, reason: str = "") -> tuple[Signal, bool]:
-        """Let it go on where it waits for this signal; and whether it was sent for the first time."""
-        return self.control.signal(self.id, name, reason)
-
-    def stop(self) -> RunRecord:
-        """Ask it to stop; whoever drives it carries that out."""
-        return self.control.stop(self.id)
+    detach = Bound(Control.detach)
+    why = Bound(Control.why)
+    signal = Bound(Control.signal)
+    note = Bound(Control.note)
+    stop = Bound(Control.stop)
 
     def retry(self) -> Run:
         """Let a stopped or failed run go on; then `wait()`."""
@@ -171,6 +180,11 @@ class Channel:
     name: str
 
     @property
+    def word(self) -> str:
+        """As verbs name it."""
+        return self.name
+
+    @property
     def _view(self) -> ChannelView:
         return self.control.channel(self.name)
 
@@ -219,31 +233,10 @@ class Channel:
         self.control.set_policy(self.name, Path(path))
         return self.record
 
-    def remove_policy(self) -> ChannelRecord:
-        """Take its policy away: releases pass what their runs say. Raises as `set_policy`."""
-        return self.control.remove_policy(self.name)
-
-    def protect(self, *, protected: bool = True, why: str = "") -> ChannelRecord:
-        """Make releases and changes of its policy and quarantine wait for the approval of somebody who neither
-        submitted nor owns what is released; `protected=False` takes that back.
-
-        Raises:
-            InputError: nobody but the present principal could approve anything.
-            ApprovalError: nobody approved yet that it is unprotected; this call requests it.
-        """
-        return self.control.protect(self.name, protected=protected, why=why)
-
-    def freeze(self, *, rollbacks: bool = False, why: str = "") -> ChannelRecord:
-        """Let nothing be released to it.
-
-        Args:
-            rollbacks: let it not be rolled back either.
-        """
-        return self.control.freeze(self.name, rollbacks=rollbacks, why=why)
-
-    def unfreeze(self, *, why: str = "") -> ChannelRecord:
-        """Let it move again."""
-        return self.control.unfreeze(self.name, why=why)
+    remove_policy = Bound(Control.remove_policy)
+    protect = Bound(Control.protect)
+    freeze = Bound(Control.freeze)
+    unfreeze = Bound(Control.unfreeze)
 
     def rollback(
         self, to: str | None = None, *, since: int | None = None, reason: str = "", lift_quarantine: str = ""

@@ -156,14 +156,14 @@ def remove_policy(workspace: Workspace, name: str) -> ChannelRecord:
 
 
 @answers(Control.protect)
-def protect(workspace: Workspace, name: str, *, protected: bool, why: str) -> ChannelRecord:
+def protect(workspace: Workspace, name: str, *, protected: bool = True, why: str = "") -> ChannelRecord:
     from posttrain.control.channels import protect
 
     return _changed(workspace, protect(workspace.stores, name, protected=protected, why=why))
 
 
 @answers(Control.freeze)
-def freeze(workspace: Workspace, name: str, *, rollbacks: bool, why: str) -> ChannelRecord:
+def freeze(workspace: Workspace, name: str, *, rollbacks: bool = False, why: str = "") -> ChannelRecord:
     from posttrain.control.channels import EVERYTHING, RELEASES, freeze
 
     frozen = EVERYTHING if rollbacks else RELEASES
@@ -171,7 +171,7 @@ def freeze(workspace: Workspace, name: str, *, rollbacks: bool, why: str) -> Cha
 
 
 @answers(Control.unfreeze)
-def unfreeze(workspace: Workspace, name: str, *, why: str) -> ChannelRecord:
+def unfreeze(workspace: Workspace, name: str, *, why: str = "") -> ChannelRecord:
     from posttrain.control.channels import freeze
 
     return _changed(workspace, freeze(workspace.stores, name, "", why))

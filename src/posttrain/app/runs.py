@@ -291,12 +291,16 @@ def submit(
     again: bool = False,
     seed: int | None = None,
     setting: Setting = (),
+    note: str = "",
+    tags: Sequence[str] = (),
 ) -> Submitted:
     """Record a run of a run file or of a locked manifest; one that was submitted before attaches to its run.
 
     Raises:
-        InputError: as `plan` and `read_lock`; a seed or a setting for a manifest that is locked already.
+        InputError: as `plan`, `read_lock` and `actions.check_note`; a seed or a setting for a manifest that is locked
+            already.
     """
+    actions.check_note(note, tags)
     if is_lock(path) and seed is not None:
         raise InputError(f"{path}: --seed cannot change a locked manifest, got {seed}; lock the run file again with it")
     if is_lock(path) and setting:
@@ -305,7 +309,10 @@ def submit(
     with workspace.blobs.holding():  # what was found while planning is there when the run is recorded
         locked = read_lock(path, workspace, again=again) if lock else None
         planned = locked or plan(path, workspace, seed=seed, setting=setting)
-        return submit_planned(planned, workspace, again=again, exact=lock)
+        found = submit_planned(planned, workspace, again=again, exact=lock)
+    if note.strip() or tags:
+        actions.note(workspace.stores, found.run.id, note, tags)
+    return found
 
 
 def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = False, exact: bool = False) -> Submitted:

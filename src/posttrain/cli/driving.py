@@ -178,9 +178,8 @@ def run(
     """Submit a run and drive it to its end. One submitted before is attached to; the exit code is the outcome."""
     _refuse_both("run", detach, timeout)
     control = open_control()
-    submitted = control.submit(file, again=again, seed=seed, setting=single(sets or ()))
-    if note or tag:
-        control.note(submitted.run.id, note, tag or ())
+    setting, tags = single(sets or ()), tuple(tag or ())
+    submitted = control.submit(file, again=again, seed=seed, setting=setting, note=note, tags=tags)
     if detach and give_away(control, submitted, output):
         return
     greet(submitted, again=" (--again starts another)", output=output)

@@ -101,10 +101,8 @@ def note(
     if output is Output.JSON:
         emit_json([asdict(one) for one in found])
         return
-    tags = sorted(one.tag for one in found if one.tag)
-    texts = len(found) - len(tags)
-    words = f"{texts} {'note' if texts == 1 else 'notes'} and {'tags ' + ', '.join(tags) if tags else 'no tags'}"
-    say(f"run {run}: has {words}; posttrain get {run} shows them")
+    tags = ", ".join(sorted(one.tag for one in found if one.tag))
+    say(f"run {run}: written down; {f'tags {tags}' if tags else 'no tags'}; posttrain get {run} shows it")
 
 
 def _say_channels(

@@ -9,7 +9,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from posttrain.cli.console import ago, as_typed, branch, count, digest, duration, excerpt, glyph, moment, style
-from posttrain.cli.plans import placed, sized
+from posttrain.cli.placements import placed, sized
 from posttrain.cli.tables import Column, Grid
 from posttrain.domain.gates import Outcome, Verdict
 from posttrain.domain.kinds import Driver, kind_of

@@ -34,7 +34,7 @@ from posttrain.store.releasing import quarantined
 _DIGITS = 8  # the fewest hex digits that name a model; fewer decimal ones are a release number
 _GOES_ON = (RunState.STOPPED, RunState.FAILED)  # once somebody retries it
 _TRIES = 20  # compare-and-set against a reconciler that ticks ten times a second
-_MOST_NOTE, _MOST_TAGS = 4000, 8  # characters of a text; tags of a run
+_MOST_LETTERS, _MOST_NOTES, _MOST_TAGS = 1000, 100, 8  # of a text; of a run
 _SHORTEST = len(DIGEST_PREFIX) + 8  # of a digest that names a request
 
 
@@ -85,35 +85,56 @@ def send_signal(stores: Stores, run_id: str, name: str, reason: str = "") -> tup
 def note(
     stores: Stores, run_id: str, text: str = "", tags: Sequence[str] = (), untag: Sequence[str] = ()
 ) -> list[RunNote]:
-    """Write a text down of a run, give it tags and take tags off it; all that was written down, oldest first.
+    """Write a text down of a run, give it tags and take tags off it. What it had already changes nothing.
+
+    Returns:
+        Its tags, and its newest text.
 
     Raises:
-        InputError: nothing to write down, too long a text, too many tags, no such tag to take off.
+        InputError: nothing to write down, too long a text, too many, a tag that is given and taken, none to take off.
     """
+    check_note(text, tags)
+    both = next((tag for tag in tags if tag in untag), None)
+    if both is not None:
+        raise InputError(f"note: a tag must be given or taken off, got both of {both!r}; leave one out")
     if not (text.strip() or tags or untag):
         raise InputError(f"note: nothing to write down of run {run_id}; give a text, --tag TAG or --untag TAG")
-    if len(text) > _MOST_NOTE:
-        raise InputError(f"note: the text must be at most {_MOST_NOTE} characters, got {len(text)}; shorten it")
     with stores.ledger.transaction(stores.actor) as transaction:
         transaction.snapshot.run(run_id)
-        known = {one.tag: one for one in transaction.snapshot.notes(run_id, tags=True)}
+        transaction.lock_run(run_id)
+        there = transaction.snapshot.notes(run_id)
+        known, texts = {one.tag: one for one in there if one.tag}, [one.text for one in there if not one.tag]
         missing = next((tag for tag in untag if tag not in known), None)
         if missing is not None:
             has = ", ".join(known) or "none"
             raise InputError(f"note: run {run_id} must have a tag to take it off, got {missing!r}; it has {has}")
         wanted = [tag for tag in dict.fromkeys(tags) if tag not in known]
-        count = len(known) + len(wanted) - len(set(untag))
-        if count > _MOST_TAGS:
-            raise InputError(
-                f"note: a run must have at most {_MOST_TAGS} tags, got {count}; take some off: --untag TAG"
-            )
+        _refuse_many("tags", len(known) + len(wanted) - len(set(untag)), _MOST_TAGS, "take some off: --untag TAG")
         for tag in dict.fromkeys(untag):
             transaction.untag(known[tag])
         for tag in wanted:
             transaction.note(run_id, tag=tag)
-        if text.strip():
+        if text.strip() and texts[-1:] != [text.strip()]:
+            _refuse_many("notes", len(texts) + 1, _MOST_NOTES, "a file beside the run holds more")
             transaction.note(run_id, text.strip())
-        return transaction.snapshot.notes(run_id)
+        found = transaction.snapshot.notes(run_id)
+    return [*(one for one in found if one.tag), *[one for one in found if not one.tag][-1:]]
+
+
+def check_note(text: str, tags: Sequence[str]) -> None:
+    """Refuse what no run can be given.
+
+    Raises:
+        InputError: too long a text, too many tags.
+    """
+    if len(text) > _MOST_LETTERS:
+        raise InputError(f"note: the text must be at most {_MOST_LETTERS} characters, got {len(text)}; shorten it")
+    _refuse_many("tags", len(set(tags)), _MOST_TAGS, "leave some out")
+
+
+def _refuse_many(what: str, count: int, most: int, remedy: str) -> None:
+    if count > most:
+        raise InputError(f"note: a run must have at most {most} {what}, got {count}; {remedy}")
 
 
 def retry(stores: Stores, folders: AttemptFolders, run_id: str) -> RunRecord:

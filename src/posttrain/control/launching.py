@@ -262,10 +262,10 @@ def _plan(
     rivals: int,
     unwatched: int | None,
 ) -> tuple[Reason, str] | None:
-    """`plan_attempt` in one transaction: two attempts never reserve the same slot or the same part of a budget."""
+    """`plan_attempt` in one transaction, of a host one at a time: no two take the same slot or the same of a budget."""
     limited = budgets.limited(manifest)  # else nothing is counted, and no row is read for that
     with stores.ledger.transaction(stores.actor) as transaction:
-        state = transaction.lock_run(stage.run_id)
+        state = transaction.lock_run(stage.run_id, slots_of=jobs.host or "")
         if state != RunState.RUNNING:
             raise ConflictError(f"{stage.run_id}/{stage.name}: is not started now: the run is {state}")
         attempts = transaction.snapshot.attempts(stage.run_id) if limited else []
@@ -510,13 +510,17 @@ def _fetch_elsewhere(stores: Stores, stage: StageRecord, cache: Path) -> Failure
 
     Returns:
         Why that cannot be done; None when it is.
+
+    Raises:
+        InfrastructureError: the workspace's own store does not answer.
     """
     for blob in stage.inputs.values():
+        if stores.blobs.has(blob["digest"]):  # a store that does not answer is trouble, and no try of the stage's
+            continue
+        registered = stores.ledger.assets_by_digest(blob["digest"])
+        versions = external_versions(registered, blob["digest"], blob.get("name", ""))
         try:
-            if stores.blobs.has(blob["digest"]):
-                continue
-            registered = stores.ledger.assets_by_digest(blob["digest"])
-            if versions := external_versions(registered, blob["digest"], blob.get("name", "")):
+            if versions:
                 local_copy(versions, cache)
         except (InfrastructureError, InputError, IntegrityError) as error:
             passes = isinstance(error, InfrastructureError)

@@ -113,8 +113,9 @@ def start_ready(stores: Stores, jobs: Jobs, view: View, stage: StageRecord) -> N
     attempts = stores.ledger.attempts(stage.run_id) if budgets.limited(manifest) else []
     taken_over = tokens_taken_over(stores, jobs.folders, attempts)
     spent = budgets.spending(view.stages, attempts, taken_over=taken_over)
-    waits = stage.reason == Reason.WAITING_FOR_SLOT  # who does counts before a write begins; others in that write
-    driven, unwatched = taken_slots(stores, jobs) if waits else (0, None)
+    # in the write that plans it; before, where it waits already, or a checkpoint is looked for first, which takes time
+    before = stage.reason == Reason.WAITING_FOR_SLOT or bool(same) or bool(view.tries(stage.name))
+    driven, unwatched = taken_slots(stores, jobs) if before else (0, None)
     held = hold_back(manifest, stage, attempts, spent, free=jobs.slots - driven - (unwatched or 0))
     if isinstance(held, tuple):
         _wait(stores, stage, *held, key)

@@ -112,6 +112,8 @@ class _Part:
             return (end.removeprefix("run:").partition("/")[0] if end.startswith("run:") else end) in self.names
         if table in _VERSIONS:
             return f"{key[1]}:{key[2]}@{key[3]}" in self.names
+        if table in ("signals", "notes"):
+            return key[0] == self.project and key[1] in self.names
         return table in _PART and key[0] in self.names
 
     def events(self, connection: Connection) -> Iterator[ColumnElement[bool]]:

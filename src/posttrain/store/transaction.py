@@ -9,12 +9,13 @@ the work queue.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Table, Update, bindparam, delete, select, update
+from sqlalchemy import Table, Update, bindparam, delete, func, select, update
 from sqlalchemy import text as sql
 
 from posttrain.domain.errors import ConflictError, InputError, StaleWriteError
@@ -225,13 +226,20 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         """Let this host's drivers alone look at a run from now on."""
         settle_at(self._connection, self._project, run_id, host)
 
-    def lock_run(self, run_id: str) -> str:
+    def lock_run(self, run_id: str, slots_of: str | None = None) -> str:
         """Lock a run's row until the end of this transaction: of several drivers one begins or ends something of it.
+
+        Args:
+            slots_of: a host whose slots are counted in this transaction: of several drivers one counts at a time.
 
         Returns:
             Its state; empty: there is no such run.
         """
-        mine = self.snapshot.scope.select(runs, runs.c.state).where(runs.c.id == run_id)
+        columns: list[Any] = [runs.c.state]
+        if slots_of is not None and self._connection.dialect.name == "postgresql":
+            key = hashlib.sha256(f"slots of {slots_of}".encode()).digest()[:8]
+            columns.append(func.pg_advisory_xact_lock(int.from_bytes(key, "big", signed=True)))
+        mine = self.snapshot.scope.select(runs, *columns).where(runs.c.id == run_id)
         return self._connection.execute(mine.with_for_update()).scalar() or ""  # on SQLite one writes at a time
 
     def set_asset_status(self, asset: Asset, status: str, reason: str = "") -> AssetStatus:

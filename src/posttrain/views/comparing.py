@@ -15,7 +15,7 @@ from posttrain.domain.canonical import is_digest
 from posttrain.domain.contracts import METRICS
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.records import stage_of
-from posttrain.telemetry.progress import Curve
+from posttrain.telemetry.curves import Curve
 from posttrain.views.answers import shortened
 from posttrain.views.drawing import KEPT, stage_curves
 from posttrain.views.status import RunWatcher

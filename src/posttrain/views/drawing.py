@@ -11,7 +11,7 @@ from posttrain.decision.statistics import rate_lower
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.records import StageRecord
-from posttrain.telemetry.progress import Curve
+from posttrain.telemetry.curves import Curve
 from posttrain.views.status import RunStatus, RunWatcher
 from posttrain.web.panels import CurveSeries, StageBoundary
 from posttrain.web.quantities import rank

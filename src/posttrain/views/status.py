@@ -256,7 +256,7 @@ class RunSummary:
         str, float
     ]  # what its gate judged first by name, else the last evaluation's first metric; one, or none
     release: str  # `prod@3`, the last one of it; empty: none
-    tags: tuple[str, ...]  # as many as there is room for; then `…`
+    tags: tuple[str, ...] = ()  # as many as there is room for; then `…`
 
     @classmethod
     def of(cls, status: RunStatus, release: str = "", tags: Sequence[str] = ()) -> RunSummary:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from posttrain.decision.intervals import Estimate
-from posttrain.telemetry.progress import Curve, Floats
+from posttrain.telemetry.curves import Curve, Floats
 from posttrain.web.quantities import WORDS, brief, extent, is_rate, ticks
 
 _EDGE = 2.0  # per cent kept free at both ends

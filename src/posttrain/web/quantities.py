@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from posttrain.telemetry.progress import step_noise
+from posttrain.telemetry.curves import step_noise
 
 REWARD = "reward/mean"
 COMPONENTS = "reward components"  # one panel of all `reward/NAME/mean`

@@ -34,7 +34,7 @@ def run_list(visit: Visit) -> Response:
     before = words.get("before") or None
     tag = words.get("tag") or None
     newest = visit.control.ls(PAGE, before, tag)
-    queue = [] if before else visit.control.queue(_QUEUE) if tag is None else newest
+    queue = newest if tag is not None else [] if before else visit.control.queue(_QUEUE)
     ended = [one for one in newest if is_final("run", one.state)]
     return visit.page(
         "runs",
