@@ -7,6 +7,7 @@ that provably never comes, or gives the product a clock of its own. What is left
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -138,6 +139,7 @@ ALLOWED = {
 }
 
 
+@functools.cache
 def found() -> set[tuple[str, str]]:
     """(file, line) of every sleep that ends and of every short time-out."""
     lines: set[tuple[str, str]] = set()
