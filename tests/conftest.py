@@ -57,6 +57,7 @@ def pytest_collection_finish() -> None:
     """What was imported stays: the collector need not look through a million objects again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)

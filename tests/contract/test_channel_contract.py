@@ -336,7 +336,9 @@ def test_a_reader_between_two_looks_misses_and_doubles_nothing(objects: ChannelO
         assert seen == expected(1, 2 * PACK)
 
 
-@pytest.mark.parametrize("address", LONG, indirect=True)
+@pytest.mark.parametrize(
+    "address", ["folder", pytest.param("objects", marks=pytest.mark.slow), LONG[-1]], indirect=True
+)
 def test_a_writer_killed_between_any_two_writes_loses_and_doubles_nothing(address: str) -> None:
     # before the pack, behind it, between two removals, before the last one, behind it
     for steps in (PACK, PACK + 1, PACK + 2, PACK + 30, 2 * PACK, 2 * PACK + 1):

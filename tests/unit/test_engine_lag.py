@@ -123,7 +123,12 @@ AT_0 = {"stream_gradients", "lag"}  # a stage that says these is one of lag 0
 
 @pytest.mark.parametrize(
     ("stage", "lag"),
-    [(stage, lag) for stage, (_, said) in STAGES.items() for lag in (0, 1, 2) if not (lag and AT_0 & said.keys())],
+    [
+        pytest.param(stage, lag, marks=pytest.mark.slow if lag == 1 else ())
+        for stage, (_, said) in STAGES.items()
+        for lag in (0, 1, 2)
+        if not (lag and AT_0 & said.keys())
+    ],
 )
 def test_late_calls_change_no_bit(model: ModelSource, tmp_path: Path, stage: str, lag: int) -> None:
     """Calls, stored answers, streams and scores, of every role, at moments drawn at random."""

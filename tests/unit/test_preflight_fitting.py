@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import yaml
 
 from posttrain.app.handles import submit
 from posttrain.app.runs import plan, view_plan
-from posttrain.app.workspace import init_workspace
+from posttrain.app.workspace import init_workspace, open_workspace
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.models.loading import character_tokenizer, initial_model
@@ -51,10 +52,14 @@ Change = Callable[[dict[str, Any]], None]
 
 
 class Bench:
-    """A workspace with a model, a data set and a run file beside it."""
+    """A workspace with a model, a data set and a run file beside it; made anew, or the copy of one that is given."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, like: Path | None = None) -> None:
         self.folder = folder
+        if like is not None:
+            shutil.copytree(like, folder, dirs_exist_ok=True)
+            self.workspace = open_workspace(folder)
+            return
         self.workspace = init_workspace(folder)
         config = InitModelConfig(hidden_size=16, intermediate_size=16, layers=1, context_length=CONTEXT)
         tokenizer = character_tokenizer(config.characters)
@@ -90,9 +95,17 @@ class Bench:
         return str(caught.value).removeprefix(f"{self.folder}/run.yaml: ")
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bench that nobody works at."""
+    made = Bench(tmp_path_factory.mktemp("template"))
+    made.workspace.close()
+    return made.folder
+
+
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
+def bench(tmp_path: Path, template: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path, template)
     yield made
     made.workspace.close()
 
