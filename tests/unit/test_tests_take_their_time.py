@@ -130,6 +130,10 @@ ALLOWED = {
     ("unit/test_server_bounds.py", "await asyncio.sleep(0)"): TURN,
     ("unit/test_server_workers.py", "await asyncio.sleep(0)"): TURN,
     ("unit/test_underway.py", "await asyncio.sleep(0)"): TURN,
+    ("unit/test_underway.py", "time.sleep(0.01)"): POLL,
+    ("unit/test_server_attempts.py", "time.sleep(0.01)"): POLL,
+    ("unit/test_server_bounds.py", "time.sleep(0.01)"): POLL,
+    ("unit/test_limits.py", "time.sleep(0.01)"): POLL,
     ("unit/test_store_database.py", 'second = Database(tmp_path / "l.db", busy_seconds=0.05)'): NEVER,
     (
         "unit/test_web_trace.py",
