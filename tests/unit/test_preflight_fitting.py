@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from cli_world import believe_rewards
 
 from posttrain.app.handles import submit
 from posttrain.app.runs import plan, view_plan
@@ -106,7 +107,8 @@ def _template() -> tempfile.TemporaryDirectory[str]:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    believe_rewards(monkeypatch)
     made = Bench(tmp_path)
     yield made
     made.workspace.close()
