@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import importlib.metadata
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +57,7 @@ def pytest_collection_finish() -> None:
     """What was imported stays: the collector need not look through a million objects again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -93,6 +97,66 @@ def _compiled_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(database, "create_engine", shared)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _chances_computed_once() -> Iterator[None]:
+    """What a plan says of its gates' power are the same few thousand numbers in every workspace."""
+    power = sys.modules.get("posttrain.decision.power")
+    with pytest.MonkeyPatch.context() as patch:
+        if power is not None:
+            patch.setattr(power, "difference_chance", functools.lru_cache(2**17)(vars(power)["difference_chance"]))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _models_read_once() -> Iterator[None]:
+    """A source opens a copy of what its folder was read as: reading a tiny model takes ten times as long.
+
+    `load_model` itself, which `test_model_loading` is about, reads whenever it is called.
+    """
+    source = sys.modules.get("posttrain.engine.models.source")
+    with pytest.MonkeyPatch.context() as patch:
+        if source is not None:
+            for name in ("load_model", "load_scalar_model"):
+                patch.setattr(source, name, _copied(vars(source)[name]))
+        yield
+
+
+def _copied(load: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that loads each state of a folder once."""
+    loaded: dict[Any, Any] = {}
+
+    def opened(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> Any:
+        files = sorted(folder.iterdir()) if folder.is_dir() else []
+        if device != "cpu" or sum(file.stat().st_size for file in files) > 2**22:
+            return load(folder, device=device, dtype=dtype)
+        state = dtype, tuple((file.name, file.read_bytes() if file.is_file() else b"") for file in files)
+        if state not in loaded:
+            while len(loaded) >= 32:
+                del loaded[next(iter(loaded))]
+            loaded[state] = load(folder, device=device, dtype=dtype)
+        return copy.deepcopy(loaded[state])
+
+    return opened
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _packages_listed_once() -> Iterator[None]:
+    """Which package a module is of takes a look into the records of a hundred packages, which hardly ever change."""
+    listed, known = importlib.metadata.packages_distributions, dict[Any, Any]()
+
+    def owners() -> Any:
+        folders = [path for path in map(Path, sys.path) if path.is_dir()]
+        state = tuple((str(folder), folder.stat().st_mtime_ns) for folder in folders)
+        if state not in known:
+            known.clear()
+            known[state] = listed()
+        return copy.deepcopy(known[state])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.metadata, "packages_distributions", owners)
         yield
 
 

@@ -52,6 +52,7 @@ def store() -> Iterator[str]:
 
 ADDRESSES = ["folder", "objects", "served"]
 LONG = [*ADDRESSES[:2], pytest.param("served", marks=pytest.mark.slow)]  # of tests that ask a served one very often
+LONGEST = ["folder", *(pytest.param(place, marks=pytest.mark.slow) for place in ADDRESSES[1:])]  # or the store too
 
 
 @pytest.fixture(params=ADDRESSES)
@@ -320,7 +321,7 @@ def test_numbering_goes_on_behind_a_pack_and_only_whole_packs_are_made(objects: 
     assert objects.numbers(EVENTS) == list(range(PACK + 2, 2 * PACK + 1))
 
 
-@pytest.mark.parametrize("address", LONG, indirect=True)
+@pytest.mark.parametrize("address", LONGEST, indirect=True)
 def test_a_reader_between_two_looks_misses_and_doubles_nothing(objects: ChannelObjects) -> None:
     """Whatever is packed between any two of its segments."""
     channel = AttemptChannel(objects)
@@ -336,7 +337,7 @@ def test_a_reader_between_two_looks_misses_and_doubles_nothing(objects: ChannelO
         assert seen == expected(1, 2 * PACK)
 
 
-@pytest.mark.parametrize("address", LONG, indirect=True)
+@pytest.mark.parametrize("address", LONGEST, indirect=True)
 def test_a_writer_killed_between_any_two_writes_loses_and_doubles_nothing(address: str) -> None:
     # before the pack, behind it, between two removals, before the last one, behind it
     for steps in (PACK, PACK + 1, PACK + 2, PACK + 30, 2 * PACK, 2 * PACK + 1):

@@ -140,7 +140,7 @@ def play(case: Case, family: str, dtype: torch.dtype = torch.float32) -> NativeR
     return engine
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())
 def test_a_schedule_changes_no_bit(case: Case) -> None:
     play(case, "qwen3")
@@ -196,12 +196,23 @@ def test_preempted_rows_are_read_again_and_counted(monkeypatch: pytest.MonkeyPat
     assert engine.counters.recomputed_tokens > 0
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(case=cases())
-def test_rows_that_move_between_classes_say_the_same(case: Case) -> None:
+def play_in_small_classes(case: Case) -> None:
     with pytest.MonkeyPatch.context() as patched:
         small_classes(patched)
         play(case, "qwen2")
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases())
+def test_rows_that_move_between_classes_say_the_same(case: Case) -> None:
+    play_in_small_classes(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases())
+def test_many_rows_that_move_between_classes_say_the_same(case: Case) -> None:
+    play_in_small_classes(case)
 
 
 def test_a_prompt_is_computed_once_for_all_who_share_it() -> None:

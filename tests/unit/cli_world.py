@@ -78,6 +78,12 @@ def imported(given: str) -> list[str]:
     return [""] * len(json.loads(given)["asked"])
 
 
+def believe_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans start no process that says how rewards are confined here and whether they can be imported."""
+    monkeypatch.setattr("posttrain.preflight.confinement._ask", lambda: {"whole": True, "notes": []})
+    monkeypatch.setattr("posttrain.preflight.confinement._answer", lambda words, given, seconds: imported(given))
+
+
 def metrics_table(right: int, first: int = 0) -> bytes:
     """Per-item accuracy as an evaluation leaves it, of items from number `first` on."""
     values = [1.0] * right + [0.0] * (ITEMS - right)
@@ -301,6 +307,5 @@ def make_world(folder: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.delenv("POSTTRAIN_WORKSPACE", raising=False)
     monkeypatch.setattr("posttrain.app.workspace.LocalExecutor", lambda *_, **__: world.executor)
     monkeypatch.setattr("posttrain.app.workspace.SystemClock", lambda: world.clock)
-    monkeypatch.setattr("posttrain.preflight.confinement._ask", lambda: {"whole": True, "notes": []})
-    monkeypatch.setattr("posttrain.preflight.confinement._answer", lambda words, given, seconds: imported(given))
+    believe_rewards(monkeypatch)
     return world

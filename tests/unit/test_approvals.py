@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -982,6 +983,10 @@ def test_audit_28_lineage_and_card_name_approval_gate_values_and_packages(
     world: World, user: As, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeExecutor, "attests", True)
+    (tmp_path / "site").mkdir()
+    monkeypatch.setattr(
+        environments, "read_environment", partial(environments.read_environment, (str(tmp_path / "site"),))
+    )
     world.ok("asset", "add", "reward:sort", world.write("reward.py", "import numpy\n\n" + GOOD_REWARD))
     world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
     run = waits(world)
@@ -1008,9 +1013,13 @@ def test_audit_28_lineage_and_card_name_approval_gate_values_and_packages(
 
 
 def test_audit_28_a_driver_that_died_while_it_pinned_tells_of_the_environment_once(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(FakeExecutor, "attests", True)
+    (tmp_path / "site").mkdir()
+    monkeypatch.setattr(
+        environments, "read_environment", partial(environments.read_environment, (str(tmp_path / "site"),))
+    )
     writes = environments.write_json
 
     def dies(path: Path, value: Any) -> None:

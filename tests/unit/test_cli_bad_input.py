@@ -126,10 +126,10 @@ def changed(old: str, new: str) -> str:
         pytest.param("a\n" * 3 + ": : :", "not YAML", id="no YAML"),
     ],
 )
-@pytest.mark.parametrize("verb", ["plan", "run"])
-def test_a_malformed_run_file(world: World, verb: str, text: str, naming: str) -> None:
+def test_a_malformed_run_file(world: World, text: str, naming: str) -> None:
     world.write("bad.yaml", text)
-    assert "bad.yaml" in refused(world, verb, "bad.yaml", naming=naming)
+    for verb in ("plan", "run"):
+        assert "bad.yaml" in refused(world, verb, "bad.yaml", naming=naming), verb
 
 
 @pytest.mark.parametrize("data", [b"name: \xff\xfe", "name: sort\n".encode("utf-16"), b"\x7fELF" + bytes(64)])

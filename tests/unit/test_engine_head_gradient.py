@@ -79,6 +79,7 @@ def errors_of_one_product(dtype: torch.dtype) -> tuple[float, float]:
     return distance(found[0], case()[3]), distance(found[1], bias())
 
 
+@cache
 def bias() -> Tensor:
     """Of the mean log-probability, in float64."""
     weight, hidden, tokens, _ = case()

@@ -123,7 +123,12 @@ AT_0 = {"stream_gradients", "lag"}  # a stage that says these is one of lag 0
 
 @pytest.mark.parametrize(
     ("stage", "lag"),
-    [(stage, lag) for stage, (_, said) in STAGES.items() for lag in (0, 1, 2) if not (lag and AT_0 & said.keys())],
+    [
+        pytest.param(stage, lag, marks=pytest.mark.slow if lag == 1 else ())
+        for stage, (_, said) in STAGES.items()
+        for lag in (0, 1, 2)
+        if not (lag and AT_0 & said.keys())
+    ],
 )
 def test_late_calls_change_no_bit(model: ModelSource, tmp_path: Path, stage: str, lag: int) -> None:
     """Calls, stored answers, streams and scores, of every role, at moments drawn at random."""
@@ -146,7 +151,7 @@ def test_late_calls_change_no_bit(model: ModelSource, tmp_path: Path, stage: str
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dapo"])
-@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("lag", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_another_admission_policy_drives_the_same_loop(model: ModelSource, tmp_path: Path, kind: str, lag: int) -> None:
     """Two prompts at once: several calls for a batch, the same samples; over a stop and with late calls as well."""
     options: dict[str, Any] = {"lag": {"steps": lag}} if lag else {}
@@ -200,7 +205,7 @@ def test_a_batch_is_of_one_version(model: ModelSource, tmp_path: Path, lag: int)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dapo"])
-@pytest.mark.parametrize("cut", [1, 2, 4])
+@pytest.mark.parametrize("cut", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_stopped_and_resumed_equals_undisturbed(model: ModelSource, tmp_path: Path, kind: str, cut: int) -> None:
     """What waits is in the checkpoint: weights that are gone could not sample it again."""
     whole = Desk(tmp_path / "whole", recipe(model, kind, lag={"steps": 2}))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -199,8 +200,22 @@ class Stage:
         return [fact.message for fact in self.facts if isinstance(fact, Note) and fact.level == "warning"]
 
 
-def same(stage: Stage, plain: Stage) -> None:
-    (weights, metrics), (others, expected) = stage.run(), plain.run()
+Plain = Callable[..., tuple[dict[str, torch.Tensor], list[dict[str, float]]]]
+
+
+@pytest.fixture(scope="module")
+def plain(model: ModelSource, tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """What a stage of some ranks, lag and kind that loses nobody ends with; each is run once."""
+
+    @functools.cache
+    def ends(*words: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+        return Stage(model, tmp_path_factory.mktemp("plain"), *words).run()
+
+    return ends
+
+
+def same(stage: Stage, plain: tuple[dict[str, torch.Tensor], list[dict[str, float]]]) -> None:
+    (weights, metrics), (others, expected) = stage.run(), plain
     assert metrics == expected
     assert all(torch.equal(value, others[name]) for name, value in weights.items())
 
@@ -211,18 +226,18 @@ MOMENTS = [("feed", 1), ("feed", 3), ("feed", 9), ("view", 3), ("layout", 2), ("
 @pytest.mark.parametrize(("method", "number"), MOMENTS)
 @pytest.mark.parametrize(("ranks", "lag"), [(2, 0), (2, 1), (1, 0)])
 def test_audit_18_a_stage_ends_with_the_same_bits_whoever_is_lost(
-    model: ModelSource, tmp_path: Path, method: str, number: int, ranks: int, lag: int
+    model: ModelSource, tmp_path: Path, plain: Plain, method: str, number: int, ranks: int, lag: int
 ) -> None:
-    stage, plain = (Stage(model, tmp_path / name, ranks, lag) for name in ("killed", "plain"))
+    stage = Stage(model, tmp_path, ranks, lag)
     lost = 0 if method in ("view", "layout") else ranks - 1  # rank 0 is asked for all
     stage.backend.fate = at_the(number, method, lost)
-    same(stage, plain)
+    same(stage, plain(ranks, lag))
     assert len(stage.notes) == 1
     assert sum(process.pid >= 200 for process in stage.backend.processes) == 1, "the others stay"
 
 
-def test_audit_18_all_ranks_may_be_lost_at_once(model: ModelSource, tmp_path: Path) -> None:
-    stage, plain = (Stage(model, tmp_path / name, 3, 0, "dapo") for name in ("killed", "plain"))
+def test_audit_18_all_ranks_may_be_lost_at_once(model: ModelSource, tmp_path: Path, plain: Plain) -> None:
+    stage = Stage(model, tmp_path, 3, 0, "dapo")
     seen: set[int] = set()
 
     def once(method: str, rank: int) -> bool:
@@ -231,12 +246,12 @@ def test_audit_18_all_ranks_may_be_lost_at_once(model: ModelSource, tmp_path: Pa
         return ends
 
     stage.backend.fate = once
-    same(stage, plain)
+    same(stage, plain(3, 0, "dapo"))
     assert len(stage.notes) == 3
 
 
 def test_audit_18_with_lag_a_lost_rank_gets_the_version_that_the_others_sample_with(
-    model: ModelSource, tmp_path: Path
+    model: ModelSource, tmp_path: Path, plain: Plain
 ) -> None:
     """The policy has learned since; where no other rank has its weights, nobody has."""
     for ranks in (2, 1):
@@ -259,7 +274,7 @@ def test_audit_18_with_lag_a_lost_rank_gets_the_version_that_the_others_sample_w
             )
         )
         if ranks == 2:
-            same(stage, Stage(model, tmp_path / "plain", 2, 1))
+            same(stage, plain(2, 1))
             assert len(stage.notes) == 1
         else:
             with pytest.raises(WorkerLostError, match=r"no process has the weights of policy version 0\.\d any more"):

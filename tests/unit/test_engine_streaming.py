@@ -280,7 +280,7 @@ class TestFailures:
         heard([None] * 15 + [0.0], 16)
         heard([1.0] * 16 + [None] * 4, 16, 4)  # one group in the place of another is no step
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(
         failing=st.sets(st.integers(0, 15), max_size=8),
         raising=st.none() | st.integers(0, 15),
@@ -546,7 +546,7 @@ def made_group(key: int) -> Group:
     return groups_of([Trajectory.answer((1, 5), [key], [-0.5], truncated=False)], [key], 1)[0]
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(
     order=st.integers(1, 9).flatmap(lambda count: st.permutations(range(3, 3 + count))),
     counts=st.lists(st.integers(0, 3), max_size=20),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from cli_world import believe_rewards
 from hypothesis import given
 from hypothesis import strategies as st
 from test_evaluate_job import Bench, says
@@ -287,7 +288,8 @@ def test_one_failing_item_fails_it_with_its_name(bench: Bench) -> None:
 
 
 @pytest.fixture
-def plans(tmp_path: Path) -> Iterator[Plans]:
+def plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plans]:
+    believe_rewards(monkeypatch)
     made = Plans(tmp_path)
     (made.folder / "rules.py").write_text(REWARDS)
     yield made

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from posttrain.domain import kinds
 from posttrain.domain.kinds import OWN
 
 ROOT = Path(kinds.__file__).parents[1]
+parsed = functools.cache(ast.parse)  # every source is looked at twice
 LEFT_OUT = ("domain/kinds.py", "foreign/", "engine/algorithms/")
 
 
@@ -45,7 +47,7 @@ def is_kind(node: ast.expr) -> bool:
 
 
 def findings(source: str, everywhere: dict[str, ast.expr] | None = None) -> Iterator[str]:
-    tree = ast.parse(source)
+    tree = parsed(source)
     known = {**(everywhere or {}), **constants(tree)}
 
     def names(node: ast.expr) -> set[str]:
@@ -78,7 +80,7 @@ def sources() -> list[Path]:
 def test_nobody_else_knows_a_kind_by_its_name() -> None:
     everywhere: dict[str, ast.expr] = {}
     for path in sources():
-        everywhere |= {name: value for name, value in constants(ast.parse(path.read_text())).items() if name.isupper()}
+        everywhere |= {name: value for name, value in constants(parsed(path.read_text())).items() if name.isupper()}
     found = {
         f"{path.relative_to(ROOT).as_posix()}:{finding}"
         for path in sources()

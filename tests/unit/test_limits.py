@@ -135,13 +135,13 @@ def test_bytes_of_uploads_of_one_are_counted(bench: ServerBench) -> None:
     with socket.create_connection(("127.0.0.1", bench.port)) as one:
         one.sendall(f"{head}upload-offset: 0\r\nupload-length: 900000\r\ncontent-length: 900000\r\n\r\n1".encode())
         while ("user:ann", UPLOAD) not in bench.limits._held:
-            pass
+            time.sleep(0.01)
         other = "sha256:" + "cd" * 32
         assert refused(bench.ask("PATCH", f"{P}/blobs/{other}", bench.tokens["ann"], b"x" * 300_000, sizes))
         sent = bench.ask("PATCH", f"{P}/blobs/{other}", bench.tokens["ben"], b"x" * 300_000, sizes)
         assert sent.json == {"held": False, "offset": 300_000}
     while bench.limits._held:
-        pass
+        time.sleep(0.01)
     large = {"upload-offset": "0", "upload-length": "5000000"}
     sent = bench.ask("PATCH", f"{P}/blobs/{'sha256:' + 'ef' * 32}", bench.tokens["ann"], b"x" * 4_000_000, large)
     assert sent.json == {"held": False, "offset": 4_000_000}, "one alone may be as large as it likes"
@@ -202,7 +202,7 @@ def test_an_upload_that_does_not_say_its_size_weighs_what_may_wait_of_it(bench: 
     with socket.create_connection(("127.0.0.1", bench.port)) as one:
         one.sendall(f"PATCH {P}/blobs/{digest} HTTP/1.1\r\n{said}\r\ntransfer-encoding: chunked\r\n\r\n".encode())
         while ("user:ann", UPLOAD) not in bench.limits._held:
-            pass
+            time.sleep(0.01)
         assert bench.limits._held["user:ann", UPLOAD].bytes == 16 << 20
 
 

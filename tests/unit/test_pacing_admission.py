@@ -1,4 +1,4 @@
-"""Policy, buffer and journal of the loop under thousands of schedules: nothing here knows tokens, weights or time."""
+"""Policy, buffer and journal of the loop under hundreds of schedules: nothing here knows tokens, weights or time."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class World:
         return True
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(
     lag=st.integers(0, 4),
     prompts=st.integers(1, 4),
@@ -136,7 +136,7 @@ def test_whatever_the_schedule_a_batch_is_of_one_version_and_nothing_is_lost(
             assert len(batch) == prompts
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     lag=st.integers(0, 3),
     prompts=st.integers(1, 5),

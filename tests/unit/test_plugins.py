@@ -202,20 +202,23 @@ def test_a_run_file_may_name_it(tmp_path: Path, site: Path, monkeypatch: pytest.
 
 def test_help_and_a_plain_command_read_no_package_list(tmp_path: Path) -> None:
     """Neither imports what reads it, nor calls it."""
+    commands = [["--help"], ["init"], ["ls"]]
     program = (
-        "import sys, importlib\n"
+        "import sys\n"
         "from posttrain.cli.main import main\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "found = sys.modules.get('posttrain.domain.plugins')\n"
-        "print('LOOKED', bool(found and found._scan.cache_info().currsize), file=sys.stderr)\n"
+        f"for command in {commands}:\n"
+        "    sys.argv[1:] = command\n"
+        "    try:\n        main()\n    except SystemExit as end:\n        code = end.code\n"
+        "    found = sys.modules.get('posttrain.domain.plugins')\n"
+        "    print('LOOKED', bool(found and found._scan.cache_info().currsize), code, file=sys.stderr)\n"
     )
-    for command in (["--help"], ["init"], ["ls"]):
-        done = subprocess.run(
-            [sys.executable, "-c", program, *command],
-            cwd=tmp_path,
-            env={**os.environ, "COLUMNS": "200"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert "LOOKED False" in done.stderr, (command, done.stdout, done.stderr)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    told = [line for line in done.stderr.splitlines() if line.startswith("LOOKED")]
+    assert told == ["LOOKED False 0"] * len(commands), (done.stdout, done.stderr)

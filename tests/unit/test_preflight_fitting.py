@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from cli_world import believe_rewards
 
 from posttrain.app.handles import submit
 from posttrain.app.runs import plan, view_plan
-from posttrain.app.workspace import init_workspace
+from posttrain.app.workspace import init_workspace, open_workspace
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.models.loading import character_tokenizer, initial_model
@@ -51,19 +55,12 @@ Change = Callable[[dict[str, Any]], None]
 
 
 class Bench:
-    """A workspace with a model, a data set and a run file beside it."""
+    """A workspace with a model, a data set and a run file beside it: the copy of one that is made once in a process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.workspace = init_workspace(folder)
-        config = InitModelConfig(hidden_size=16, intermediate_size=16, layers=1, context_length=CONTEXT)
-        tokenizer = character_tokenizer(config.characters)
-        initial_model(config, tokenizer, seed=1).save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
-        self.workspace.catalog.add_model(folder / "model", "tiny")
-        (folder / "reward.py").write_text("def score(completion, answer):\n    return float(completion == answer)\n")
-        self.rows("train", ROW)
-        self.heldout(ROW, ROW, ROW)
+        shutil.copytree(_template().name, folder, dirs_exist_ok=True)
+        self.workspace = open_workspace(folder)
 
     def rows(self, name: str, *rows: dict[str, Any]) -> Path:
         path = self.folder / f"{name}.jsonl"
@@ -90,8 +87,28 @@ class Bench:
         return str(caught.value).removeprefix(f"{self.folder}/run.yaml: ")
 
 
+@functools.cache
+def _template() -> tempfile.TemporaryDirectory[str]:
+    """A workspace that nobody works in; it removes itself at the end."""
+    made = tempfile.TemporaryDirectory(prefix="posttrain-bench-")
+    folder = Path(made.name)
+    workspace = init_workspace(folder)
+    config = InitModelConfig(hidden_size=16, intermediate_size=16, layers=1, context_length=CONTEXT)
+    tokenizer = character_tokenizer(config.characters)
+    initial_model(config, tokenizer, seed=1).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    workspace.catalog.add_model(folder / "model", "tiny")
+    (folder / "reward.py").write_text("def score(completion, answer):\n    return float(completion == answer)\n")
+    (folder / "train.jsonl").write_text(json.dumps(ROW) + "\n")
+    (folder / "heldout.jsonl").write_text(3 * (json.dumps(ROW) + "\n"))
+    workspace.catalog.add_dataset(folder / "heldout.jsonl", "heldout")
+    workspace.close()
+    return made
+
+
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    believe_rewards(monkeypatch)
     made = Bench(tmp_path)
     yield made
     made.workspace.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_world import believe_rewards
 from test_preflight_fitting import Bench, Change
 
 from posttrain.app.handles import submit
@@ -26,7 +27,8 @@ TWO = (
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    believe_rewards(monkeypatch)
     made = Bench(tmp_path)
     yield made
     made.workspace.close()
@@ -158,7 +160,8 @@ def test_a_function_of_a_package_is_named_by_its_ref(bench: Bench, monkeypatch: 
     assert "(dialect slime)" in bench.refused(uses(ref="rated_pairs:exact", dialect="slime"))
 
 
-def test_nothing_of_it_is_executed_outside_of_its_cell(bench: Bench) -> None:
+def test_nothing_of_it_is_executed_outside_of_its_cell(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)  # whose plans import rewards for real
     leak = bench.folder / "leak"
     mark = f"\ntry:\n    open({str(leak)!r}, 'w')\nexcept OSError:\n    pass\n"
     (bench.folder / "reward.py").write_text(TWO + mark)
@@ -166,6 +169,7 @@ def test_nothing_of_it_is_executed_outside_of_its_cell(bench: Bench) -> None:
     stored = submitted.manifest.stage("grpo").inputs["reward"]
     assert not leak.exists()
     assert bench.workspace.blobs.get(str(stored.digest)) == Path(bench.folder / "reward.py").read_bytes()
+    bench.workspace.close()
 
 
 def test_diff_tells_which_function_and_how_it_is_called(bench: Bench) -> None:

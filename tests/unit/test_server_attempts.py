@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -434,12 +435,12 @@ def test_what_comes_of_a_channel_is_bounded_before_it_is_read(
             bench.limits.most_bodies = 1 << 20
             with begun(bench, mine, "events/000001.jsonl", 1 << 20):
                 while not any(lane == CHANNEL for _, lane in list(bench.limits._held)):
-                    pass
+                    time.sleep(0.01)
                 with begun(bench, mine, "events/000002.jsonl", 1 << 20) as second:
                     assert second.recv(4096).startswith(b"HTTP/1.1 429")
                 assert bench.ask("PUT", "/v1/attempt/channel/start.json", other.token, b"x").status == 204
             while bench.limits._held:
-                pass
+                time.sleep(0.01)
             assert bench.ask("PUT", "/v1/attempt/channel/start.json", mine.token, b"x").status == 204
     assert [one.message for one in caplog.records if one.levelname == "ERROR"] == [], "who leaves is no defect"
 

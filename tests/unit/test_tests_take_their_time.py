@@ -7,6 +7,7 @@ that provably never comes, or gives the product a clock of its own. What is left
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -129,6 +130,10 @@ ALLOWED = {
     ("unit/test_server_bounds.py", "await asyncio.sleep(0)"): TURN,
     ("unit/test_server_workers.py", "await asyncio.sleep(0)"): TURN,
     ("unit/test_underway.py", "await asyncio.sleep(0)"): TURN,
+    ("unit/test_underway.py", "time.sleep(0.01)"): POLL,
+    ("unit/test_server_attempts.py", "time.sleep(0.01)"): POLL,
+    ("unit/test_server_bounds.py", "time.sleep(0.01)"): POLL,
+    ("unit/test_limits.py", "time.sleep(0.01)"): POLL,
     ("unit/test_store_database.py", 'second = Database(tmp_path / "l.db", busy_seconds=0.05)'): NEVER,
     (
         "unit/test_web_trace.py",
@@ -138,6 +143,7 @@ ALLOWED = {
 }
 
 
+@functools.cache
 def found() -> set[tuple[str, str]]:
     """(file, line) of every sleep that ends and of every short time-out."""
     lines: set[tuple[str, str]] = set()

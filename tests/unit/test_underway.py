@@ -144,7 +144,7 @@ def test_nobody_looks_any_more_so_it_ends(bench: ServerBench, monkeypatch: pytes
     begin(bench, adding(bench))
     held.begun.acquire()
     while not held.asked[0].over:
-        pass
+        time.sleep(0.01)
     assert bench.control(KEY).assets("dataset") == []
 
 
@@ -239,7 +239,7 @@ class Counted:
     def looked(self, times: int) -> None:
         until = self.heard + times
         while self.heard < until:
-            pass
+            time.sleep(0.01)
 
 
 def test_what_changes_is_written_and_nothing_else(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +260,7 @@ def test_what_changes_is_written_and_nothing_else(bench: ServerBench, monkeypatc
     held.go.set()
     until(bench, place, "succeeded")
     while not counted.told[-1]:
-        pass
+        time.sleep(0.01)
     assert len(counted.told) == before + 2
 
 
@@ -336,7 +336,7 @@ def test_another_request_with_the_key_that_comes_too_late_to_be_seen_is_ended(
     assert (refused.status, USED in refused.json["detail"]) == (422, True)
     held.begun.acquire()
     while not held.asked[0].over:
-        pass
+        time.sleep(0.01)
     assert bench.control(KEY).assets("dataset") == []
 
 
@@ -405,7 +405,7 @@ def test_a_look_elsewhere_is_a_look(bench: ServerBench) -> None:
     other = Other(bench)
     other.known.find(number, *other.mine)
     while running.looked == before:
-        pass
+        time.sleep(0.01)
     held.go.set()
 
 
@@ -416,7 +416,7 @@ def test_what_came_of_one_is_not_kept_for_ever(bench: ServerBench, monkeypatch: 
     begin(bench, adding(bench))
     held.go.set()
     while known._all:
-        pass
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -547,7 +547,7 @@ def test_a_worker_that_is_ended_is_gone_and_another_one_answers(tmp_path: Path) 
         thread = threading.Thread(target=ask)
         thread.start()
         while asking._kill is None:
-            pass
+            time.sleep(0.01)
         asking.end()
         thread.join()
         assert "was cancelled" in str(found[0])

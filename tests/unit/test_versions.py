@@ -173,19 +173,24 @@ def test_the_clock_of_a_client_decides_nothing(bench: ServerBench, tmp_path: Pat
         "HOME": str(tmp_path),
     }  # fmt: skip
 
-    def run(*words: str) -> str:
-        command = [sys.executable, "-m", "posttrain", *words]
-        done = subprocess.run(
-            command, check=False, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=600
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert run("whoami").startswith(f"user:late{days}, admin")
-    issued = json.loads(run("token", "issue", f"user:late{days}", "--role", "viewer", "--days", "0.5", "-o", "json"))
+    issue = ["token", "issue", f"user:late{days}", "--role", "viewer", "--days", "0.5", "-o", "json"]
+    program = (
+        "import sys\nfrom posttrain.cli.main import main\n"
+        f"for words in {[['whoami'], issue, ['token', 'ls'], ['ls']]}:\n"
+        "    sys.argv[1:] = words\n"
+        "    try:\n        main()\n    except SystemExit as end:\n        assert not end.code\n"
+        "    print('---')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        check=False, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    me, issuing, shown, runs, _ = done.stdout.split("---\n")
+    assert me.startswith(f"user:late{days}, admin")
+    issued = json.loads(issuing)
     assert abs(issued["expires_at"] - issued["created_at"] - DAY / 2) < 1.0
     assert bench.control(issued["secret"]).whoami().role == "viewer"
-    shown = run("token", "ls")
     assert "expired" not in shown
     assert issued["id"] in shown
-    assert "r-00000001" in run("ls")
+    assert "r-00000001" in runs

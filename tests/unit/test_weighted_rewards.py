@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import latest_checkpoint
+from cli_world import believe_rewards
 from hypothesis import given
 from hypothesis import strategies as st
 from test_preflight_fitting import Bench, Change
@@ -367,7 +368,8 @@ def test_other_kinds_take_weights(shop: Shop, kind: str) -> None:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    believe_rewards(monkeypatch)
     made = Bench(tmp_path)
     (made.folder / "reward.py").write_text(TWO)
     yield made
