@@ -5,13 +5,12 @@ A handle holds a name and asks when it is touched, so it never tells of a moment
 
 from __future__ import annotations
 
-import functools
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, Generic, cast, overload
+from typing import TYPE_CHECKING, Concatenate, Generic, overload
 
 from posttrain.api.control import Control
 from posttrain.api.verbs import P, R, Verb
@@ -44,7 +43,7 @@ class Bound(Generic[P, R]):
     def __get__(self, handle: Run | Channel | None, kind: type) -> Bound[P, R] | Callable[P, R]:
         if handle is None:
             return self
-        return cast("Callable[P, R]", functools.partial(handle.control.asks.ask, self.verb, handle.word))
+        return self.verb.bound(handle.control.asks, handle.word)
 
 
 @dataclass(frozen=True, slots=True)

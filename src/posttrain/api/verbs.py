@@ -96,7 +96,18 @@ class Verb(Generic[P, R]):
     def __get__(self, verbs: Verbs, kind: type) -> Callable[P, R]: ...
 
     def __get__(self, verbs: Verbs | None, kind: type) -> Verb[P, R] | Callable[P, R]:
-        return self if verbs is None else cast("Callable[P, R]", functools.partial(verbs.asks.ask, self))
+        return self if verbs is None else self.bound(verbs.asks)
+
+    def bound(self, asks: Asks, *first: Any) -> Callable[..., R]:
+        """What asks it, with these words before all others; it looks like the declaration."""
+
+        def asked(*words: Any, **options: Any) -> R:
+            return cast("R", asks.ask(self, *first, *words, **options))
+
+        asked.__name__, asked.__doc__ = self.name, self.function.__doc__
+        taken = list(self._declared.parameters.values())[1 + len(first) :]
+        vars(asked)["__signature__"] = self._declared.replace(parameters=taken)
+        return asked
 
     @property
     def name(self) -> str:
@@ -117,6 +128,10 @@ class Verb(Generic[P, R]):
     def in_path(self) -> tuple[str, ...]:
         """The parameters that the path names."""
         return tuple(_NAMED.findall(self.path))
+
+    @functools.cached_property
+    def _declared(self) -> inspect.Signature:
+        return inspect.signature(self.function)
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:

@@ -188,6 +188,8 @@ def _left(workspace: Workspace, done: Erased, what: str, run: str) -> Iterator[s
     folder = workspace.root / "runs" / run
     if run and folder.exists():
         yield f"the run's folder, with logs, facts and report: {folder}"
+    if run and (tags := workspace.ledger.notes(run, tags=True)):
+        yield f"its tags, {', '.join(one.tag for one in tags)}: posttrain note {run} --untag TAG takes one off"
     if run or what.startswith(_PERSON):
         yield "manifests in the store, whose owner is part of their digest, and models' cards that were exported"
         yield from _policies(workspace, what)

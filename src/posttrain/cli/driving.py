@@ -150,7 +150,10 @@ def _positive(timeout: float | None) -> float | None:
 TimeoutOption = Annotated[
     float | None, typer.Option(callback=_positive, help="Seconds to wait at most; the run is not stopped by that.")
 ]
-TagOption = Annotated[list[str] | None, typer.Option("--tag", metavar="TAG", help="Give it this tag; again for more.")]
+TagOption = Annotated[
+    list[str] | None,
+    typer.Option("--tag", metavar="TAG", help="Give it this tag (1-24 of a-z 0-9 . _ -); again for more."),
+]
 DetachOption = Annotated[
     bool, typer.Option("--detach", help="Let a background driver take the run to its end, and do not wait for it.")
 ]

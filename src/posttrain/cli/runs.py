@@ -50,12 +50,14 @@ def register(app: typer.Typer) -> None:
 
 def ls(
     limit: Annotated[int, typer.Option(min=1, max=10**6, help="The newest so many.")] = 20,
-    tag: Annotated[str | None, typer.Option("--tag", metavar="TAG", help="Only runs that have it.")] = None,
+    tag: Annotated[list[str] | None, typer.Option("--tag", metavar="TAG", help="Only runs that have it.")] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """List runs, newest first, and what the channels point at."""
-    control = open_control()
-    runs, live = control.ls(limit, tag=tag), control.live()
+    if tag and len(tag) > 1:
+        raise InputError(f"ls: --tag must be given once, got {' and '.join(tag)}; leave the others out")
+    control, wanted = open_control(), tag[0] if tag else None
+    runs, live = control.ls(limit, tag=wanted), control.live()
     records = {record.name: record for record in control.channels()}
     barred = control.recalled(*(entry.model_digest for entry in live))
     control.close()
@@ -63,7 +65,7 @@ def ls(
         emit_json({"runs": [asdict(run) for run in runs], "channels": [asdict(entry) for entry in live]})
         return
     if not runs:
-        say(f"no run has the tag {tag}; posttrain note RUN --tag {tag} gives it" if tag else _NO_RUNS)
+        say(f"no run has the tag {wanted}; posttrain note RUN --tag {wanted} gives it" if wanted else _NO_RUNS)
         _say_channels(live, records, barred)
         return
     from rich.text import Text
@@ -89,20 +91,25 @@ def ls(
 
 def note(
     run: RunArgument,
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="What to write down.")] = "",
+    text: Annotated[
+        str, typer.Argument(metavar="TEXT", help="What to write down, in quotes; at most 1000 characters.")
+    ] = "",
     tag: TagOption = None,
-    untag: Annotated[list[str] | None, typer.Option("--untag", metavar="TAG", help="Take a tag off.")] = None,
+    untag: Annotated[
+        list[str] | None, typer.Option("--untag", metavar="TAG", help="Take this tag off; again for more.")
+    ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Write something down of a run, or tag it. `get` and the console show it; `ls --tag` lists runs by it."""
+    """Write something down of a run, or give it one of 8 tags. `get`, `why` and the console show it; see `ls --tag`."""
     control = open_control()
-    found = control.note(control.run(run).id, text, tag or (), untag or ())
+    run_id = control.run(run).id
+    found = control.note(run_id, text, tag or (), untag or ())
     control.close()
     if output is Output.JSON:
         emit_json([asdict(one) for one in found])
         return
     tags = ", ".join(sorted(one.tag for one in found if one.tag))
-    say(f"run {run}: written down; {f'tags {tags}' if tags else 'no tags'}; posttrain get {run} shows it")
+    say(f"run {run_id}: written down; {f'tags {tags}' if tags else 'no tags'}; posttrain get {run_id} shows it")
 
 
 def _say_channels(
@@ -299,6 +306,7 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     from posttrain.cli.screens import (
         approval_lines,
         attempt_line,
+        note_lines,
         regression_lines,
         run_tree,
         score_lines,
@@ -315,7 +323,7 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     gated = words and status.run.reason.startswith("Gate")  # the verdicts below say it in full
     told = words if gated else status.why or meaning(status.reason)
     say(f"reason: {told} ({status.reason})")
-    said = (*warning_lines(status), *signal_lines(status), *approval_lines(status.approvals))
+    said = (*warning_lines(status), *note_lines(status), *signal_lines(status), *approval_lines(status.approvals))
     for line in (*verdict_lines(verdicts), *score_lines(scores), *said):
         screen.print(line)
     for attempt in found.lost:
