@@ -11,8 +11,8 @@ from posttrain.domain.lifecycle import AttemptState
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.store.clock import SystemClock
 from posttrain.store.database import Database
+from posttrain.store.grants import Granted, Grants
 from posttrain.store.ledger import Ledger
-from posttrain.store.reaching import Granted, Grants
 
 ANN = "user:ann"
 SECRETS = {name: digest_bytes(name.encode()) for name in ("first", "second", "far")}

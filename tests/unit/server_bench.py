@@ -36,7 +36,7 @@ from posttrain.server.serving import Bind, configured
 from posttrain.server.worker import Worker
 from posttrain.server.workers import Asking, Refused
 from posttrain.store.atomic import write_json
-from posttrain.store.reaching import Grants
+from posttrain.store.grants import Grants
 from posttrain.store.trees import put_tree
 
 KEY = "k" * 64

@@ -38,7 +38,8 @@ from posttrain.server.limits import CHANNEL
 from posttrain.store.atomic import SMALL, write_json
 from posttrain.store.backends.served import ServedBlobs
 from posttrain.store.channels.served import ServedObjects
-from posttrain.store.reaching import SECONDS, Grants, JobAccess, read_access
+from posttrain.store.grants import SECONDS, Grants
+from posttrain.store.reaching import JobAccess, read_access
 from posttrain.store.trees import materialise, put_tree
 from s3_server import s3_server, use_s3
 

@@ -29,7 +29,8 @@ from posttrain.store.atomic import most_of, read_json
 from posttrain.store.channels.objects import object_store
 from posttrain.store.channels.served import TOO_MUCH
 from posttrain.store.direct import LARGE, open_direct
-from posttrain.store.reaching import INSIDE, SOCKET, Granted, Grants, JobAccess, tell
+from posttrain.store.grants import Granted, Grants
+from posttrain.store.reaching import INSIDE, SOCKET, JobAccess, tell
 from posttrain.store.trees import tree_listing
 from posttrain.workspace.served import PLACE
 

@@ -29,7 +29,7 @@ from posttrain.events.bus import Deliverer
 from posttrain.server.attempts import Granting
 from posttrain.server.logs import DriverLines, Logging, begin
 from posttrain.server.metering import Board
-from posttrain.store.reaching import Grants
+from posttrain.store.grants import Grants
 from posttrain.store.work import open_runs
 
 AUTH = "server"

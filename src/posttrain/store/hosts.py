@@ -21,9 +21,9 @@ from sqlalchemy import Connection, exists, select, text, update
 from posttrain._version import __version__
 from posttrain.domain.lifecycle import AttemptState, is_final
 from posttrain.domain.ports import Clock
-from posttrain.store.clock import moment, now_in
 from posttrain.store.database import Database
 from posttrain.store.holding import DELETES, PATIENCE, STORES, FileLock
+from posttrain.store.moments import moment, now_in
 from posttrain.store.schema import attempts, hosts, runs, work
 from posttrain.store.waking import RUN
 

@@ -18,9 +18,9 @@ from sqlalchemy import ColumnElement, Connection, Row, delete, insert, select, u
 from sqlalchemy.exc import IntegrityError
 
 from posttrain.domain.ports import Clock
-from posttrain.store.clock import now_in
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
+from posttrain.store.moments import now_in
 from posttrain.store.schema import hosts, operations, requests
 
 SILENT_SECONDS = 60.0  # after which nobody is taken to carry it out

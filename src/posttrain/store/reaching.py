@@ -24,22 +24,14 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from sqlalchemy import ColumnElement, Connection, and_, delete, exists, insert, not_, select, update
-
 from posttrain.domain.errors import InfrastructureError, IntegrityError, UnavailableError
-from posttrain.domain.lifecycle import AttemptState, is_final
-from posttrain.domain.ports import Clock
-from posttrain.domain.records import AttemptRecord
 from posttrain.store.atomic import read_left, write_json
-from posttrain.store.clock import now_in
-from posttrain.store.database import Database
-from posttrain.store.schema import attempts, grants, runs
 
 FILE, ADDRESS = "access.json", "address.json"
 PRIVATE_CACHE = "cache"  # in an attempt's folder: what a job in an image fetches and verifies, nobody else reads
@@ -55,9 +47,6 @@ _PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between tries, the last one again
 _TOLD = 3  # tries before the first message
 _GONE = (OSError, http.client.HTTPException, UnavailableError)
 T = TypeVar("T")
-SECONDS = 900.0  # that a grant is good for without being renewed
-_KEPT = 86400.0  # seconds that one is kept after that: a driver that comes back renews it
-_LIVE = [state for state in AttemptState if not is_final("attempt", state)]
 
 
 class AwayError(Exception):
@@ -242,78 +231,3 @@ def _local(path: str, context: ssl.SSLContext | None, host: str) -> socket.socke
     except OSError:
         made.close()
         raise
-
-
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """Whose token it is."""
-
-    project: str
-    run_id: str
-    stage: str
-    number: int
-    resume: str | None  # digest of the checkpoint that it goes on from
-
-
-class Grants:
-    """Of a ledger, whatever the project."""
-
-    def __init__(self, database: Database, clock: Clock) -> None:
-        self._database, self._clock = database, clock
-
-    def add(self, attempt: AttemptRecord, digest: str) -> None:
-        """Let whoever shows the secret of this digest be the attempt."""
-        with self._database.write() as connection:
-            until = now_in(connection, self._clock) + SECONDS
-            key = {"run_id": attempt.run_id, "stage": attempt.stage, "number": attempt.number}
-            connection.execute(insert(grants).values(digest=digest, expires_at=until, put_bytes=0, **key))
-
-    def known(self, digest: str) -> Granted | None:
-        """Whose secret it is; None: nobody's any more."""
-        later = attempts.alias()
-        newer = exists().where(
-            later.c.run_id == grants.c.run_id, later.c.stage == grants.c.stage, later.c.number > grants.c.number
-        )
-        with self._database.read(across="a secret names its run") as connection:
-            query = select(runs.c.project, grants.c.run_id, grants.c.stage, grants.c.number, attempts.c.resume)
-            query = query.join(attempts, _of_attempt()).join(runs, runs.c.id == grants.c.run_id)
-            good = grants.c.expires_at > now_in(connection, self._clock)
-            row = connection.execute(
-                query.where(grants.c.digest == digest, good, attempts.c.state.in_(_LIVE), not_(newer))
-            ).one_or_none()
-        return Granted(*row) if row else None
-
-    def count(self, digest: str, size: int, most: int) -> bool:
-        """Count what an attempt puts somewhere; False: it has put as much as it may, and this is too much.
-
-        Args:
-            digest: of its secret.
-            most: bytes, over the whole attempt.
-        """
-        with self._database.write(across="a secret names its run") as connection:
-            mine = (grants.c.digest == digest) & (grants.c.put_bytes <= most - size)
-            done = connection.execute(update(grants).where(mine).values(put_bytes=grants.c.put_bytes + size))
-            return done.rowcount == 1
-
-    def renew(self, host: str | None) -> Sequence[str]:
-        """Renew those of the living attempts of a host, and forget those of the dead; the folders of the living."""
-        with self._database.write(across="a host has jobs of every project") as connection:
-            mine = attempts.c.host == host if host else attempts.c.host.is_(None)
-            living = select(attempts.c.folder).join(grants, _of_attempt()).where(attempts.c.state.in_(_LIVE), mine)
-            folders = list(connection.execute(living.distinct()).scalars())
-            self._forget(connection)
-            if folders:
-                theirs = exists().where(_of_attempt(), attempts.c.state.in_(_LIVE), mine)
-                until = now_in(connection, self._clock) + SECONDS
-                connection.execute(update(grants).where(theirs).values(expires_at=until))
-        return folders
-
-    def _forget(self, connection: Connection) -> None:
-        living = exists().where(_of_attempt(), attempts.c.state.in_(_LIVE))
-        old = grants.c.expires_at < now_in(connection, self._clock) - _KEPT
-        connection.execute(delete(grants).where(not_(living) | old))
-
-
-def _of_attempt() -> ColumnElement[bool]:
-    same = (attempts.c.run_id == grants.c.run_id, attempts.c.stage == grants.c.stage)
-    return and_(*same, attempts.c.number == grants.c.number)

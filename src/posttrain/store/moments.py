@@ -1,0 +1,22 @@
+"""The present, as a ledger's rows know it: the database's own on PostgreSQL, whose hosts need not agree on one."""
+
+from __future__ import annotations
+
+from sqlalchemy import ColumnElement, Connection, Float, cast, func, literal
+
+from posttrain.domain.ports import Clock
+from posttrain.store.clock import SystemClock
+
+SERVER_TIME: ColumnElement[float] = cast(func.extract("epoch", func.clock_timestamp()), Float(53))
+
+
+def moment(connection: Connection, clock: Clock) -> dict[str, float]:
+    """The time that a prepared statement takes; empty: it asks the server."""
+    server = connection.dialect.name == "postgresql" and isinstance(clock, SystemClock)
+    return {} if server else {"moment": clock.now()}
+
+
+def now_in(connection: Connection, clock: Clock) -> ColumnElement[float]:
+    """Seconds since the epoch, as a part of a statement."""
+    found = moment(connection, clock)
+    return literal(found["moment"]) if found else SERVER_TIME
