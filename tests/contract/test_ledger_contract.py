@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -276,6 +277,30 @@ def test_models_are_registered_with_the_stage_that_made_them(ledger: Ledger, mon
     refs = ("model:r/train@1", "model:r/train@2", "model:other@1")
     assert [verify_rows(ledger, [ref]) for ref in refs] == [2, 3, 2]
     assert verify_rows(ledger, ["run1"]) > 2
+
+
+def test_of_several_who_count_a_hosts_slots_one_counts_at_a_time(ledger_at: str, ledger: Ledger) -> None:
+    for run_id in ("run1", "run2"):
+        work.submit(ledger, run_id)
+    counted, order = threading.Event(), list[str]()
+
+    def count_later() -> None:
+        other = Ledger(Database(ledger_at))
+        counted.wait(60)
+        with other.transaction("bob") as transaction:
+            assert transaction.lock_run("run2", slots_of="here") == "pending"
+            order.append("run2")
+        other.database.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        with ledger.transaction("ann") as transaction:
+            transaction.lock_run("run1", slots_of="here")
+            late = pool.submit(count_later)
+            counted.set()
+            time.sleep(0.3)  # who does not wait is first
+            order.append("run1")
+        late.result(60)
+    assert order == ["run1", "run2"]
 
 
 def test_what_a_stage_used_is_told_anew_when_it_is_bound_again(ledger: Ledger) -> None:

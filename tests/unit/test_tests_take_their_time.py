@@ -47,6 +47,10 @@ ALLOWED = {
     ("contract/group_workers.py", "self.sleep(seconds)"): NEVER,
     ("contract/group_workers.py", "time.sleep(0.01)"): POLL,
     ("contract/test_cluster.py", "time.sleep(0.1)"): POLL,
+    (
+        "contract/test_ledger_contract.py",
+        "time.sleep(0.3)",
+    ): "who does not wait for the other is seen; who waits never is",
     ("contract/test_cluster.py", "with open_cluster(address, seconds=5):"): NEVER,
     ("contract/test_environment.py", "time.sleep(0.02)"): POLL,
     ("contract/test_forkserver.py", "NEVER_SECONDS = 0.1"): NEVER,
