@@ -40,6 +40,7 @@ from posttrain.domain.principals import Role
 from posttrain.events.admitting import public, secrets_of
 from posttrain.server import logs
 from posttrain.server.app import Server, build
+from posttrain.server.children import start
 from posttrain.server.connections import (
     Door,
     Room,
@@ -56,7 +57,7 @@ from posttrain.server.logs import Logging
 from posttrain.server.metering import Board, Meters
 from posttrain.server.readiness import Ready, StoreLook, Systemd
 from posttrain.server.underway import ANSWERS_KEPT_SECONDS
-from posttrain.server.workers import Workers, start
+from posttrain.server.workers import Workers
 from posttrain.store.atomic import make_folder, unwritable, write_json
 from posttrain.store.blobs import open_blobs
 from posttrain.store.hosts import Hosts
