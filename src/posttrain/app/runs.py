@@ -64,7 +64,7 @@ JUDGING = (
     "scipy.special",
     "scipy.stats",
 )  # what gates import when they judge
-REPORTING = ("posttrain.views.reporting",)
+REPORTING = ("posttrain.views.reporting", "posttrain.app.queries")
 _MOVED = "a model that the run file names is another by now; this run goes on with the one that it began with"
 MAX_SEED = 2**53  # beyond it an integer is not the same number in every JSON reader
 
