@@ -1,4 +1,4 @@
-"""The one place where it is checked whether somebody may do what they ask: in front of whoever carries verbs out."""
+"""Checks that the caller's role covers a verb and that its ids are ids, before it is carried out; nothing else does."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from posttrain.domain.principals import Role
 
 
 class Guard:
-    """Asks of every verb whether whoever is behind it may, before it is carried out.
+    """Checks the role and the ids of every verb before it passes the verb on.
 
     Args:
         asks: carries it out.
-        who: as errors name them.
-        role: their role at this moment; None: they have none.
+        who: the caller, as errors name them.
+        role: returns their present role; None: they have none.
     """
 
     def __init__(self, asks: Asks, who: str, project: str, role: Callable[[], Role | None]) -> None:
@@ -48,7 +48,7 @@ class Guard:
         self._asks.close()
 
     def refuse(self, verb: Verb[..., Any]) -> None:
-        """Raise AccessError where whoever is behind it may not ask this verb."""
+        """Raise AccessError if the caller's role does not cover this verb."""
         role = self._role()
         if role is None or not role.covers(verb.needs):
             has = f"is {role}" if role else "has no role"
@@ -80,7 +80,7 @@ def check_ids(verb: Verb[..., Any], words: Sequence[Any], options: Mapping[str, 
 
 
 def refuse(control: Control, verb: str) -> None:
-    """Raise AccessError where whoever is behind a guarded control may not ask a verb; ask nothing."""
+    """Raise AccessError if the role behind a guarded control does not cover a verb. Carries nothing out."""
     guard = control.asks
     assert isinstance(guard, Guard), "a server asks guarded controls only"
     guard.refuse(VERBS[verb])

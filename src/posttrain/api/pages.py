@@ -1,4 +1,4 @@
-"""Lists in pages: how the place is told at which a page ends.
+"""Lists in pages: a cursor marks where a page ends.
 
 A cursor names the last thing of a page, never how many came before, so the next page begins behind it whatever was
 added meanwhile. It is of one list of one project, asked with the same parameters, and means nothing anywhere else.

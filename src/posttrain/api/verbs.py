@@ -6,7 +6,7 @@ route, the entry of the OpenAPI document, the request of a client and the page o
 
 Parameters that a path names come from it; the others are the query of a GET and the JSON body of anything else, by
 their names. Files of whoever asks are uploaded by digest first, and named by a `FileRef` or a `RunFile`. What is called
-back meanwhile stays on the client's side.
+back meanwhile stays on the client.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RunFile:
 
 
 class Asks(Protocol):
-    """Whoever carries verbs out: this process, a server, or a guard in front of either."""
+    """Carries verbs out: this process, a server, or a guard in front of either."""
 
     def ask(self, verb: Verb[..., Any], /, *words: Any, **options: Any) -> Any:
         """Carry a verb out."""
@@ -66,7 +66,7 @@ class Asks(Protocol):
 
 
 class Verbs:
-    """A set of verbs, before whoever carries them out."""
+    """A set of verbs, and what carries them out."""
 
     def __init__(self, asks: Asks) -> None:
         self.asks = asks

@@ -1,4 +1,4 @@
-"""Projects, their members and tokens. What a verb needs is imported when it is asked for."""
+"""Projects, their members and tokens. Each function imports what it needs when it is called."""
 
 from __future__ import annotations
 

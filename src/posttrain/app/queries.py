@@ -1,4 +1,4 @@
-"""What answers questions about runs and what they rest on. What a question needs is imported when it is asked."""
+"""Answers questions about runs and their origins. Each function imports what it needs when it is called."""
 
 from __future__ import annotations
 

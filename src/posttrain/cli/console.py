@@ -89,7 +89,7 @@ _PLAIN_GLYPHS = {"✔": "+", "●": "*", "◌": "-", "■": "-", "✘": "x", "�
 
 
 def open_control() -> Control:
-    """See `app.embedded.control.open_control`. What it needs is imported when a command asks."""
+    """Open the `Control` of `app.control`, whose imports wait until a command asks."""
     from posttrain.app.control import open_control as opened
 
     return opened()

@@ -1,4 +1,4 @@
-"""How often the items of a run's gates were evaluated before. `decision.looks` draws the consequence.
+"""How often the items of a run's gates were evaluated before. `decision.gates` draws the consequence.
 
 Items are told apart by their content. Two data sets that share half of the smaller one's items count as the same items,
 so a row more or another order of rows begins no new count.

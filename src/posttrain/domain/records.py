@@ -286,7 +286,7 @@ class Artifact:
 class Edge:
     """That something was used, or made: `Edge("run:sort-1/sft", "model", "run:sort-1/grpo", "model", "sha256:…")`.
 
-    Its ends are named as in `domain.edges`.
+    `run_end`, `stage_end` and `release_end` name its ends.
     """
 
     producer: str  # empty: not known
