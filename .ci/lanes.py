@@ -67,7 +67,7 @@ CHECKS = (
 ALWAYS = (Lane("fast", 9), Lane("journey", 9), Lane("demo", 1.5))
 SLOW = (
     Lane(
-        "slow-engine", 7, (*_source("engine", "jobs", "planner", "pacing", "domain"), "tests/contract"),
+        "slow-engine", 7, (*_source("engine", "sandbox", "jobs", "planner", "pacing", "domain"), "tests/contract"),
         files=(
             *_tests("contract", "reward_contract", "rollout_schedules", "sharded_loading", "sharded_roles",
                     "train_engine_contract", "weight_transport"),
@@ -114,7 +114,7 @@ OTHERS = (
         11,
         (*_source("engine/groups", "engine/roles", "engine/weights", "engine/assembly"), "tests/e2e/test_ray"),
     ),
-    Lane("ecosystem", 7, (*_source("engine/rewards", "engine/algorithms", "foreign", "trackers"), "tests/ecosystem")),
+    Lane("ecosystem", 7, (*_source("sandbox", "engine/algorithms", "foreign", "trackers"), "tests/ecosystem")),
     Lane("dist", 6, ("pyproject.toml", "constraints.txt", "Makefile", *_source("examples", "cli"))),
     Lane("day", 4, ("pyproject.toml", "constraints.txt", "day", *_source("trackers", "foreign", "drivers"))),
     Lane("site", 1, ("docs", "handbook", "README.md", "CHANGELOG.md", *_source("cli", "api"))),

@@ -40,18 +40,18 @@ from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import GRPOConfig, InitModelConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
-from posttrain.engine.groups.pool import ResourcePool
-from posttrain.engine.groups.recording import Recorder
+from posttrain.engine.groups.port import Recorder
+from posttrain.engine.groups.worker_group import ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models import adopt_module
 from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.recipes.grpo import GRPO
-from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.samples import Prompt
 from posttrain.engine.scoring import RewardScorer
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.tracing import Trace
-from posttrain.engine.weights.view import PolicyVersion
+from posttrain.engine.weights.stream import PolicyVersion
+from posttrain.sandbox.port import ScriptedReward
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.event_writer import EventWriter
 

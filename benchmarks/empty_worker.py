@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import final
 
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.groups.rank_context import RankContext
+from posttrain.engine.groups.port import RankContext
 
 
 @final

@@ -27,7 +27,7 @@ from scipy import stats
 from posttrain.data.rows import distinct_items
 from posttrain.decision.gates import Evidence, Look, judge
 from posttrain.domain.gates import GateRule, Outcome
-from posttrain.domain.measures import RATE, SHARE, ItemRange
+from posttrain.domain.kinds import RATE, SHARE, ItemRange
 from posttrain.domain.policies import LookBudget
 
 Array = NDArray[np.float64]

@@ -36,19 +36,17 @@ from benchmarks.sorting_task import exact, render, task, teach
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import GRPOConfig, KLConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
-from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.groups.worker_group import ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.models.loading import character_tokenizer, initial_model
-from posttrain.engine.models.source import ModelSource
+from posttrain.engine.models.loading import ModelSource, character_tokenizer, initial_model
 from posttrain.engine.recipes.algorithm import RolloutDefaults
 from posttrain.engine.recipes.grpo import GRPO
-from posttrain.engine.rewards.port import RewardCall
-from posttrain.engine.rewards.scripted import ScriptedReward
-from posttrain.engine.rollout.batches import Rollouts
+from posttrain.engine.rollout.port import Rollouts
 from posttrain.engine.samples import Prompt
 from posttrain.engine.scoring import RewardScorer
 from posttrain.engine.settings import PolicyGradientOptimizerConfig, RuntimeConfig
-from posttrain.engine.weights.view import PolicyVersion
+from posttrain.engine.weights.stream import PolicyVersion
+from posttrain.sandbox.port import RewardCall, ScriptedReward
 
 WAYS = ("waits", "streams", "gradients")
 SHARES = (0.0, 0.5, 1.0)  # the reward's time, of the decode time, which is twice that of the rest

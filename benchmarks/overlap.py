@@ -35,17 +35,16 @@ from benchmarks.sorting_task import exact, render, task, teach
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import GRPOConfig, InitModelConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
-from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.groups.worker_group import ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.models.loading import character_tokenizer, initial_model
-from posttrain.engine.models.source import ModelSource
+from posttrain.engine.models.loading import ModelSource, character_tokenizer, initial_model
 from posttrain.engine.recipes.grpo import GRPO
-from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.samples import Prompt
 from posttrain.engine.scoring import RewardScorer
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.tracing import Trace
-from posttrain.engine.weights.view import PolicyVersion
+from posttrain.engine.weights.stream import PolicyVersion
+from posttrain.sandbox.port import ScriptedReward
 
 SIZE = InitModelConfig(hidden_size=128, intermediate_size=384, layers=4, heads=4, kv_heads=2, context_length=512)
 TARGET = 0.9  # of the ideal ratio, at least

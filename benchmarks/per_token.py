@@ -35,21 +35,19 @@ from posttrain.domain.facts import Fact
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import GRPOConfig, InitModelConfig, TraceConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
-from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.port import Call, Flow, Stored
-from posttrain.engine.groups.worker_group import Future
+from posttrain.engine.groups.worker_group import Future, ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models import adopt_module
 from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.recipes.grpo import GRPO
-from posttrain.engine.rewards.port import Score
-from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.rollout.port import Completion, Generation, InFlight
 from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.scoring import RewardScorer, Stretch
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.tracing import Trace
-from posttrain.engine.weights.view import PolicyVersion
+from posttrain.engine.weights.stream import PolicyVersion
+from posttrain.sandbox.port import Score, ScriptedReward
 
 TARGET = 0.1  # processor seconds of the controller per million tokens, at most; scoring is told beside
 FROM = 500  # tokens a response in the mean: of shorter ones the documents cost more than their tokens

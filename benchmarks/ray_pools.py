@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from posttrain.engine.groups.cluster import open_cluster
-from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.groups.worker_group import ResourcePool
 
 
 @contextmanager

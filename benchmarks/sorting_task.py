@@ -10,8 +10,8 @@ from posttrain.engine.assembly import PoolOf, open_learner
 from posttrain.engine.batch import Document
 from posttrain.engine.config import SFTConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
-from posttrain.engine.groups.pool import ResourcePool
-from posttrain.engine.loop.from_rows import FromRows
+from posttrain.engine.groups.worker_group import ResourcePool
+from posttrain.engine.loop.controller import FromRows
 from posttrain.engine.models import adopt_module
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.settings import OptimizerConfig

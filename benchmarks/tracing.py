@@ -35,17 +35,17 @@ from posttrain.domain.facts import Fact, Sample, Span
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import GRPOConfig, InitModelConfig, TraceConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
-from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.groups.worker_group import ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models import adopt_module
 from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.recipes.grpo import GRPO
-from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.samples import Prompt
 from posttrain.engine.scoring import RewardScorer
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.tracing import SampleTracer, Trace
-from posttrain.engine.weights.view import PolicyVersion
+from posttrain.engine.weights.stream import PolicyVersion
+from posttrain.sandbox.port import ScriptedReward
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.event_writer import EventWriter
 

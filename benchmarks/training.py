@@ -63,18 +63,18 @@ from posttrain.domain.facts import Fact, Sample
 from posttrain.engine.assembly import open_learner, open_roles
 from posttrain.engine.batch import Document
 from posttrain.engine.config import GRPOConfig, InitModelConfig, SFTConfig, TraceConfig
-from posttrain.engine.loop.from_rows import FromRows
+from posttrain.engine.loop.controller import FromRows
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Recipe
 from posttrain.engine.models import adopt_module
 from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.recipes.sft import SFT
-from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.samples import Prompt
 from posttrain.engine.scoring import RewardScorer
 from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig
 from posttrain.engine.tracing import Trace
+from posttrain.sandbox.port import ScriptedReward
 
 TARGETS = {"sft": 2.0, "grpo": 2.6}  # times TRL's rate, at least, of the small model
 GOALS = {"grpo": 3.0}  # where this is to go: told, not judged

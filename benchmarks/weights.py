@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.engine.models.exported import Shard, put
+from posttrain.engine.models.sharding import Shard, put
 from posttrain.engine.weights.attestation import attest
 from posttrain.engine.weights.stream import BUCKET_BYTES, buckets
 

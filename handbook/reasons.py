@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.domain.reasons import Reason, StopCause
+from posttrain.domain.lifecycle import Reason, StopCause
 
 
 def table() -> str:

@@ -14,7 +14,7 @@ from console_bench import ATTACK, CHANNEL, ConsoleWorld, console_world
 from server_bench import KEY
 from test_pages import FAINT, LEAST_CONTRAST, SCHEMES, SHOTS, WIDE
 
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.domain.records import RunRecord, StageRecord
 
 pytestmark = pytest.mark.browser

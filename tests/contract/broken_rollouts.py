@@ -13,8 +13,8 @@ import numpy as np
 from posttrain.domain.errors import InputError
 from posttrain.engine.models import LanguageModel, adopt_module
 from posttrain.engine.rollout.backends.native import NativeRollout
+from posttrain.engine.rollout.decoding import StopStrings
 from posttrain.engine.rollout.port import Completion, Generation, InFlight
-from posttrain.engine.rollout.stopping import StopStrings
 from posttrain.engine.samples import Segment, Trajectory
 
 ENDS = (families.EOS, 17)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posttrain.domain.errors import JobFailedError
 from posttrain.engine.models import adopt_module
-from posttrain.engine.models.exported import module_views
+from posttrain.engine.models.sharding import module_views
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.port import Completion, Generation, InFlight
 from posttrain.engine.samples import Trajectory

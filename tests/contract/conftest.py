@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from reward_bench import PATIENCE, Opener
 
-from posttrain.engine.rewards.process import ProcessReward, open_reward
+from posttrain.sandbox.process import ProcessReward, open_reward
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))  # its scripted world
 

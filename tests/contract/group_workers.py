@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.groups.port import Stored
-from posttrain.engine.groups.rank_context import RankContext
+from posttrain.engine.groups.port import RankContext, Stored
 
 
 @final

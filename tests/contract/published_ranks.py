@@ -20,14 +20,14 @@ from held_bytes import HeldBytes
 
 from posttrain.engine.algorithms.objectives import SupervisedObjective, Totals
 from posttrain.engine.batch import Document, TokenBatch
-from posttrain.engine.groups.rank_context import RankContext
-from posttrain.engine.models.source import ModelSource
+from posttrain.engine.groups.port import RankContext
+from posttrain.engine.models.loading import ModelSource
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights import stream
 from posttrain.engine.weights.attestation import Attestation
-from posttrain.engine.weights.view import Standing
+from posttrain.engine.weights.stream import Standing
 
 LIMIT = 2048
 FAMILIES = ("qwen3", "llama")  # a tied and an untied output head

@@ -480,8 +480,8 @@ def play(canaries):
     """What every attack came to: score, or the failure's line."""
     from pathlib import Path
 
-    from posttrain.engine.rewards.port import RewardCall
-    from posttrain.engine.rewards.process import open_reward
+    from posttrain.sandbox.port import RewardCall
+    from posttrain.sandbox.process import open_reward
 
     canaries["job"] = os.getpid()
     names = sorted(ATTACKS)

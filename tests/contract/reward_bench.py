@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from posttrain.engine.rewards.port import RewardCall
-from posttrain.engine.rewards.process import ProcessReward
+from posttrain.sandbox.port import RewardCall
+from posttrain.sandbox.process import ProcessReward
 
 PATIENCE = 300.0  # seconds for what must happen, on a machine as busy as it likes
 Opener = Callable[..., ProcessReward]  # source, entry, timeout and dialect

@@ -32,7 +32,7 @@ from posttrain.engine.algorithms.objectives import (
     ValueObjective,
 )
 from posttrain.engine.batch import Document, TokenBatch
-from posttrain.engine.groups.rank_context import RankContext
+from posttrain.engine.groups.port import RankContext
 from posttrain.engine.models import adopt_classifier, adopt_module
 from posttrain.engine.models.language_model import put_scalar_head
 from posttrain.engine.roles.learner import DivergedError

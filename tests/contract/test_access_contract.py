@@ -18,7 +18,7 @@ from posttrain.access.ports import Authenticator, Identity
 from posttrain.access.roles import role_of
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import AccessError, ConflictError, InputError, NotFoundError
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.store.audit import verify_rows
 from posttrain.store.erasure import erase_principal
 from posttrain.store.ledger import Ledger

@@ -18,7 +18,7 @@ from postgres_server import Server
 from posttrain.control import actions
 from posttrain.domain.approvals import APPROVED
 from posttrain.domain.errors import StaleWriteError
-from posttrain.domain.reasons import Reason
+from posttrain.domain.lifecycle import Reason
 from posttrain.store.transaction import Transaction
 
 pytestmark = pytest.mark.postgres

@@ -22,7 +22,7 @@ import psutil
 from posttrain.domain.errors import *
 from posttrain.engine.groups.cluster import open_cluster
 from posttrain.engine.groups.reaper import VARIABLE, marked
-from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.groups.worker_group import ResourcePool
 import group_workers as gw
 
 def say(**values):

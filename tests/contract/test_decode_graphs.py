@@ -16,9 +16,8 @@ from posttrain.engine.models import LanguageModel, adopt_module, token_logprobs
 from posttrain.engine.rollout import Generation, SamplingParams
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.contract import RolloutEngineContract
-from posttrain.engine.rollout.fused_weights import fuse_weights
 from posttrain.engine.rollout.kv_pages import GraphedSteps, PageStore, Run, cuda_recorder, padded_size
-from posttrain.engine.rollout.llama_decoder import LlamaDecoder
+from posttrain.engine.rollout.llama_decoder import LlamaDecoder, fuse_weights
 from posttrain.engine.rollout.port import RolloutEngine
 
 

@@ -17,10 +17,10 @@ from posttrain.domain.jobs import InputBlob, JobOrder, JobResult
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.models import adopt_module, load_scalar_model, save_model
 from posttrain.engine.models.loading import character_tokenizer, initial_model
-from posttrain.engine.rollout.opening import decoding_fallbacks
+from posttrain.engine.rollout.worker import decoding_fallbacks
 from posttrain.jobs import entry
 from posttrain.jobs.bodies import evaluation, training
-from posttrain.planner.fallbacks import PACKED_TYPES, expected
+from posttrain.planner.sizes import PACKED_TYPES, expected
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.blobs import open_blobs
 from posttrain.store.trees import put_tree

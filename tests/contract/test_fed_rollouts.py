@@ -11,10 +11,10 @@ import pytest
 
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.cluster import open_cluster
-from posttrain.engine.groups.pool import ResourcePool
-from posttrain.engine.models.source import ModelSource
+from posttrain.engine.groups.worker_group import ResourcePool
+from posttrain.engine.models.loading import ModelSource
 from posttrain.engine.rollout import SamplingParams
-from posttrain.engine.rollout.batches import PromptBatch, Rollouts
+from posttrain.engine.rollout.port import PromptBatch, Rollouts
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Group
 

@@ -18,16 +18,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.domain.errors import DeadlineError, InfrastructureError, InputError, PosttrainError
+from posttrain.domain.errors import DeadlineError, InfrastructureError, InputError, PosttrainError, raised_by
 from posttrain.domain.facts import Fact, Span
-from posttrain.domain.workers import raised_by
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.backends.inline import InlineBackend
-from posttrain.engine.groups.failures import RemoteTraceback, WorkerError, WorkerLostError
-from posttrain.engine.groups.pool import ResourcePool
-from posttrain.engine.groups.port import Backend
-from posttrain.engine.groups.recording import Recorder
-from posttrain.engine.groups.worker_group import Feed
+from posttrain.engine.groups.port import Backend, Recorder, RemoteTraceback, WorkerError, WorkerLostError
+from posttrain.engine.groups.worker_group import Feed, ResourcePool
 
 Opening = Callable[..., ResourcePool]
 T = TypeVar("T")

@@ -18,12 +18,10 @@ from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import GRPOConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.cluster import Cluster, open_cluster
-from posttrain.engine.groups.failures import WorkerLostError
-from posttrain.engine.groups.pool import Deadlines, ResourcePool
-from posttrain.engine.groups.recording import Recorder
+from posttrain.engine.groups.port import Recorder, WorkerLostError
+from posttrain.engine.groups.worker_group import Deadlines, ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.models.loading import initial_model
-from posttrain.engine.models.source import ModelSource
+from posttrain.engine.models.loading import ModelSource, initial_model
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 

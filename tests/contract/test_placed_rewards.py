@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 from reward_bench import Opener, call
 
-from posttrain.engine.rewards.answers import MAX_PLACES, AnswerError, plain
-from posttrain.engine.rewards.parallel import WeightedReward
-from posttrain.engine.rewards.port import RewardCall, RewardError, part_of
-from posttrain.engine.rewards.protocol import MalformedError, receive
-from posttrain.engine.rewards.scripted import ScriptedReward
+from posttrain.sandbox.port import RewardCall, RewardError, ScriptedReward, part_of
+from posttrain.sandbox.process import WeightedReward
+from posttrain.sandbox.protocol import MAX_PLACES, AnswerError, MalformedError, plain, receive
 
 TALK = RewardCall(
     ["Q", "Q"],

@@ -11,10 +11,10 @@ from posttrain.domain.kinds import OWN
 from posttrain.engine.algorithms.objectives import SupervisedObjective
 from posttrain.engine.batch import Document
 from posttrain.engine.config import RowsConfig, named, stage_config
-from posttrain.engine.loop.from_rows import FromRows
+from posttrain.engine.loop.controller import FromRows
 from posttrain.engine.loop.on_policy import OnPolicy
+from posttrain.engine.loop.publishing import Roles
 from posttrain.engine.loop.recipe import Recipe
-from posttrain.engine.loop.roles import Roles
 from posttrain.engine.models.chat import PreferencePair
 from posttrain.engine.recipes.algorithm import Update
 from posttrain.engine.recipes.dataflow import Dataflow

@@ -15,13 +15,13 @@ from posttrain.domain.errors import IntegrityError
 from posttrain.engine.algorithms.objectives import SupervisedObjective, Totals
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.cluster import Cluster, open_cluster
-from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.groups.worker_group import ResourcePool
 from posttrain.engine.loop.publishing import WeightTransport, transport
-from posttrain.engine.models.source import ModelSource
+from posttrain.engine.models.loading import ModelSource
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
-from posttrain.engine.weights.view import PolicyVersion
+from posttrain.engine.weights.stream import PolicyVersion
 
 pytestmark = pytest.mark.ray
 BATCH = TokenBatch.pack([Document([5, 9, 3], [7, 8, 2]), Document([4], [6, 6])])

@@ -21,11 +21,11 @@ import pytest
 from reward_bench import PATIENCE, Opener, call
 
 from posttrain.domain.errors import InfrastructureError
-from posttrain.engine.rewards import cell
-from posttrain.engine.rewards.layout import Provision
-from posttrain.engine.rewards.port import RewardError
-from posttrain.engine.rewards.process import ProcessReward, open_reward
-from posttrain.engine.rewards.watch import OVER_MEMORY, Group, below
+from posttrain.sandbox import cell
+from posttrain.sandbox.barriers import OVER_MEMORY, Group, below
+from posttrain.sandbox.layout import Provision
+from posttrain.sandbox.port import RewardError
+from posttrain.sandbox.process import ProcessReward, open_reward
 
 DETACHES = """
 import os, subprocess, time
@@ -49,8 +49,8 @@ from pathlib import Path
 source, ending, mark, here = sys.argv[1:]
 sys.path.insert(0, here)
 from test_reward_cell import call, living
-from posttrain.engine.rewards.port import RewardError
-from posttrain.engine.rewards.process import open_reward
+from posttrain.sandbox.port import RewardError
+from posttrain.sandbox.process import open_reward
 reward = open_reward(Path(source), timeout=2 if ending == "time-out" else 300)
 started = 0
 try:
@@ -87,7 +87,7 @@ import json, os, subprocess, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_reward_cell import call
-from posttrain.engine.rewards.process import open_reward
+from posttrain.sandbox.process import open_reward
 
 def parent(process):
     return int((process / "stat").read_text().rpartition(")")[2].split()[1])
@@ -106,7 +106,7 @@ print(json.dumps({"same": same, "died": [other.pid for other in others if other.
 OPENS = """
 import sys, time
 from pathlib import Path
-from posttrain.engine.rewards.process import open_reward
+from posttrain.sandbox.process import open_reward
 reward = open_reward(Path(sys.argv[1]), timeout=60)
 print("open", flush=True)
 time.sleep(600)
@@ -162,12 +162,12 @@ PEM = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBg\nkqhkiG9w0BAQ\n-----END PRIVA
 
 class TestBounds:
     def test_hang_while_imported(self, opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("posttrain.engine.rewards.process.LOAD_TIMEOUT", 1.0)
+        monkeypatch.setattr("posttrain.sandbox.process.LOAD_TIMEOUT", 1.0)
         with pytest.raises(RewardError, match="time-out of 1 s to load"):
             opened("import time\ntime.sleep(600)\n", timeout=0.5)
 
     def test_memory_of_all_processes_together(self, opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("posttrain.engine.rewards.layout.MEMORY", 300 * 2**20)
+        monkeypatch.setattr("posttrain.sandbox.layout.MEMORY", 300 * 2**20)
         source = """
             import os, time
             def score(completion):
@@ -254,7 +254,7 @@ class TestKilled:
     def test_it_is_started_again(self, opened: Opener) -> None:
         reward = opened(self.COUNTS_CALLS)
         for _ in range(5):
-            [worker] = [pid for pid in descendants() if b"rewards.worker" in command(pid)][-1:]
+            [worker] = [pid for pid in descendants() if b"sandbox.worker" in command(pid)][-1:]
             os.kill(worker, signal.SIGKILL)
             assert [s.score for s in reward.score(call("12", "123"))] == [2.0, 3.0]
 
@@ -332,9 +332,7 @@ class TestLeft:
     ) -> None:
         source = write("def score(completion):\n    return 1\n")
         (tmp_path / "scratch").mkdir()
-        dies = (
-            "import os, posttrain.engine.rewards.process as p; p.Session = lambda *_: os.kill(os.getpid(), 9)\n" + OPENS
-        )
+        dies = "import os, posttrain.sandbox.process as p; p.Session = lambda *_: os.kill(os.getpid(), 9)\n" + OPENS
         environment = {**os.environ, "TMPDIR": str(tmp_path / "scratch")}
         ended = subprocess.run([sys.executable, "-c", dies, str(source)], env=environment, check=False)
         assert ended.returncode == -signal.SIGKILL
@@ -354,7 +352,7 @@ class TestLeft:
         reward.close()
         asked.join(PATIENCE)
         assert not asked.is_alive()
-        assert eventually(lambda: not [pid for pid in descendants() if b"rewards.worker" in command(pid)])
+        assert eventually(lambda: not [pid for pid in descendants() if b"sandbox.worker" in command(pid)])
 
 
 def _ask(reward: ProcessReward) -> None:
@@ -632,7 +630,7 @@ def test_an_environment_below_tmp_is_there_and_nothing_beside_it(
     try:
         (place / "word.txt").write_text("here")
         (place.parent / "secret.txt").write_text("x")
-        monkeypatch.setattr("posttrain.engine.rewards.layout._added", lambda: iter([place]))
+        monkeypatch.setattr("posttrain.sandbox.layout._added", lambda: iter([place]))
         reward = opened(IN_TMP.format(place=str(place)))
         assert reward.score(call("x"))[0].score == 1.0
     finally:

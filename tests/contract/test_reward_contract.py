@@ -11,10 +11,8 @@ from reward_bench import PATIENCE, call
 from reward_bench import Opener as ProcessOpener
 
 from posttrain.domain.errors import InputError, JobFailedError
-from posttrain.engine.rewards.parallel import ParallelReward
-from posttrain.engine.rewards.port import RewardCall, RewardError, RewardFunction, probe_call
-from posttrain.engine.rewards.process import open_reward
-from posttrain.engine.rewards.scripted import ScriptedReward
+from posttrain.sandbox.port import RewardCall, RewardError, RewardFunction, ScriptedReward, probe_call
+from posttrain.sandbox.process import ParallelReward, open_reward
 
 SOURCES = {
     "exact": "def score(completion, answer):\n    return 1.0 if completion == answer else 0.0\n",

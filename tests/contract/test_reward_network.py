@@ -54,8 +54,8 @@ import json, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_reward_cell import call
-from posttrain.engine.rewards.layout import Provision
-from posttrain.engine.rewards.process import open_reward
+from posttrain.sandbox.layout import Provision
+from posttrain.sandbox.process import open_reward
 
 declared, other = int(sys.argv[3]), int(sys.argv[4])
 notes = []

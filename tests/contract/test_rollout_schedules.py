@@ -19,11 +19,11 @@ from posttrain.engine.batch import TokenBatch
 from posttrain.engine.models import LanguageModel, adopt_module, token_logprobs
 from posttrain.engine.rollout import Generation, SamplingParams
 from posttrain.engine.rollout.backends.native import NativeRollout
+from posttrain.engine.rollout.decoding import StopStrings
 from posttrain.engine.rollout.kv_pages import PageStore
 from posttrain.engine.rollout.kv_slots import SlotStore
 from posttrain.engine.rollout.kv_store import KVStore
 from posttrain.engine.rollout.llama_decoder import LlamaDecoder
-from posttrain.engine.rollout.stopping import StopStrings
 from posttrain.engine.samples import Trajectory
 
 LARGE = 2**30

@@ -17,25 +17,25 @@ from posttrain.domain.facts import Fact
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import GRPOConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
-from posttrain.engine.groups.pool import ResourcePool
-from posttrain.engine.groups.rank_context import RankContext
+from posttrain.engine.groups.port import RankContext
+from posttrain.engine.groups.worker_group import ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models import LanguageModel, adopt_module
-from posttrain.engine.models.source import ModelSource
+from posttrain.engine.models.loading import ModelSource
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout import Completion, RolloutEngine, SamplingParams, ScriptedRollout, generate
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
-from posttrain.engine.rollout.batches import PromptBatch, Rollouts
 from posttrain.engine.rollout.contract import RolloutEngineContract
+from posttrain.engine.rollout.decoding import StopStrings
 from posttrain.engine.rollout.generating import EngineError, SilentError
 from posttrain.engine.rollout.kv_pages import PageStore
-from posttrain.engine.rollout.stopping import StopStrings
+from posttrain.engine.rollout.port import PromptBatch, Rollouts
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.tracing import Trace
-from posttrain.engine.weights.view import PolicyVersion
+from posttrain.engine.weights.stream import PolicyVersion
 from posttrain.jobs.entry import failure_of
 
 PROMPTS = [[5, 4], [7, 8, 9]]

@@ -13,7 +13,7 @@ import sharded_loading
 import torch
 from safetensors.torch import load_file
 
-from posttrain.engine.groups.rank_context import RankContext
+from posttrain.engine.groups.port import RankContext
 from posttrain.engine.models import adopt_module
 from posttrain.engine.roles.training import TorchEngine
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig

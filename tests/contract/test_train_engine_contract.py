@@ -13,7 +13,7 @@ import torch
 import train_engine
 from safetensors.torch import load_file
 
-from posttrain.engine.groups.rank_context import RankContext
+from posttrain.engine.groups.port import RankContext
 from posttrain.engine.roles import contract
 from posttrain.engine.roles.contract import HELD, Bench, learned
 

@@ -15,9 +15,9 @@ import pytest
 
 import posttrain
 from posttrain.domain.canonical import digest_json, is_digest
-from posttrain.domain.contracts import RowNeeds
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder, JobResult
+from posttrain.domain.kinds import RowNeeds
 from posttrain.execution.ports import Trainer
 from posttrain.execution.trainers import native
 from posttrain.execution.trainers.fake import FakeTrainer

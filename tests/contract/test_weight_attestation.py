@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from posttrain.engine.models.exported import Shard
+from posttrain.engine.models.sharding import Shard
 from posttrain.engine.weights.attestation import Attestation, attest, attest_views, differing_aliases
 
 TYPES = [torch.float32, torch.bfloat16]

@@ -20,20 +20,17 @@ from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.engine.algorithms.objectives import SupervisedObjective, Totals
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.backends.inline import InlineBackend
-from posttrain.engine.groups.pool import ResourcePool
-from posttrain.engine.groups.rank_context import RankContext
-from posttrain.engine.loop.publishing import Alias, transport
-from posttrain.engine.loop.roles import Roles
-from posttrain.engine.models.exported import layout_of
-from posttrain.engine.models.source import ModelSource
+from posttrain.engine.groups.port import RankContext
+from posttrain.engine.groups.worker_group import ResourcePool
+from posttrain.engine.loop.publishing import Alias, Roles, transport
+from posttrain.engine.models.loading import ModelSource
+from posttrain.engine.models.sharding import layout_of
 from posttrain.engine.roles.training import TrainWorker
-from posttrain.engine.rollout.batches import PromptBatch
-from posttrain.engine.rollout.port import SamplingParams
+from posttrain.engine.rollout.port import PromptBatch, SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights import stream
-from posttrain.engine.weights.stream import AdapterOnly, Bucket, Everything, carried
-from posttrain.engine.weights.view import PolicyVersion
+from posttrain.engine.weights.stream import AdapterOnly, Bucket, Everything, PolicyVersion, carried
 from posttrain.planner import residency
 
 BATCH = TokenBatch.pack([Document([5, 9, 3], [7, 8, 2]), Document([4], [6, 6])])

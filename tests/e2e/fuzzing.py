@@ -55,7 +55,7 @@ ELSEWHERE = (  # marked places of the command in any stage that has a job
 )
 PER_RUN, WITH_BASELINE, OF_BASELINE = 5, 3, 3  # strikes; every third run has a baseline, and three strikes at it
 _FORK_SERVER = "posttrain.execution.executors.local.forkserver"
-_WORKER = "posttrain.engine.rewards.worker"
+_WORKER = "posttrain.sandbox.worker"
 _SHORTLY = 0.3  # seconds; what training takes here
 _LONGEST_STOP = 2.0  # seconds
 

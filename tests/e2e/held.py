@@ -30,7 +30,7 @@ import shutil
 import time
 from pathlib import Path
 
-from posttrain.domain.contracts import StageContract
+from posttrain.domain.kinds import StageContract
 from posttrain.domain.jobs import JobResult, JobSpec, Output
 
 

@@ -28,7 +28,7 @@ from posttrain.store.attempts import AttemptFolder
 pytestmark = pytest.mark.slow
 
 NAME = "posttrain_attack_of_a_test"
-WORKER = "posttrain.engine.rewards.worker"
+WORKER = "posttrain.sandbox.worker"
 WRITES = f'''
 import json, os, sysconfig
 CODE = "import os\\n"

@@ -19,19 +19,16 @@ from workbench import Workbench
 
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.facts import Metric, Span
-from posttrain.domain.identity import job_identity
+from posttrain.domain.manifest import job_identity
 from posttrain.domain.placement import Placement, Resources
 from posttrain.engine.assembly import open_learner
 from posttrain.engine.batch import Document
 from posttrain.engine.config import InitModelConfig, SFTConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
-from posttrain.engine.groups.pool import ResourcePool
-from posttrain.engine.groups.worker_group import WorkerGroup
-from posttrain.engine.loop.controller import Controller, Order
-from posttrain.engine.loop.from_rows import FromRows
-from posttrain.engine.models.exported import Shard, put
-from posttrain.engine.models.loading import character_tokenizer, initial_model
-from posttrain.engine.models.source import ModelSource
+from posttrain.engine.groups.worker_group import ResourcePool, WorkerGroup
+from posttrain.engine.loop.controller import Controller, FromRows, Order
+from posttrain.engine.models.loading import ModelSource, character_tokenizer, initial_model
+from posttrain.engine.models.sharding import Shard, put
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig

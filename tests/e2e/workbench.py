@@ -28,7 +28,7 @@ from posttrain.store.sealer import verify_chain
 PATIENCE = 400.0  # seconds any single step may take, on a machine as busy as it likes
 _MODULES = {"job": "posttrain.jobs.", "supervisor": "posttrain.execution.executors.local.supervisor"}
 _STARTERS = ("podman", "conmon", "runc", "crun")  # whose words are those of the job in their container
-_REWARD_WORKER = "posttrain.engine.rewards.worker"
+_REWARD_WORKER = "posttrain.sandbox.worker"
 _PRELOAD = "posttrain.jobs.preload"  # a fork server names it, and the attempt that it was started for
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.data.parts import data_files
+from posttrain.data.files import data_files
 from posttrain.data.rows import read_rows
 from posttrain.domain.errors import InputError
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from posttrain.data.assets import inspect_reward
+from posttrain.data.refs import imported_reward
 from posttrain.data.rows import read_rows
-from posttrain.data.signatures import imported_reward
 from posttrain.domain.rewards import DIALECTS, Signature
-from posttrain.engine.rewards.port import RewardCall
-from posttrain.engine.rewards.process import ProcessReward, open_reward
+from posttrain.sandbox.port import RewardCall
+from posttrain.sandbox.process import ProcessReward, open_reward
 
 pytestmark = pytest.mark.ecosystem
 OLD_VERIFIERS = Path(sys.prefix) / "verifiers-0.1"  # make ecosystem puts it there, beside 0.4

@@ -28,14 +28,14 @@ from posttrain.engine.config import (
 )
 from posttrain.engine.models import adopt_module
 from posttrain.engine.models.loading import character_tokenizer, initial_model
-from posttrain.engine.models.predicting import predict
+from posttrain.engine.models.logprobs import predict
 from posttrain.engine.recipes.algorithm import Algorithm, ScoredGroup
 from posttrain.engine.recipes.dpo import DPO
 from posttrain.engine.recipes.dr_grpo import DrGRPO
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.recipes.sft import SFT
-from posttrain.engine.rewards.port import Score
 from posttrain.engine.samples import Prompt, Trajectory, groups_of
+from posttrain.sandbox.port import Score
 
 pytestmark = pytest.mark.ecosystem
 trl = pytest.importorskip("trl")

@@ -15,9 +15,15 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.engine.algorithms.advantages import generalized_advantages, whiten
-from posttrain.engine.algorithms.distillation import DistillationObjective
-from posttrain.engine.algorithms.kl import kl_rewards
-from posttrain.engine.algorithms.objectives import LossParts, PolicyObjective, Totals, ValueObjective, token_weights
+from posttrain.engine.algorithms.losses import kl_rewards
+from posttrain.engine.algorithms.objectives import (
+    DistillationObjective,
+    LossParts,
+    PolicyObjective,
+    Totals,
+    ValueObjective,
+    token_weights,
+)
 from posttrain.engine.batch import CANDIDATES, Document, Need, Predictions, TokenBatch
 from posttrain.engine.recipes.algorithm import (
     PROXIMAL,

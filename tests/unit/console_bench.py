@@ -17,7 +17,7 @@ from web_pages import TWO, rich_world
 
 from posttrain.app.workspace import Workspace
 from posttrain.domain.canonical import digest_json
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.domain.records import RunRecord, StageRecord
 
 ATTACK = (

@@ -21,7 +21,7 @@ from posttrain.domain.errors import FailureClass
 from posttrain.domain.facts import Progress
 from posttrain.domain.jobs import Failure, JobResult, Output
 from posttrain.domain.manifest import InputRef
-from posttrain.domain.outcomes import outcome_error
+from posttrain.domain.records import outcome_error
 from posttrain.domain.requests import JobRequest
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.executors.fake import FakeExecutor

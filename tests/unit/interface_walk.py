@@ -26,8 +26,8 @@ from posttrain.access.authenticators.token import issue
 from posttrain.app.control import control_of
 from posttrain.app.workspace import Workspace
 from posttrain.domain.canonical import canonical_json
+from posttrain.domain.ids import Role
 from posttrain.domain.manifest import Manifest
-from posttrain.domain.principals import Role
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.runspec import Budget
 from posttrain.store.trees import put_tree

@@ -7,9 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from posttrain.engine.groups.backends.inline import InlineBackend, InlineCall, InlineFlow
-from posttrain.engine.groups.failures import WorkerLostError
-from posttrain.engine.groups.port import Flow, Process
-from posttrain.engine.groups.rank_context import RankContext
+from posttrain.engine.groups.port import Flow, Process, RankContext, WorkerLostError
 
 Fate = Callable[[str, int], bool]
 

@@ -21,8 +21,8 @@ from posttrain.api.control import Control
 from posttrain.app.workspace import Workspace, init_workspace
 from posttrain.client.remote import remote_control
 from posttrain.domain.canonical import canonical_json
+from posttrain.domain.ids import Role
 from posttrain.domain.lifecycle import AttemptState
-from posttrain.domain.principals import Role
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.server.app import Server, build
 from posttrain.server.attempts import Granting

@@ -15,7 +15,7 @@ from posttrain.api.guarding import Guard
 from posttrain.api.verbs import Verb
 from posttrain.app.workspace import open_workspace
 from posttrain.domain.errors import AccessError
-from posttrain.domain.principals import Role, lower
+from posttrain.domain.ids import Role, lower
 
 PEOPLE = {"vi": Role.VIEWER, "sue": Role.SUBMITTER, "app": Role.APPROVER, "root": Role.ADMIN}
 As = Callable[[str], None]

@@ -32,9 +32,9 @@ from posttrain.control.actions import promote, retry, stop
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.approvals import APPROVED, REJECTED, Action, Approval, Standing, Terms, request_of, weigh
 from posttrain.domain.errors import AccessError, ApprovalError, InputError, StaleWriteError
+from posttrain.domain.ids import DRIVER, Role
+from posttrain.domain.lifecycle import Reason
 from posttrain.domain.policies import parse_policy
-from posttrain.domain.principals import DRIVER, Role
-from posttrain.domain.reasons import Reason
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.domain.sinks import RUN_ENVIRONMENT
 from posttrain.drivers.requests import runs_folder

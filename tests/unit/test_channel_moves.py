@@ -14,7 +14,7 @@ from test_server_pages import pages
 
 from posttrain.app.control import control_of
 from posttrain.app.workspace import open_workspace
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from cli_world import BAD_REWARD, GOOD_REWARD, RUN, World, make_world
 
 from posttrain.control.comparing import Subject, _cells, _metrics, _settings
 from posttrain.decision.gates import Evidence
-from posttrain.domain.measures import RATE
+from posttrain.domain.kinds import RATE
 
 EVALUATE = "  evaluate: {kind: evaluate, model: grpo, suites: {heldout: {data: heldout}}}\n"
 BASE = "  base-eval: {kind: evaluate, model: base, suites: {heldout: {data: heldout}}}\n"

@@ -23,7 +23,7 @@ from posttrain.store.blobs import open_blobs
 from posttrain.store.clock import SystemClock
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
-from posttrain.store.parts import Noted, Parts, PartStore
+from posttrain.store.operations import Noted, Parts, PartStore
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.trees import put_tree, verify_tree
 
@@ -211,7 +211,7 @@ def test_a_store_that_another_workspace_uses_is_left_alone(tmp_path: Path, monke
 
 def test_only_an_admin_may(world: World) -> None:
     from posttrain.api.control import VERBS
-    from posttrain.domain.principals import Role
+    from posttrain.domain.ids import Role
 
     assert VERBS["gc"].needs is Role.ADMIN
 

@@ -478,7 +478,7 @@ class TestProgress:
 
     @pytest.mark.parametrize("form", ["text", "json"])
     def test_before_a_model_is_loaded(self, seen: World, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-        monkeypatch.setattr("posttrain.execution.foreground.answers", begun)
+        monkeypatch.setattr("posttrain.execution.processes.answers", begun)
         result = seen("sample", "prod", "hi", "-o", form)
         told, error = result.stderr.splitlines()
         assert told.startswith("channel:prod@1 sha256:")

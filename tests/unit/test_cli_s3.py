@@ -13,7 +13,7 @@ from obstore.store import from_url
 
 from posttrain.store.blobs import open_blobs
 from posttrain.store.direct import Unfinished, open_direct
-from posttrain.store.parts import PartStore
+from posttrain.store.operations import PartStore
 from s3_server import s3_server, use_s3
 
 STORE = "s3://artifacts/of team"

@@ -15,7 +15,7 @@ import posttrain
 from posttrain.app import courier
 from posttrain.app.background import Background, Ears
 from posttrain.app.workspace import Workspace
-from posttrain.domain.places import PROJECT_VARIABLE
+from posttrain.domain.ids import PROJECT_VARIABLE
 from posttrain.drivers.log import DriverLog, Veil
 from posttrain.drivers.requests import Request, requests_held, runs_folder, write_request
 from posttrain.store.atomic import make_folder

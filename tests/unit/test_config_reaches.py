@@ -26,11 +26,10 @@ from posttrain.domain.jobs import InputBlob, JobOrder
 from posttrain.domain.placement import Placement
 from posttrain.engine.config import STAGE_CONFIGS, stage_config
 from posttrain.engine.loop.controller import CONTROLLER_METRICS
-from posttrain.engine.rewards.port import RewardCall
-from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.jobs import entry
 from posttrain.jobs.bodies import evaluation, init_model, training
+from posttrain.sandbox.port import RewardCall, ScriptedReward
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.blobs import open_blobs
 from posttrain.store.trees import put_tree

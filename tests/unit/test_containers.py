@@ -26,8 +26,8 @@ from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.jobs import Accepted, Exists, JobOrder, JobState
 from posttrain.domain.requests import Job, JobRequest, PodGroup
 from posttrain.execution.executors.local import containers
+from posttrain.execution.executors.local.containers import fetched
 from posttrain.execution.executors.local.executor import LocalExecutor
-from posttrain.execution.executors.local.podman import fetched
 from posttrain.server.connections import Door
 from posttrain.server.serving import Bind, configured
 from posttrain.store.attempts import AttemptFolder

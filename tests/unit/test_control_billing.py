@@ -18,9 +18,8 @@ from posttrain.control.launching import cache_key
 from posttrain.domain.canonical import canonical_json, digest_bytes
 from posttrain.domain.errors import BudgetExceededError, FailureClass
 from posttrain.domain.facts import Progress
-from posttrain.domain.identity import job_identity
 from posttrain.domain.jobs import CheckpointCommit, Failure, InputBlob, JobResult, JobState, Observation
-from posttrain.domain.manifest import Manifest, StageManifest
+from posttrain.domain.manifest import Manifest, StageManifest, job_identity
 from posttrain.domain.requests import JobRequest
 from posttrain.domain.runspec import Budget
 from posttrain.execution.trainers.native import NativeTrainer

@@ -8,11 +8,10 @@ import pytest
 from control_bench import TRAIN_ONLY, Bench, train, vanish
 
 from posttrain.control import actions
-from posttrain.control.explain import explain_run
+from posttrain.control.judging import explain_run
 from posttrain.domain.errors import InfrastructureError, JobFailedError, WorkspaceError
 from posttrain.domain.jobs import NO_MEMORY, NO_SPACE, Cause, JobResult, Submission
-from posttrain.domain.lifecycle import AttemptState
-from posttrain.domain.reasons import StopCause
+from posttrain.domain.lifecycle import AttemptState, StopCause
 from posttrain.domain.records import AttemptRecord
 from posttrain.domain.requests import JobRequest
 

@@ -21,15 +21,14 @@ from posttrain.domain.jobs import Absence, Cause, Failure, JobResult, JobState, 
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.lifecycle import RUN as RUN_TABLE
 from posttrain.domain.lifecycle import STAGE as STAGE_TABLE
-from posttrain.domain.lifecycle import AttemptState, RunState, StageState, is_final
+from posttrain.domain.lifecycle import AttemptState, Reason, RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
-from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord, Watch
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.trainers.native import NativeTrainer
 
 _PURE = {
-    "posttrain.control.budgets", "posttrain.control.orders", "posttrain.control.decide", "posttrain.control.stalls",
+    "posttrain.control.budgets", "posttrain.control.orders", "posttrain.control.decide",
 }  # fmt: skip
 LIVE = (AttemptState.PLANNED, AttemptState.LAUNCHED)
 
@@ -47,7 +46,7 @@ PAUSES = {
 PAUSED = manifest_of(stages={**RUN["stages"], **PAUSES}, release={**RUN["release"], "after": "approval"})
 
 
-@pytest.mark.parametrize("name", ["decide", "orders", "stalls", "budgets"])
+@pytest.mark.parametrize("name", ["decide", "orders", "budgets"])
 def test_who_decides_imports_nothing_that_acts(name: str) -> None:
     source = Path(str(decide_module.__file__)).with_name(f"{name}.py").read_text()
     found = [node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]

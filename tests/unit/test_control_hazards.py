@@ -9,7 +9,7 @@ from control_bench import RUN, TRAIN_ONLY, Bench, evaluate, fail, train
 
 from posttrain.control import actions
 from posttrain.control.decide import PREEMPTIONS_PER_ATTEMPT
-from posttrain.control.explain import explain_run
+from posttrain.control.judging import explain_run
 from posttrain.control.lineage import release_lineage
 from posttrain.control.verifying import verify
 from posttrain.domain.canonical import digest_bytes

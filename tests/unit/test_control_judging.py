@@ -13,7 +13,7 @@ from control_bench import RUN, TRAIN_ONLY, Bench, Script, evaluate, train
 from sqlalchemy import text
 
 from posttrain.control import actions
-from posttrain.control.explain import explain_run
+from posttrain.control.judging import explain_run
 from posttrain.control.lineage import release_lineage, run_lineage
 from posttrain.control.verifying import verify, verify_live
 from posttrain.domain.canonical import digest_bytes

@@ -10,8 +10,8 @@ from control_bench import RUN, TRAIN_ONLY, Bench, evaluate, fail, train, vanish
 
 from posttrain.control import actions, launching
 from posttrain.control.decide import STOP_GRACE_SECONDS, View, decide_stage
-from posttrain.control.explain import explain_run
 from posttrain.control.jobs import AttemptFolders
+from posttrain.control.judging import explain_run
 from posttrain.control.reconciler import LEASE_SECONDS, Reconciler
 from posttrain.control.stores import Stores
 from posttrain.domain.errors import (

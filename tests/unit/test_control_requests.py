@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from control_bench import TRAIN_ONLY, Bench, train
 
-from posttrain.control import requests
+from posttrain.control import jobs as requests
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Cause, JobSpec

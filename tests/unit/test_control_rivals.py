@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_control_planning import RUN as FILE
 from test_control_planning import changed, manifest
 
-from posttrain.control.explain import explain_run
+from posttrain.control.judging import explain_run
 from posttrain.control.launching import cache_key
 from posttrain.control.lineage import release_lineage
 from posttrain.domain.errors import InputError

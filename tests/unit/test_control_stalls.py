@@ -9,13 +9,13 @@ import pytest
 from control_bench import RUN, TRAIN_ONLY, Bench, Script, resolve, train
 
 from posttrain.control import actions
+from posttrain.control.decide import STALL_AFTER, stall_after
 from posttrain.control.planning import plan_run
 from posttrain.control.reconciler import Reconciler
-from posttrain.control.stalls import STALL_AFTER, stall_after
 from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Note, Progress, Span
-from posttrain.domain.identity import deciding
 from posttrain.domain.jobs import JobResult
+from posttrain.domain.manifest import deciding
 from posttrain.domain.records import AttemptRecord
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.trainers.native import NativeTrainer

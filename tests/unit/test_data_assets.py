@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from posttrain.data import rows
 from posttrain.data.assets import REWARD_DIALECTS, inspect_model, inspect_reward
 from posttrain.data.catalog import inspect_dataset
-from posttrain.data.contamination import contamination
+from posttrain.data.rows import contamination
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.errors import InputError, NotFoundError, PosttrainError
 from posttrain.domain.rewards import DIALECTS
-from posttrain.engine.rewards.process import open_reward
+from posttrain.sandbox.process import open_reward
 
 
 class TestDataset:

@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.data import files
-from posttrain.data.files import file_format, read_file
-from posttrain.data.parts import data_files
+from posttrain.data.files import data_files, file_format, read_file
 from posttrain.data.rows import read_rows
 from posttrain.domain.errors import InputError, NotFoundError
 

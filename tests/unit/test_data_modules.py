@@ -12,12 +12,11 @@ from unittest.mock import MagicMock
 import pytest
 
 from posttrain.data.catalog import Catalog
-from posttrain.data.refs import Source, parse_ref
-from posttrain.data.signatures import imported_reward
+from posttrain.data.refs import Source, imported_reward, parse_ref
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.rewards import Signature
-from posttrain.engine.rewards.port import RewardCall
-from posttrain.engine.rewards.process import open_reward
+from posttrain.sandbox.port import RewardCall
+from posttrain.sandbox.process import open_reward
 from posttrain.store.blobs import open_blobs
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from posttrain.data.signatures import signature_of
+from posttrain.data.refs import signature_of
 from posttrain.domain.rewards import DIALECTS, NO_COLUMNS, Signature, SignatureError, detect, refuse_missing
-from posttrain.engine.rewards import dialects
-from posttrain.engine.rewards.rubrics import as_function
+from posttrain.sandbox import dialects
+from posttrain.sandbox.dialects import as_function
 
 SOURCE = textwrap.dedent("""
     import functools

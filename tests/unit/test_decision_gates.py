@@ -13,7 +13,7 @@ from scipy.stats import binomtest
 from posttrain.decision.gates import Baseline, Evidence, judge, judge_all
 from posttrain.domain.errors import InputError
 from posttrain.domain.gates import GateRule, Outcome, Verdict
-from posttrain.domain.measures import RATE, SHARE, ItemRange
+from posttrain.domain.kinds import RATE, SHARE, ItemRange
 
 ACCURACY = GateRule(name="accuracy", metric="heldout/accuracy", at_least=0.9)
 MARGIN = GateRule(name="no-regression", metric="heldout/accuracy", not_worse_than="channel", margin=0.02)

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from posttrain.decision.gates import Evidence
-from posttrain.decision.intervals import decimals, estimate, paired
+from posttrain.decision.gates import Evidence, decimals, estimate, paired
 from posttrain.domain.errors import InputError
-from posttrain.domain.measures import RATE, ItemRange
+from posttrain.domain.kinds import RATE, ItemRange
 
 BITS = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=60)
 TOKENS = ItemRange(1, 16)

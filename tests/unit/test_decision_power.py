@@ -14,7 +14,7 @@ from posttrain.decision.gates import Evidence, judge
 from posttrain.decision.power import Expectation, gate_power
 from posttrain.decision.statistics import rate_lower
 from posttrain.domain.gates import GateRule, Outcome
-from posttrain.domain.measures import RATE, SHARE, ItemRange
+from posttrain.domain.kinds import RATE, SHARE, ItemRange
 
 ACCURACY = GateRule(name="accuracy", metric="heldout/accuracy", at_least=0.9)
 MARGIN = GateRule(name="no-regression", metric="heldout/accuracy", not_worse_than="channel", margin=0.02)

@@ -9,11 +9,10 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from scipy import stats
 
-from posttrain.decision.gates import Evidence
-from posttrain.decision.intervals import estimate, paired
-from posttrain.decision.ranking import rank
+from posttrain.decision.gates import Evidence, estimate, paired
+from posttrain.decision.power import rank
 from posttrain.domain.errors import InputError
-from posttrain.domain.measures import RATE, SHARE
+from posttrain.domain.kinds import RATE, SHARE
 
 Bits = list[float]
 

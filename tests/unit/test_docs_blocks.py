@@ -27,8 +27,8 @@ from posttrain.data.assets import inspect_reward
 from posttrain.domain.policies import ChannelPolicy
 from posttrain.domain.runspec import RunSpec, parse_run_spec
 from posttrain.engine.config import STAGE_CONFIGS, InitModelConfig, stage_config
-from posttrain.engine.rewards.port import RewardCall
-from posttrain.engine.rewards.process import open_reward
+from posttrain.sandbox.port import RewardCall
+from posttrain.sandbox.process import open_reward
 
 YAML = list(blocks("yaml"))
 PYTHON = list(blocks("python"))

@@ -23,8 +23,7 @@ from typer.testing import CliRunner
 import posttrain
 from posttrain.cli.main import app
 from posttrain.domain import errors
-from posttrain.domain.lifecycle import TABLES
-from posttrain.domain.reasons import Reason
+from posttrain.domain.lifecycle import TABLES, Reason
 from posttrain.domain.runspec import RunSpec
 from posttrain.engine.config import STAGE_CONFIGS
 

@@ -22,9 +22,9 @@ from posttrain.engine.algorithms.losses import (
     ppo_clip,
 )
 from posttrain.engine.algorithms.objectives import MODES, Totals, token_weights
-from posttrain.engine.algorithms.schedule import learning_rate
 from posttrain.engine.batch import Document, TokenBatch
-from posttrain.engine.journal import Journal
+from posttrain.engine.loop.recipe import Journal
+from posttrain.engine.roles.learner import learning_rate
 
 NAN = float("nan")
 REWARDS = st.lists(st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, NAN]), min_size=4, max_size=4), min_size=1, max_size=5)

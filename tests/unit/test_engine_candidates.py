@@ -17,8 +17,7 @@ from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.models import logprobs as logprobs_module
 from posttrain.engine.models.language_model import LanguageModel, OutputHead, adopt_module
 from posttrain.engine.models.loading import initial_model
-from posttrain.engine.models.logprobs import candidate_logprobs, likeliest_tokens, token_logprobs
-from posttrain.engine.models.predicting import predict, predict_topk
+from posttrain.engine.models.logprobs import candidate_logprobs, likeliest_tokens, predict, predict_topk, token_logprobs
 from posttrain.engine.wide import TopK, WideColumn
 
 LENGTHS, K, TEMPERATURE = (7, 0, 5, 9), 4, 0.7

@@ -29,8 +29,8 @@ from posttrain.engine.weights.checkpoint import (
     read_role,
     read_state,
     write_role,
+    write_tensors,
 )
-from posttrain.engine.weights.shards import write_tensors
 from posttrain.store.attempts import AttemptFolder
 
 STATE = TrainState(fingerprint="sha256:" + "0" * 64, step=3, consumed=96, tokens=1234, metrics={"loss": 0.25})

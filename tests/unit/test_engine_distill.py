@@ -18,17 +18,16 @@ from torch import Tensor
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Fact, Sample, Span
-from posttrain.engine.algorithms.distillation import DIVERGENCES, DistillationObjective, divergence, with_tail
-from posttrain.engine.algorithms.objectives import Totals
+from posttrain.engine.algorithms.objectives import DIVERGENCES, DistillationObjective, Totals, divergence, with_tail
 from posttrain.engine.assembly import open_learner, open_roles
 from posttrain.engine.batch import Document, Predictions, TokenBatch
 from posttrain.engine.config import DistillConfig, SFTConfig
-from posttrain.engine.groups.pool import ResourcePool
-from posttrain.engine.groups.recording import Recorder
-from posttrain.engine.loop.from_rows import FromRows
+from posttrain.engine.groups.port import Recorder
+from posttrain.engine.groups.worker_group import ResourcePool
+from posttrain.engine.loop.controller import FromRows
 from posttrain.engine.loop.learning import Learning
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.loop.roles import Roles
+from posttrain.engine.loop.publishing import Roles
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.models.loading import initial_model
 from posttrain.engine.recipes.algorithm import Column

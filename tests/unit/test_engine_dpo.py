@@ -15,8 +15,8 @@ from posttrain.engine.algorithms.objectives import Totals
 from posttrain.engine.assembly import open_learner
 from posttrain.engine.batch import Predictions
 from posttrain.engine.config import DPOConfig
-from posttrain.engine.loop.from_rows import FromRows
-from posttrain.engine.loop.roles import Roles
+from posttrain.engine.loop.controller import FromRows
+from posttrain.engine.loop.publishing import Roles
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.loading import initial_model
 from posttrain.engine.recipes.dpo import DPO

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.batch import Document, TokenBatch
-from posttrain.engine.groups.payload import Parcel, StoredAway, check_importable, pack, unpack
-from posttrain.engine.groups.rank_context import RankContext
+from posttrain.engine.groups.port import Parcel, RankContext, StoredAway, check_importable, pack, unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8, torch.complex64]
 
@@ -118,7 +117,7 @@ def test_what_another_process_cannot_import_is_refused() -> None:
 
 
 def test_groups_load_without_ray() -> None:
-    names = ["payload", "pool", "cluster", "backends.inline"]
+    names = ["port", "worker_group", "cluster", "backends.inline"]
     modules = ", ".join(f"posttrain.engine.groups.{name}" for name in names)
     script = f"import sys, {modules}; sys.exit('ray' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=300)

@@ -14,8 +14,8 @@ HEADER = """\
 from __future__ import annotations
 from collections.abc import Sequence
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.groups.rank_context import RankContext
-from posttrain.engine.groups.pool import ResourcePool
+from posttrain.engine.groups.port import RankContext
+from posttrain.engine.groups.worker_group import ResourcePool
 from posttrain.engine.groups.port import Stored, StoredShard
 from posttrain.engine.groups.worker_group import Future, WorkerGroup
 

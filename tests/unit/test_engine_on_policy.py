@@ -16,15 +16,14 @@ from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, qu
 
 from posttrain.domain.errors import BudgetExceededError, InputError
 from posttrain.domain.facts import Fact, Note, Sample
-from posttrain.engine.algorithms.kl import score_rewards
+from posttrain.engine.algorithms.losses import score_rewards
 from posttrain.engine.algorithms.objectives import LossParts, SupervisedObjective, Totals
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Document, Need, Predictions, TokenBatch
 from posttrain.engine.config import DataflowConfig, GroupConfig, GRPOConfig, PPOConfig
-from posttrain.engine.evaluation.probe import ProbeSchedule
+from posttrain.engine.evaluation.evaluate import ProbeSchedule
 from posttrain.engine.loop.controller import Controller, Limits
-from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.loop.rollout_metrics import engine_metrics
+from posttrain.engine.loop.on_policy import OnPolicy, engine_metrics
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.loading import initial_model
 from posttrain.engine.recipes.algorithm import Drop, PromptSource, ScoredGroup, Update, pack
@@ -37,8 +36,7 @@ from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.batched import BatchedEngine
-from posttrain.engine.rollout.batches import Rollouts
-from posttrain.engine.rollout.port import Completion, Generation
+from posttrain.engine.rollout.port import Completion, Generation, Rollouts
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Trajectory
 from posttrain.engine.scoring import ModelScorer

@@ -15,8 +15,15 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from posttrain.engine.algorithms.advantages import Moments, generalized_advantages, whiten
-from posttrain.engine.algorithms.kl import kl_estimate, kl_rewards, score_rewards
-from posttrain.engine.algorithms.losses import bradley_terry, clipped_value_loss, is_value_clipped, kl_penalty
+from posttrain.engine.algorithms.losses import (
+    bradley_terry,
+    clipped_value_loss,
+    is_value_clipped,
+    kl_estimate,
+    kl_penalty,
+    kl_rewards,
+    score_rewards,
+)
 from posttrain.engine.algorithms.objectives import MODES, Totals, token_weights
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import PPOConfig, RewardModelConfig

@@ -19,9 +19,8 @@ from posttrain.engine.algorithms.objectives import (
     Totals,
     ValueObjective,
 )
-from posttrain.engine.batch import Predictions, TokenBatch
+from posttrain.engine.batch import Predictions, TokenBatch, precision
 from posttrain.engine.config import DAPOConfig, GroupConfig, GRPOConfig, PPOConfig, ReinforcePlusPlusConfig
-from posttrain.engine.precision import precision
 from posttrain.engine.recipes.dapo import DAPO
 from posttrain.engine.recipes.dr_grpo import DrGRPO
 from posttrain.engine.recipes.grpo import GRPO

@@ -31,30 +31,26 @@ from posttrain.engine.config import (
     TraceConfig,
 )
 from posttrain.engine.groups.backends.inline import InlineBackend
-from posttrain.engine.groups.pool import ResourcePool
-from posttrain.engine.groups.recording import Recorder
-from posttrain.engine.groups.worker_group import Future
-from posttrain.engine.loop.controller import Controller, Order, Outcome
-from posttrain.engine.loop.from_rows import FromRows
+from posttrain.engine.groups.port import Recorder
+from posttrain.engine.groups.worker_group import Future, ResourcePool
+from posttrain.engine.loop.controller import Controller, FromRows, Order, Outcome
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Recipe
 from posttrain.engine.models.chat import PreferencePair
 from posttrain.engine.models.language_model import ScalarModel, adopt_classifier, adopt_module, put_scalar_head
-from posttrain.engine.models.loading import character_tokenizer, initial_model
-from posttrain.engine.models.source import ModelSource
+from posttrain.engine.models.loading import ModelSource, character_tokenizer, initial_model
 from posttrain.engine.recipes.algorithm import VALUES, Column, Update
 from posttrain.engine.recipes.dataflow import Dataflow, load_dataflow
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.recipes.reward_model import RewardModel
-from posttrain.engine.rewards.parallel import ParallelReward
-from posttrain.engine.rewards.port import RewardCall, Score
-from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.scoring import ModelScorer, Scorer
 from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig, RuntimeConfig
 from posttrain.engine.tracing import Trace
+from posttrain.sandbox.port import RewardCall, Score, ScriptedReward
+from posttrain.sandbox.process import ParallelReward
 
 TINY = InitModelConfig(
     hidden_size=16, intermediate_size=16, layers=1, characters="0123456789Q:sort A", context_length=64

@@ -19,18 +19,13 @@ from posttrain.domain.facts import Fact, Note
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import DAPOConfig, GroupConfig, GRPOConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
-from posttrain.engine.groups.failures import WorkerLostError
-from posttrain.engine.groups.pool import ResourcePool
-from posttrain.engine.groups.rank_context import RankContext
-from posttrain.engine.groups.recording import Recorder
-from posttrain.engine.groups.replacing import MOST
-from posttrain.engine.groups.worker_group import WorkerGroup
+from posttrain.engine.groups.port import MOST, RankContext, Recorder, WorkerLostError
+from posttrain.engine.groups.worker_group import ResourcePool, WorkerGroup
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.models.loading import initial_model
-from posttrain.engine.models.source import ModelSource
+from posttrain.engine.models.loading import ModelSource, initial_model
 from posttrain.engine.recipes.dapo import DAPO
 from posttrain.engine.recipes.grpo import GRPO
-from posttrain.engine.rollout.batches import PromptBatch
+from posttrain.engine.rollout.port import PromptBatch
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 
 

@@ -15,8 +15,8 @@ from posttrain.engine.algorithms.advantages import generalized_advantages
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.loop.held_groups import Held, read_held, write_held
 from posttrain.engine.recipes.algorithm import ScoredGroup
-from posttrain.engine.rewards.port import Score
 from posttrain.engine.samples import Prompt, Segment, Source, Trajectory, groups_of
+from posttrain.sandbox.port import Score
 
 
 def segment(source: Source, *tokens: int, version: str = "") -> Segment:

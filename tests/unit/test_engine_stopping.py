@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from posttrain.app.sampling import Ask
 from posttrain.domain.errors import InputError
 from posttrain.engine.models.loading import character_tokenizer
+from posttrain.engine.rollout.decoding import StopStrings
 from posttrain.engine.rollout.port import SamplingParams
-from posttrain.engine.rollout.stopping import StopStrings
 
 SIGNS = "aé€😀 <>/\n"
 

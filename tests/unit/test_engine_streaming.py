@@ -34,31 +34,28 @@ from posttrain.engine.config import (
     TraceConfig,
 )
 from posttrain.engine.groups.backends.inline import InlineBackend
-from posttrain.engine.groups.pool import ResourcePool
 from posttrain.engine.groups.port import Flow
-from posttrain.engine.groups.worker_group import Feed, Future
+from posttrain.engine.groups.worker_group import Feed, Future, ResourcePool
+from posttrain.engine.loop.collecting import Incoming
 from posttrain.engine.loop.columns import Asked
-from posttrain.engine.loop.incoming import Incoming
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.models.loading import initial_model
-from posttrain.engine.models.source import ModelSource, ScalarSource
+from posttrain.engine.models.loading import ModelSource, ScalarSource, initial_model
 from posttrain.engine.recipes.algorithm import ScoredGroup, pack
 from posttrain.engine.recipes.dapo import DAPO
 from posttrain.engine.recipes.dr_grpo import DrGRPO
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.recipes.rloo import RLOO
-from posttrain.engine.rewards.parallel import ParallelReward
-from posttrain.engine.rewards.port import RewardCall, RewardError, Score
-from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
-from posttrain.engine.rollout.batches import Rollouts
+from posttrain.engine.rollout.port import Rollouts
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Group, Prompt, Trajectory, groups_of
 from posttrain.engine.scoring import RewardScorer, Stretch
 from posttrain.engine.settings import PolicyGradientOptimizerConfig, RuntimeConfig
 from posttrain.engine.tracing import Trace
-from posttrain.engine.weights.view import PolicyVersion
+from posttrain.engine.weights.stream import PolicyVersion
+from posttrain.sandbox.port import RewardCall, RewardError, Score, ScriptedReward
+from posttrain.sandbox.process import ParallelReward
 
 
 @pytest.fixture(scope="module")
@@ -621,7 +618,7 @@ class Growing(Feed):  # type: ignore[misc]
 def test_what_took_a_dropped_groups_place_is_told_of_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = itertools.count(1000)
     clock = SimpleNamespace(time=lambda: float(next(moments)), perf_counter=lambda: float(next(moments)))
-    monkeypatch.setattr("posttrain.engine.loop.incoming.time", clock)
+    monkeypatch.setattr("posttrain.engine.loop.collecting.time", clock)
     world: Any = Growing([[5], [4, 3]])
     incoming = Incoming(0, [3, 4, 5], [PROMPTS[0]] * 3, world, 2, world, 1, early=True, grows=True)
     facts: list[Any] = []

@@ -25,16 +25,15 @@ from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models import logprobs as logprobs_module
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.models.loading import initial_model
-from posttrain.engine.models.logprobs import likeliest_tokens
-from posttrain.engine.models.predicting import predict
+from posttrain.engine.models.logprobs import likeliest_tokens, predict
 from posttrain.engine.recipes.algorithm import Drop, PromptSource, ScoredGroup, pack, with_temperature
 from posttrain.engine.recipes.grpo import GRPO
-from posttrain.engine.rewards.port import Score
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.samples import Group, Trajectory
 from posttrain.engine.samples import Sample as Row
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.tracing import StepReport, Trace
+from posttrain.sandbox.port import Score
 
 TEMPERATURES = (0.5, 1.0, 1.7)
 

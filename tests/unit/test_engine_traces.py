@@ -13,10 +13,10 @@ from posttrain.domain.facts import Note, Sample, fact_from_json, fact_to_json
 from posttrain.engine.config import TraceConfig
 from posttrain.engine.config.sampling import TRACE_BYTES
 from posttrain.engine.recipes.algorithm import ScoredGroup
-from posttrain.engine.rewards.port import Score
 from posttrain.engine.samples import Group, Prompt, Trajectory
 from posttrain.engine.samples import Sample as Row
 from posttrain.engine.tracing import SampleTracer, Trace, TraceBudget
+from posttrain.sandbox.port import Score
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.event_writer import EventWriter
 

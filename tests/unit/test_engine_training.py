@@ -22,21 +22,17 @@ from posttrain.engine.algorithms.objectives import LossParts, Need, Predictions,
 from posttrain.engine.assembly import open_learner, open_roles
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import GRPOConfig, InitModelConfig, KLConfig, SFTConfig, TraceConfig
-from posttrain.engine.evaluation.probe import AccuracyProbe
+from posttrain.engine.evaluation.evaluate import AccuracyProbe
 from posttrain.engine.groups.backends.inline import InlineBackend
-from posttrain.engine.groups.pool import ResourcePool
-from posttrain.engine.groups.rank_context import RankContext
-from posttrain.engine.groups.worker_group import Future
-from posttrain.engine.loop.controller import CONTROLLER_METRICS, Controller, Limits, Order, Outcome
-from posttrain.engine.loop.from_rows import FromRows
+from posttrain.engine.groups.port import RankContext
+from posttrain.engine.groups.worker_group import Future, ResourcePool
+from posttrain.engine.loop.controller import CONTROLLER_METRICS, Controller, FromRows, Limits, Order, Outcome
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Recipe
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.recipes.sft import SFT
-from posttrain.engine.rewards.port import Score
-from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
@@ -48,6 +44,7 @@ from posttrain.engine.scoring import RewardScorer, Stretch
 from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig, ProbeConfig, RuntimeConfig
 from posttrain.engine.tracing import Trace
 from posttrain.engine.weights.checkpoint import read_state
+from posttrain.sandbox.port import Score, ScriptedReward
 
 TINY = InitModelConfig(
     hidden_size=16, intermediate_size=16, layers=1, characters="0123456789Q:sort A", context_length=64

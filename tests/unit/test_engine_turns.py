@@ -20,35 +20,30 @@ from test_engine_training import Desk, stop_after
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Fact, Note, Sample
-from posttrain.engine.algorithms.kl import kl_estimate
+from posttrain.engine.algorithms.losses import kl_estimate
 from posttrain.engine.algorithms.objectives import Totals
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Predictions, TokenBatch
 from posttrain.engine.config import CriticConfig, DataflowConfig, PPOConfig, PPOKLConfig, TraceConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
-from posttrain.engine.groups.pool import ResourcePool
-from posttrain.engine.loop.environment import Failed, TextEnvironment
-from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.loop.rollout_metrics import engine_metrics
+from posttrain.engine.groups.worker_group import ResourcePool
+from posttrain.engine.loop.on_policy import OnPolicy, engine_metrics
 from posttrain.engine.models.language_model import adopt_module
-from posttrain.engine.models.loading import initial_model
-from posttrain.engine.models.source import ModelSource
+from posttrain.engine.models.loading import ModelSource, initial_model
 from posttrain.engine.recipes.algorithm import PromptSource, ScoredGroup, pack
 from posttrain.engine.recipes.ppo import PPO
-from posttrain.engine.rewards.parallel import WeightedReward
-from posttrain.engine.rewards.port import RewardError, Score
-from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.backends.native import NativeRollout
-from posttrain.engine.rollout.batches import Rollouts
 from posttrain.engine.rollout.generating import EngineError
-from posttrain.engine.rollout.port import Completion, Generation
+from posttrain.engine.rollout.port import Completion, Generation, Rollouts
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Group, Prompt, Segment, Trajectory
 from posttrain.engine.samples import Sample as Sampled
-from posttrain.engine.scoring import RewardScorer
+from posttrain.engine.scoring import Failed, RewardScorer, TextEnvironment
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.tracing import StepReport, Trace
+from posttrain.sandbox.port import RewardError, Score, ScriptedReward
+from posttrain.sandbox.process import WeightedReward
 
 SEEN = (7, 8, 9)
 LOSS_ESTIMATORS = ("k2", "k3", "k3-corrected")

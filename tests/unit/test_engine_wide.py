@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from posttrain.domain.errors import InputError
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.backends.inline import InlineStored
-from posttrain.engine.groups.payload import Parcel, StoredAway, pack, unpack
-from posttrain.engine.groups.pool import ResourcePool
-from posttrain.engine.groups.rank_context import RankContext
+from posttrain.engine.groups.port import Parcel, RankContext, StoredAway, pack, unpack
+from posttrain.engine.groups.worker_group import ResourcePool
 from posttrain.engine.wide import RowsHandle, TopK, WideColumn, WideRows, fetched
 
 K = 3

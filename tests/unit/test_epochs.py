@@ -20,11 +20,10 @@ from posttrain.control.planning import Planned, plan_run
 from posttrain.data.rows import canonical_row, demonstrations
 from posttrain.domain.errors import InputError
 from posttrain.domain.manifest import InputRef
-from posttrain.domain.passes import passes_of
 from posttrain.domain.rendering import Messages, examples
-from posttrain.domain.runspec import parse_run_spec
+from posttrain.domain.runspec import parse_run_spec, passes_of
 from posttrain.engine.config import STAGE_CONFIGS, TrainingConfig
-from posttrain.engine.journal import Journal
+from posttrain.engine.loop.recipe import Journal
 from posttrain.execution.trainers.native import NativeTrainer
 
 TRAINERS = {"native": NativeTrainer()}

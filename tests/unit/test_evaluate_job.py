@@ -30,11 +30,17 @@ from posttrain.domain.errors import BudgetExceededError, FailureClass, InputErro
 from posttrain.domain.facts import Note, Progress
 from posttrain.domain.gates import GateRule, Outcome
 from posttrain.domain.jobs import InputBlob, JobOrder, JobResult
-from posttrain.domain.measures import ItemRange
-from posttrain.engine.algorithms.passk import pass_at_k
+from posttrain.domain.kinds import ItemRange
 from posttrain.engine.config import InitModelConfig, SuiteConfig
-from posttrain.engine.evaluation.answers import Extractor
-from posttrain.engine.evaluation.evaluate import Item, Meter, SuiteResult, evaluate_suite, suite_items
+from posttrain.engine.evaluation.evaluate import (
+    Extractor,
+    Item,
+    Meter,
+    SuiteResult,
+    evaluate_suite,
+    pass_at_k,
+    suite_items,
+)
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.loading import character_tokenizer, initial_model, save_model
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
@@ -97,7 +103,7 @@ class TestExtraction:
 
     @pytest.mark.parametrize("pattern", [r"((a|aa)+)$", r"((?:a|a)*)$", r"(\w|\w\w)*!$"])
     def test_a_catastrophic_pattern_ends(self, monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
-        monkeypatch.setattr("posttrain.engine.evaluation.answers._SECONDS", 0.2)
+        monkeypatch.setattr("posttrain.engine.evaluation.evaluate._SECONDS", 0.2)
         with pytest.raises(InputError, match=r"extract must find its answer within 0\.2 s, got .* of 92 characters"):
             Extractor(pattern)("x" * 40 + "!" + "a" * 48 + "!yc")
 

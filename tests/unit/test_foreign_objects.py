@@ -25,7 +25,7 @@ from sqlalchemy import event, update
 from posttrain.api.control import OPERATIONS
 from posttrain.app.workspace import Workspace
 from posttrain.control.owners import process_name
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.server.openapi import document
 from posttrain.server.requests import IN_PATHS
 from posttrain.store.hosts import Host

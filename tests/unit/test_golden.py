@@ -24,8 +24,7 @@ from posttrain.app.workspace import open_workspace
 from posttrain.cli.main import app
 from posttrain.domain import errors
 from posttrain.domain.errors import FailureClass, PosttrainError
-from posttrain.domain.lifecycle import TABLES
-from posttrain.domain.reasons import Reason
+from posttrain.domain.lifecycle import TABLES, Reason
 from posttrain.server.openapi import document
 from posttrain.store.attempts import AttemptFolder
 

@@ -15,7 +15,7 @@ from interface_walk import ROLES, SECRET, Planted, Walk, plant
 from server_bench import ServerBench, served
 
 from posttrain.app.workspace import init_workspace
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.workspace.served import PLACE
 
 SIGNED_BY = "canary-of-a-sink-0123456789"

@@ -21,20 +21,18 @@ from transformers import PreTrainedTokenizerFast
 from posttrain.app.handles import submit
 from posttrain.app.runs import plan, view_plan
 from posttrain.control.judging import read_evidence
-from posttrain.control.responses import Responses
-from posttrain.control.scores import Measured
+from posttrain.control.scores import Measured, Responses
 from posttrain.data.rows import distinct_items
 from posttrain.domain.errors import FailureClass, InputError
 from posttrain.domain.jobs import InputBlob, JobResult
-from posttrain.domain.measures import ItemRange, compares
+from posttrain.domain.kinds import ItemRange, compares
 from posttrain.engine.config import InitModelConfig, SuiteConfig
 from posttrain.engine.evaluation.evaluate import Meter, RewardJudge, SuiteResult, _mean, evaluate_suite, suite_items
 from posttrain.engine.models.loading import character_tokenizer
-from posttrain.engine.rewards.port import RewardCall, RewardError
-from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.jobs.bodies import evaluation
 from posttrain.jobs.entry import run
+from posttrain.sandbox.port import RewardCall, RewardError, ScriptedReward
 from posttrain.store.attempts import AttemptFolder
 from posttrain.views.answers import suite_answers
 

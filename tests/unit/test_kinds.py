@@ -24,9 +24,9 @@ from posttrain.execution.trainers.native import NativeTrainer
 PAGE = "docs/howto/plugin.md"
 POINTS = "[posttrain.kinds]\n{name} = {module}:KIND\n"
 SOURCE = """
-    from posttrain.domain.contracts import StageContract
+    from posttrain.domain.kinds import StageContract
     from posttrain.domain.kinds import Driver, StageKind, algorithm_kind
-    from posttrain.domain.measures import RATE
+    from posttrain.domain.kinds import RATE
 
     def contract(params):
         return {contract}

@@ -16,7 +16,7 @@ from server_bench import Answer, ServerBench, served
 from posttrain.client.transport import Transport
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import BusyError, LimitError
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.server import limits
 from posttrain.server.limits import BODY, FOLLOW, HEAVY, LOOK, MOST, UPLOAD, Limits, Most

@@ -23,13 +23,13 @@ from posttrain.data.rows import prompt_text
 from posttrain.decision.gates import Evidence, Look, judge_all
 from posttrain.domain.canonical import digest_bytes, digest_json
 from posttrain.domain.gates import GateReport, GateRule, Outcome
-from posttrain.domain.measures import RATE
+from posttrain.domain.ids import Role
+from posttrain.domain.kinds import RATE
 from posttrain.domain.policies import ChannelPolicy, LookBudget, parse_policy
-from posttrain.domain.principals import Role
 from posttrain.engine.config import InitModelConfig, SuiteConfig
 from posttrain.engine.evaluation.evaluate import suite_items
 from posttrain.engine.models.loading import character_tokenizer
-from posttrain.preflight.datasets import Dataset
+from posttrain.preflight.fitting import Dataset
 from posttrain.store.attempts import AttemptFolder
 
 HELDOUT = "dataset:heldout"

@@ -18,7 +18,7 @@ from test_server_pages import P, add_runs
 
 from posttrain.app.workspace import init_workspace, open_workspace
 from posttrain.domain.errors import ConflictError, InputError, IntegrityError, NotFoundError
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.store.snapshot import Snapshot
 
 HOME = "/projects/default"

@@ -17,7 +17,7 @@ from posttrain.api.control import OPERATIONS, VERBS
 from posttrain.api.problems import problem, raised
 from posttrain.client.remote import Remote
 from posttrain.domain import errors
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.server.calling import to_json
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.journal import Journal
+from posttrain.engine.loop.recipe import Journal
 from posttrain.pacing.admission import AdmissionPolicy, Buffer, InOrder, Pace
 
 

@@ -10,7 +10,7 @@ import pytest
 from cli_world import World, make_world
 
 from posttrain.data.fitting import PlanTokenizer, open_tokenizer
-from posttrain.domain.contracts import RowNeeds
+from posttrain.domain.kinds import RowNeeds
 from posttrain.engine.models.loading import character_tokenizer
 from posttrain.preflight.fitting import _lengths
 

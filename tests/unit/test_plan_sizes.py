@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 from cli_world import World, make_world
 
-from posttrain.domain.contracts import Load
-from posttrain.domain.identity import deciding
+from posttrain.domain.kinds import Load
+from posttrain.domain.manifest import deciding
 from posttrain.execution.machine import Gpu, Machine
 from posttrain.execution.trainers.native import NativeTrainer
-from posttrain.planner.deadlines import loading, too_much_to_load
 from posttrain.planner.residency import Shape, resident
-from posttrain.planner.sizes import Room, Settled, settle
+from posttrain.planner.sizes import Room, Settled, loading, settle, too_much_to_load
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", 81_559 * 2**20)
 NODE = Machine(64, 2**41, (H100,) * 8)

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.domain.contracts import Load
+from posttrain.domain.kinds import Load
 from posttrain.domain.placement import ROLES, Placement
-from posttrain.planner.feasibility import gib, infeasible, too_large, unfit
-from posttrain.planner.residency import Peak, Shape
+from posttrain.planner.residency import Peak, Shape, gib, infeasible, too_large, unfit
 
 GRPO = ("policy", "rollout", "reward")
 CLUSTER = {"CPU": 32.0, "GPU": 8.0, "accelerator_type:H100": 1.0, "memory": 1e11, "node:10.0.0.1": 1.0}

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.domain.contracts import Load
+from posttrain.domain.kinds import Load
 from posttrain.domain.placement import Placement
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import InitModelConfig
-from posttrain.engine.loads import DECODED_TOGETHER
+from posttrain.engine.config.stages import DECODED_TOGETHER
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.models.logprobs import token_logprobs

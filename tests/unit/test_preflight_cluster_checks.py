@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from posttrain.execution import cluster_facts
-from posttrain.execution.cluster_facts import (
+from posttrain.execution import machine as cluster_facts
+from posttrain.execution.machine import (
     ClusterFacts,
     Gpus,
     Interface,

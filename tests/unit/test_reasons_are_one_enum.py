@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.domain import reasons
+from posttrain.domain import lifecycle as reasons
 from posttrain.domain.errors import FailureClass
-from posttrain.domain.reasons import Reason, meaning
+from posttrain.domain.lifecycle import Reason, meaning
 
 ROOT = Path(reasons.__file__).parents[1]
-ENUM = "domain/reasons.py"
+ENUM = "domain/lifecycle.py"
 # rooms that write or ask for reasons; elsewhere such a word is another's (a class of transformers, a signature)
 ROOMS = (
     "api",

@@ -27,7 +27,7 @@ from posttrain.app.workspace import Workspace
 from posttrain.cli.main import app
 from posttrain.decision.gates import Evidence
 from posttrain.domain.errors import AccessError, DeadlineError, InputError, PosttrainError
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.foreign.outside import RUN as FOUND
 from posttrain.foreign.outside import FoundModel, Named, OutsideRun, Points, carried, carry
 from posttrain.server.calling import to_json

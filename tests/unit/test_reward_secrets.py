@@ -15,7 +15,7 @@ import yaml
 from cli_world import RUN, World, make_world
 
 from posttrain.app.workspace import open_workspace
-from posttrain.data.confining import confined
+from posttrain.data.refs import confined
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import InputBlob, JobOrder, JobResult
 from posttrain.domain.requests import JobRequest
@@ -24,7 +24,7 @@ from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.processes import of_a_server
 from posttrain.jobs import entry
 from posttrain.jobs.bodies.rewards import _open
-from posttrain.preflight.rewarding import refuse_missing_secrets
+from posttrain.preflight.confinement import refuse_missing_secrets
 from posttrain.store.attempts import AttemptFolder
 
 KEY = "sk-0123456789-abcdef"

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from posttrain.engine.loop.rollout_metrics import engine_metrics, rollout_metrics, turn_metrics
+from posttrain.engine.loop.on_policy import engine_metrics, rollout_metrics, turn_metrics
 from posttrain.engine.recipes.algorithm import ScoredGroup
-from posttrain.engine.rewards.port import Score
 from posttrain.engine.samples import Prompt, Trajectory, groups_of
+from posttrain.sandbox.port import Score
 
 PROMPT = Prompt((1, 5))
 

@@ -19,7 +19,7 @@ from posttrain.app.workspace import Workspace, init_workspace
 from posttrain.cli.main import app
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.kinds import kind_of
-from posttrain.domain.reasons import Reason
+from posttrain.domain.lifecycle import Reason
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.drivers.requests import DriverKind, RunDriver
 from posttrain.views import status as module

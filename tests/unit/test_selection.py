@@ -21,7 +21,7 @@ from posttrain.domain.canonical import canonical_json
 from posttrain.domain.facts import Metric, Note, Progress
 from posttrain.domain.jobs import JobResult
 from posttrain.engine.config import GRPOConfig, RewardModelConfig, SFTConfig, TrainingConfig
-from posttrain.engine.selection import Selection, Standing, UnmeasuredError
+from posttrain.engine.loop.controller import Selection, Standing, UnmeasuredError
 from posttrain.engine.settings import EarlyStoppingConfig
 from posttrain.engine.weights.checkpoint import BestModel
 from posttrain.execution.trainers.native import NativeTrainer

@@ -38,8 +38,8 @@ from posttrain.domain.errors import (
     NotFoundError,
     PosttrainError,
 )
+from posttrain.domain.ids import Role
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
-from posttrain.domain.principals import Role
 from posttrain.domain.records import Asset, RunRecord, StageRecord
 from posttrain.domain.runspec import Budget
 from posttrain.server import calling, limits

@@ -20,8 +20,7 @@ from posttrain.api.control import OPERATIONS, VERBS
 from posttrain.app.control import control_of
 from posttrain.app.workspace import init_workspace
 from posttrain.domain.errors import InputError, IntegrityError, PosttrainError, UnavailableError, WorkspaceError
-from posttrain.domain.ids import TYPES
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import TYPES, Role
 from posttrain.server.requests import IN_PATHS
 from posttrain.store.schema import tokens
 

@@ -28,8 +28,8 @@ from server_bench import KEY, AttemptAtServer, ServerBench, attempt_with_access,
 from posttrain.app.workspace import init_workspace, serve_jobs
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import InfrastructureError, InputError, IntegrityError, NotFoundError, UnavailableError
+from posttrain.domain.ids import Role
 from posttrain.domain.lifecycle import AttemptState
-from posttrain.domain.principals import Role
 from posttrain.domain.requests import JobRequest
 from posttrain.execution.executors.local.executor import refuse_elsewhere
 from posttrain.execution.processes import of_a_server

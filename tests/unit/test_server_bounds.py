@@ -25,14 +25,14 @@ from starlette.types import Message
 
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError, SlowError
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.server import limits, requests
 from posttrain.server.connections import HEADER_SECONDS, MOST, Connection, Room, most_of, quiet
 from posttrain.server.console import visiting
 from posttrain.server.limits import ADOPT, BODY, LOGIN, UPLOAD, Most
 from posttrain.server.requests import timely, whole
-from posttrain.store.sessions import MOST as MOST_SESSIONS
+from posttrain.store.grants import MOST as MOST_SESSIONS
 
 P = "/v1/projects/default"
 DIGEST = "sha256:" + "ab" * 32

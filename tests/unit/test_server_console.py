@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from posttrain.access.authenticators import session
 from posttrain.app.workspace import Workspace
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 
 HOME = "/projects/default"
 REFUSED = 403

@@ -11,7 +11,7 @@ from sqlalchemy import update
 
 from posttrain.control.owners import process_name
 from posttrain.domain.errors import InputError
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.server.connections import checked_advertised
 from posttrain.server.forwarding import is_near, is_sure
 from posttrain.server.serving import Bind

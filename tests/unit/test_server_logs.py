@@ -20,7 +20,7 @@ from test_server import everywhere
 from posttrain.api.control import OPERATIONS
 from posttrain.api.verbs import Verb
 from posttrain.domain.errors import InputError, WorkspaceError
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.server import logs
 from posttrain.server.logs import DriverLines, Logging, Printed, begin
 

@@ -13,13 +13,13 @@ from server_bench import KEY, ServerBench, served
 
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import WorkspaceError
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.sinks import Rule, SinkRecord
 from posttrain.server import metering
 from posttrain.server.metering import Board
+from posttrain.store.hosts import standing
 from posttrain.store.schema import SCHEMA_VERSION
-from posttrain.store.standing import standing
 
 Samples = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
 

@@ -20,7 +20,7 @@ from posttrain.api.verbs import MOST
 from posttrain.app.control import control_of
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import CursorError, InputError
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.domain.records import RunRecord
 from posttrain.server.calling import page
 

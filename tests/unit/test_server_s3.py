@@ -29,11 +29,11 @@ from posttrain.client.direct import sent
 from posttrain.client.transport import Transport
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import IntegrityError, UnavailableError
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.store import direct as signing
 from posttrain.store.backends.remote import Remote
 from posttrain.store.direct import LARGE, Keys, open_direct, presigned
-from posttrain.store.parts import PartStore
+from posttrain.store.operations import PartStore
 from s3_server import KEYS, s3_server, use_s3
 
 BIG = LARGE * 2 + 4321

@@ -12,7 +12,7 @@ import pytest
 from server_bench import ServerBench, served
 
 from posttrain.domain.errors import AccessError, InputError, NotFoundError, SinkError
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.domain.sinks import FOR_PEOPLE, Rule
 from posttrain.events.admitting import SECRETS, VARIABLE, public, secrets_of
 from posttrain.server.driver import Upkeep

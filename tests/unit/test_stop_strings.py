@@ -18,10 +18,9 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.manifest import Manifest
 from posttrain.engine.config import InitModelConfig
-from posttrain.engine.groups.rank_context import RankContext
+from posttrain.engine.groups.port import RankContext
 from posttrain.engine.models import adopt_module
-from posttrain.engine.models.loading import character_tokenizer, initial_model, save_model
-from posttrain.engine.models.source import ModelSource
+from posttrain.engine.models.loading import ModelSource, character_tokenizer, initial_model, save_model
 from posttrain.engine.rollout.worker import RolloutWorker
 
 

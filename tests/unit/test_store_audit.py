@@ -11,7 +11,7 @@ import pytest
 
 from posttrain.domain.approvals import Action, request_of
 from posttrain.domain.errors import IntegrityError
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.domain.records import Asset, AttemptRecord, RunRecord, StageRecord, Token
 from posttrain.domain.sinks import Rule, SinkRecord
 from posttrain.store.audit import verify_rows

@@ -65,7 +65,7 @@ ALLOWED = {
     ("contract/test_group_contract.py", "policy.within(0.5).each(gw.Policy.sleep_on, 1, 60.0)"): NEVER,
     (
         "contract/test_reward_cell.py",
-        'monkeypatch.setattr("posttrain.engine.rewards.process.LOAD_TIMEOUT", 1.0)',
+        'monkeypatch.setattr("posttrain.sandbox.process.LOAD_TIMEOUT", 1.0)',
     ): NEVER,
     ("contract/test_reward_cell.py", 'opened("import time\\ntime.sleep(600)\\n", timeout=0.5)'): NEVER,
     (
@@ -123,7 +123,7 @@ ALLOWED = {
     ): "a line for the type checker, never run",
     ("unit/test_data_fitting.py", 'monkeypatch.setattr("posttrain.data.fitting._RENDER_SECONDS", 0.5)'): NEVER,
     ("unit/test_data_fitting.py", 'monkeypatch.setattr(f"{module}._RENDER_SECONDS", 0.5)'): NEVER,
-    ("unit/test_evaluate_job.py", 'monkeypatch.setattr("posttrain.engine.evaluation.answers._SECONDS", 0.2)'): NEVER,
+    ("unit/test_evaluate_job.py", 'monkeypatch.setattr("posttrain.engine.evaluation.evaluate._SECONDS", 0.2)'): NEVER,
     ("unit/test_engine_training.py", "desk = Desk(tmp_path, sft(), limits=Limits(deadline=1.0))"): PAST,
     (
         "unit/test_evaluate_job.py",
@@ -196,8 +196,8 @@ SHORT_WAITS = {
     "trackers/tracking.py:_SECONDS": "a server that is away longer is told, and tried again later",
     "views/vigil.py:_ALONE": "told a little early, nothing else: a driver may follow",
     "data/fitting.py:_MEAN_SECONDS": "a mean over rows, looked at after ten seconds; a rendering takes a thousandth",
-    "engine/evaluation/answers.py:_SECONDS": "100,000 times what it takes: a pattern cannot hang a run",
-    "engine/rewards/session.py:END_TIMEOUT": "then the keeper is killed, which ends its namespace all the same",
+    "engine/evaluation/evaluate.py:_SECONDS": "100,000 times what it takes: a pattern cannot hang a run",
+    "sandbox/session.py:END_TIMEOUT": "then the keeper is killed, which ends its namespace all the same",
     "execution/executors/local/containers.py:_AGAIN_SECONDS": "between two tries to remove a container",
     "execution/executors/local/executor.py:_POLL_SECONDS": "between two looks",
     "execution/executors/local/forkserver.py:_END_SECONDS": "then an idle process is killed",

@@ -19,7 +19,7 @@ from test_train_job import Shop, model_digest, run
 from posttrain.cli.trace import token_table
 from posttrain.domain.facts import Fact, Note, Sample
 from posttrain.domain.jobs import InputBlob
-from posttrain.engine.algorithms.kl import kl_estimate, kl_rewards, score_rewards
+from posttrain.engine.algorithms.losses import kl_estimate, kl_rewards, score_rewards
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import CriticConfig, PPOConfig, PPOKLConfig
 from posttrain.engine.loop.held_groups import Held, read_held, write_held
@@ -27,13 +27,12 @@ from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.loading import initial_model
 from posttrain.engine.recipes.algorithm import ScoredGroup, pack
-from posttrain.engine.rewards.port import RewardError, Score
-from posttrain.engine.rewards.process import open_reward
-from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.samples import Prompt, Segment, Trajectory, groups_of
 from posttrain.engine.scoring import RewardScorer, Stretch
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.tracing import Trace
+from posttrain.sandbox.port import RewardError, Score, ScriptedReward
+from posttrain.sandbox.process import open_reward
 from posttrain.store.attempts import AttemptFolder
 from posttrain.views.tracing import RecordedSample
 

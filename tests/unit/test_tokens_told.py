@@ -16,7 +16,7 @@ from posttrain.app.workspace import open_workspace
 from posttrain.cli.console import Asked, as_typed, say
 from posttrain.cli.main import app
 from posttrain.client.logins import log_in, login_of, servers
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 
 
 @pytest.fixture

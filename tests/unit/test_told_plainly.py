@@ -16,7 +16,7 @@ from test_channel_policies import policy_file
 from posttrain.app.doctor import remote_checks
 from posttrain.app.workspace import open_workspace
 from posttrain.domain.errors import ConflictError, NotFoundError
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.server.serving import _alone
 from posttrain.store.atomic import write_json
 from posttrain.views.status import read_status

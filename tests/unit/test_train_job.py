@@ -23,10 +23,10 @@ from posttrain.domain.errors import BudgetExceededError, FailureClass, InputErro
 from posttrain.domain.facts import Note, Progress, Span
 from posttrain.domain.jobs import ANOTHER_RUNS, InputBlob, JobOrder, JobResult
 from posttrain.engine.config import InitModelConfig
-from posttrain.engine.rewards.port import RewardError
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.jobs import entry
 from posttrain.jobs.bodies import init_model, training
+from posttrain.sandbox.port import RewardError
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.blobs import open_blobs
 from posttrain.store.trees import put_tree

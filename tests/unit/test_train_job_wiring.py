@@ -17,18 +17,19 @@ from test_train_job import ROWS, TINY, Shop, model_digest, run
 from posttrain.domain.errors import FailureClass
 from posttrain.domain.facts import Metric, Note, Progress
 from posttrain.domain.jobs import InputBlob, JobResult
-from posttrain.engine.groups.pool import Deadlines
-from posttrain.engine.groups.rank_context import RankContext
-from posttrain.engine.loop import controller, from_rows
+from posttrain.engine.groups.port import RankContext
+from posttrain.engine.groups.worker_group import Deadlines
+from posttrain.engine.loop import controller
+from posttrain.engine.loop import controller as from_rows
 from posttrain.engine.loop.controller import Order
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.rollout import worker
-from posttrain.engine.rollout.batches import PromptBatch
 from posttrain.engine.rollout.generating import SilentError
-from posttrain.engine.rollout.port import SamplingParams
+from posttrain.engine.rollout.port import PromptBatch, SamplingParams
 from posttrain.jobs import entry
-from posttrain.jobs.bodies import init_model, pools, rewards, training
+from posttrain.jobs.bodies import init_model, rewards, training
+from posttrain.jobs.bodies import training as pools
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.trees import put_tree
 

@@ -22,7 +22,7 @@ from posttrain.api.values import Asked
 from posttrain.client.blobs import Sender
 from posttrain.client.transport import Transport
 from posttrain.domain.errors import BusyError, InputError, StoppedError
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.server import underway
 from posttrain.server.underway import KEPT_SECONDS, Once, Running, Underway, asked_of, request_id
 from posttrain.server.workers import Asking, Workers

@@ -12,9 +12,9 @@ from posttrain.client.blobs import Sender
 from posttrain.client.transport import Transport
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import ConflictError, DeadlineError, InputError
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.server.uploads import Arriving, _blocks
-from posttrain.store.parts import LEAST, PART, Parts, PartStore, forget_parts
+from posttrain.store.operations import LEAST, PART, Parts, PartStore, forget_parts
 
 DATA = b"0123456789" * 100_000
 HALF = 600_000

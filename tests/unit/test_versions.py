@@ -21,7 +21,7 @@ from posttrain.api.verbs import API_VERSION, API_VERSIONS
 from posttrain.client.remote import remote_control
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import ApiVersionError, PosttrainError
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.domain.records import RunRecord, StageRecord
 
 DAY = 86400.0

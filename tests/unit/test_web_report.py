@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.control.responses import Answered, Response
-from posttrain.control.scores import Before, Score, Scores
-from posttrain.decision.intervals import Estimate, Paired
+from posttrain.control.scores import Answered, Before, Response, Score, Scores
+from posttrain.decision.gates import Estimate, Paired
 from posttrain.domain.errors import WorkspaceError
 from posttrain.domain.facts import Sample
 from posttrain.domain.gates import Outcome, Verdict

@@ -23,8 +23,23 @@ def test_a_tree_is_weighed_by_rooms(tmp_path: Path) -> None:
     ).stdout
     rows = [line.split() for line in said.splitlines()]
     assert rows == [
-        ["room", "statements", "files", "imports", "tests"],
-        ["store", "3", "1", "1", "1"],
-        ["(package)", "2", "1", "1", "0"],
-        ["all", "5", "2", "2", "1"],
+        ["room", "statements", "code", "files", "imports", "tests"],
+        ["store", "3", "2", "1", "1", "1"],
+        ["(package)", "2", "1", "1", "1", "0"],
+        ["all", "5", "3", "2", "2", "1"],
     ]
+    rooms = subprocess.run(
+        [sys.executable, SCRIPT, tmp_path, "--rooms"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert rooms.stdout.split() == ["(package)", "→", "store", "1"]
+
+
+def test_a_function_or_a_file_that_is_too_large_fails(tmp_path: Path) -> None:
+    source = tmp_path / "src" / "posttrain" / "store"
+    source.mkdir(parents=True)
+    (source / "rows.py").write_text("def read():\n" + "    print()\n" * 60)
+    (source / "log.py").write_text("x = 1\n" * 801)
+    run = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 1
+    assert "rows.py:1 read: a function has at most 60 lines, got 61" in run.stderr
+    assert "log.py: a file has at most 800 lines, got 801" in run.stderr

@@ -33,13 +33,12 @@ from posttrain.domain.errors import FailureClass, InputError
 from posttrain.domain.facts import Metric
 from posttrain.domain.jobs import InputBlob
 from posttrain.engine.algorithms.advantages import ESTIMATORS
-from posttrain.engine.loop.rollout_metrics import rollout_metrics
+from posttrain.engine.loop.on_policy import rollout_metrics
 from posttrain.engine.recipes.algorithm import ScoredGroup
-from posttrain.engine.rewards.parallel import ParallelReward, WeightedReward
-from posttrain.engine.rewards.port import RewardCall, RewardError, RewardFunction, Score
-from posttrain.engine.rewards.scripted import ScriptedReward
 from posttrain.engine.samples import Prompt, Trajectory, groups_of
 from posttrain.execution.trainers.native import NativeTrainer
+from posttrain.sandbox.port import RewardCall, RewardError, RewardFunction, Score, ScriptedReward
+from posttrain.sandbox.process import ParallelReward, WeightedReward
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.trees import put_tree
 from posttrain.web.panels import CurveSeries

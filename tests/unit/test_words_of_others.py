@@ -11,8 +11,7 @@ from cli_world import RUN, World, make_world
 from pydantic import BaseModel
 
 from posttrain.domain.runspec import RunSpec
-from posttrain.domain.validation import _inner, _model_of
-from posttrain.domain.vocabulary import FIELDS, KINDS
+from posttrain.domain.validation import FIELDS, KINDS, _inner, _model_of
 from posttrain.engine.config import STAGE_CONFIGS
 
 

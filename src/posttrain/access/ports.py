@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 
 OS = "os"  # how somebody is known whom the operating system lets in
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from posttrain.access.ports import OS, Identity
 from posttrain.domain.errors import AccessError
-from posttrain.domain.principals import NOBODY, Role, lower
+from posttrain.domain.ids import NOBODY, Role, lower
 from posttrain.domain.records import Token
 from posttrain.store.ledger import Ledger
 

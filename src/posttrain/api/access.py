@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from posttrain.api.verbs import Verbs, verb
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 
 if TYPE_CHECKING:
     from posttrain.domain.ids import Principal, TokenId, Word

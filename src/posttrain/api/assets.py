@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.api.verbs import FileRef, RunFile, Verbs, verb
+from posttrain.domain.ids import Role
 from posttrain.domain.overrides import Override
-from posttrain.domain.principals import Role
 
 if TYPE_CHECKING:
     from posttrain.api.values import (

@@ -32,7 +32,7 @@ _WHERE = {  # room → names of it that modules import for type checking only
     "posttrain.control.scores": "Scores",
     "posttrain.control.verifying": "VerifyReport",
     "posttrain.data.importing": "Curve Imported",
-    "posttrain.decision.ranking": "Ranking",
+    "posttrain.decision.power": "Ranking",
     "posttrain.domain.approvals": "Standing",
     "posttrain.domain.errors": "PosttrainError",
     "posttrain.domain.gates": "GateReport",

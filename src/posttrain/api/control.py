@@ -18,7 +18,7 @@ from posttrain.api.access import Access
 from posttrain.api.assets import Assets, Models
 from posttrain.api.pages import numbers
 from posttrain.api.verbs import FileRef, Verb, Verbs, verb, verbs_of
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 
 if TYPE_CHECKING:
     from posttrain.api.values import (

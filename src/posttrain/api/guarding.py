@@ -13,8 +13,7 @@ from posttrain.api.access import Whoami
 from posttrain.api.control import VERBS, Control
 from posttrain.api.verbs import Asks, Verb
 from posttrain.domain.errors import AccessError
-from posttrain.domain.ids import TYPES, Id
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import TYPES, Id, Role
 
 
 class Guard:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from posttrain.control.verifying import VerifyReport as VerifyReport
     from posttrain.data.importing import Curve as Curve
     from posttrain.data.importing import Imported as Imported
-    from posttrain.decision.ranking import Ranking as Ranking
+    from posttrain.decision.power import Ranking as Ranking
     from posttrain.domain.gates import GateReport
     from posttrain.domain.lifecycle import ReleaseState
     from posttrain.domain.manifest import Manifest
@@ -237,7 +237,7 @@ class Sweep:
     @property
     def warnings(self) -> tuple[str, ...]:
         """That it has fewer seeds than are enough to tell settings apart."""
-        from posttrain.domain.measures import few_seeds
+        from posttrain.domain.kinds import few_seeds
 
         return few_seeds(len(self.seeds)) if len(self.settings) > 1 else ()
 

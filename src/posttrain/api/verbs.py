@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, get_origin, overload
 
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter

@@ -8,9 +8,9 @@ from posttrain.api.access import Issued, Whoami
 from posttrain.api.control import Control
 from posttrain.api.verbs import answers
 from posttrain.domain.errors import InputError, NotFoundError, meant, meant_name
-from posttrain.domain.images import image_rule
-from posttrain.domain.principals import Role, is_project
+from posttrain.domain.ids import Role, is_project
 from posttrain.domain.records import DEFAULT_PROJECT
+from posttrain.domain.requests import image_rule
 
 if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace

@@ -13,15 +13,15 @@ from posttrain.control import recalls
 from posttrain.control.downstream import of_bytes
 from posttrain.control.recalls import RECALLED, set_status
 from posttrain.data import importing
-from posttrain.data.confining import is_confined
 from posttrain.data.importing import Curve, Imported, import_run
+from posttrain.data.refs import is_confined
 from posttrain.decision.releases import moves
 from posttrain.domain.errors import InputError
 from posttrain.domain.lifecycle import RunState, is_final
 from posttrain.domain.records import Asset, ReleaseEntry, RunRecord
 from posttrain.foreign.outside import OutsideRun
 from posttrain.foreign.trl_output import read_trl_output
-from posttrain.store.scratch import scratch
+from posttrain.store.atomic import scratch
 
 
 @answers(Control.add_dataset)

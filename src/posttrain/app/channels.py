@@ -15,9 +15,9 @@ from posttrain.api.verbs import answers
 from posttrain.domain.approvals import APPROVED, REJECTED
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import InputError, meant_name, nearest
-from posttrain.domain.measures import QUANTITIES, measurable
+from posttrain.domain.ids import Role
+from posttrain.domain.kinds import QUANTITIES, measurable
 from posttrain.domain.policies import ChannelPolicy, PinnedPolicy
-from posttrain.domain.principals import Role
 
 if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace
@@ -189,8 +189,8 @@ def _looks_at_items_of(ledger: Ledger, live: ReleaseEntry | None) -> tuple[Look,
     """
     if live is None or live.run_id is None:
         return ()
-    from posttrain.domain.evaluators import SUITES
     from posttrain.domain.kinds import kind_of
+    from posttrain.domain.manifest import SUITES
     from posttrain.domain.records import stage_end
 
     with ledger.snapshot() as now:

@@ -19,14 +19,13 @@ from posttrain.control.channels import policy_of
 from posttrain.data.refs import KINDS
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import ConflictError, InputError, IntegrityError
-from posttrain.domain.principals import NOBODY
+from posttrain.domain.ids import NOBODY
 from posttrain.domain.records import DEFAULT_PROJECT
-from posttrain.store.atomic import files_below
+from posttrain.store.atomic import files_below, scratch
 from posttrain.store.blobs import USERS, ObjectBlobs, open_blobs
 from posttrain.store.direct import open_direct
 from posttrain.store.erasure import Erased, erase_principal, erase_subject
-from posttrain.store.parts import PartStore, forget_noted, forget_parts, named_parts
-from posttrain.store.scratch import scratch
+from posttrain.store.operations import PartStore, forget_noted, forget_parts, named_parts
 from posttrain.store.sweeping import PATIENCE, Marker, ended_runs, forget_answers, sweep
 from posttrain.trackers.tracking import describe, of_workspace
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.access.ports import OS
 from posttrain.api.control import Control
 from posttrain.domain.errors import NotFoundError
-from posttrain.domain.ids import TYPES
-from posttrain.domain.places import PROJECT_VARIABLE, SERVER_VARIABLE
+from posttrain.domain.ids import PROJECT_VARIABLE, SERVER_VARIABLE, TYPES
 from posttrain.domain.records import DEFAULT_PROJECT
 
 if TYPE_CHECKING:

@@ -25,23 +25,22 @@ from posttrain._version import __version__
 from posttrain.app.workspace import Workspace, find_workspace
 from posttrain.client.logins import logged_in
 from posttrain.client.transport import Transport
-from posttrain.control.orphans import end_orphans, find_orphans
+from posttrain.control.sights import end_orphans, find_orphans
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import InfrastructureError, PosttrainError, WorkspaceError
+from posttrain.domain.ids import PROJECT_VARIABLE, SERVER_VARIABLE
 from posttrain.domain.kinds import CONTROL, KINDS, OWN
-from posttrain.domain.places import PROJECT_VARIABLE, SERVER_VARIABLE
 from posttrain.domain.plugins import EXECUTORS, TRAINERS, all_plugins
 from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
-from posttrain.execution.cluster_facts import ask_ray, read_machine
 from posttrain.execution.executors.local.executor import LocalExecutor
-from posttrain.execution.machine import local_devices
+from posttrain.execution.machine import ask_ray, local_devices, read_machine
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.preflight.cluster_checks import Check, check_ray, cluster_checks
 from posttrain.preflight.confinement import confinement
 from posttrain.store.audit import verify_rows
 from posttrain.store.heads import Lost
+from posttrain.store.hosts import FAILING, PAUSED, standing
 from posttrain.store.sealer import verify_chain
-from posttrain.store.standing import FAILING, PAUSED, standing
 from posttrain.workspace.opened import OpenWorkspace
 from posttrain.workspace.served import is_served, served_at
 from posttrain.workspace.settings import OWN_EXECUTORS
@@ -261,7 +260,7 @@ def _rewards() -> Check:
     try:
         found = confinement()
     except PosttrainError as error:
-        return Check("rewards", "fail", str(error), "see python -m posttrain.engine.rewards.probe")
+        return Check("rewards", "fail", str(error), "see python -m posttrain.sandbox.probe")
     if found.whole:
         return Check("rewards", "ok", "confined: a root of their own, no network, no other processes")
     remedy = "allow user namespaces, or trust what your rewards do: posttrain init --rewards trusted"

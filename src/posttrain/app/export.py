@@ -18,22 +18,20 @@ from posttrain.api.verbs import answers
 from posttrain.app.naming import NamedModel, named_model
 from posttrain.app.workspace import Workspace
 from posttrain.control.budgets import spending
-from posttrain.control.explain import explain_run
+from posttrain.control.judging import explain_run
 from posttrain.control.lineage import MadeModel, Node, asset_lineage, model_lineage
 from posttrain.control.scores import run_scores
 from posttrain.control.selecting import selected
 from posttrain.data.assets import floating_types
 from posttrain.data.refs import Source
 from posttrain.decision.releases import release_states
-from posttrain.domain.contracts import BEST
 from posttrain.domain.errors import InputError
-from posttrain.domain.identity import deciding
-from posttrain.domain.manifest import Manifest, StageManifest
+from posttrain.domain.kinds import BEST
+from posttrain.domain.manifest import Manifest, StageManifest, deciding
 from posttrain.domain.records import IMPORTED, StageRecord
 from posttrain.domain.rendering import CONFIG, is_classifier
-from posttrain.execution import foreground
-from posttrain.store.atomic import sync_folder, sync_tree, unwritable
-from posttrain.store.scratch import scratch
+from posttrain.execution import processes as foreground
+from posttrain.store.atomic import scratch, sync_folder, sync_tree, unwritable
 from posttrain.store.trees import tree_listing
 from posttrain.views.reporting import tree_lines
 from posttrain.web.card import ModelCard, ScoreLine, StageLine, render_card

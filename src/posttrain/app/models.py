@@ -10,8 +10,7 @@ from posttrain.api.verbs import answers
 from posttrain.app.runs import drive_run, plan_spec, submit_planned
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import InputError
-from posttrain.domain.outcomes import outcome_error
-from posttrain.domain.records import Asset
+from posttrain.domain.records import Asset, outcome_error
 from posttrain.domain.runspec import parse_run_spec, read_yaml
 from posttrain.store.trees import materialise
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from posttrain.app.workspace import Workspace
 from posttrain.control.lineage import MadeModel, made_model
-from posttrain.data.confining import is_confined
-from posttrain.data.refs import AssetRef, Source, local_path, parse_ref
+from posttrain.data.refs import AssetRef, Source, is_confined, local_path, parse_ref
 from posttrain.domain.errors import NotFoundError, PosttrainError, nearest
 from posttrain.domain.manifest import InputRef
 from posttrain.store.trees import materialise

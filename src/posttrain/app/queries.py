@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.api.control import Control
 from posttrain.api.values import RunDiff, Why
 from posttrain.api.verbs import answers
-from posttrain.data.confining import refuse_afar
+from posttrain.data.refs import refuse_afar
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import InputError, NotFoundError, nearest
 from posttrain.domain.records import DEFAULT_PROJECT
@@ -61,7 +61,7 @@ def driver(workspace: Workspace, run_id: str) -> RunDriver | None:
 
 @answers(Control.why)
 def why(workspace: Workspace, run_id: str) -> Why:
-    from posttrain.control.explain import explain_run
+    from posttrain.control.judging import explain_run
     from posttrain.views.status import baseline_run, read_status, run_scores
 
     found, status = explain_run(workspace.stores, run_id), read_status(workspace, run_id)

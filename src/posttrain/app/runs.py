@@ -21,37 +21,39 @@ from posttrain.app.sinks import lacking
 from posttrain.app.workspace import Workspace
 from posttrain.control import actions, channels
 from posttrain.control.approvals import terms
-from posttrain.control.conforming import released_evaluators, unguarded
+from posttrain.control.channels import released_evaluators, unguarded
+from posttrain.control.decide import stall_after
 from posttrain.control.lineage import made_model
 from posttrain.control.planning import Planned, Resolve, plan_run
 from posttrain.control.recalls import recall_of, refuse_recalled
-from posttrain.control.stalls import stall_after
 from posttrain.control.submission import submit as submit_manifest
-from posttrain.data.confining import refuse_afar
-from posttrain.data.refs import Source, parse_ref
+from posttrain.data.refs import Source, parse_ref, refuse_afar
 from posttrain.decision.releases import origin
 from posttrain.domain.errors import InputError
-from posttrain.domain.evaluators import measured_suites, suite_evaluator
+from posttrain.domain.ids import lock_path
 from posttrain.domain.kinds import Driver, installed_kind, kind_of
-from posttrain.domain.lifecycle import RunState
-from posttrain.domain.manifest import InputRef, Manifest, StageManifest
+from posttrain.domain.lifecycle import Reason, RunState
+from posttrain.domain.manifest import InputRef, Manifest, StageManifest, measured_suites, suite_evaluator
 from posttrain.domain.overrides import Setting
-from posttrain.domain.places import lock_path
-from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.rewards import AS_FOUND, Called
 from posttrain.domain.runspec import RunSpec, load_run_spec
 from posttrain.domain.trackers import Trackers
 from posttrain.drivers.requests import forget_request
 from posttrain.execution.trainers.installed import InstalledTrainer
-from posttrain.preflight.confinement import check_confinement, check_imports
-from posttrain.preflight.datasets import counter, repeated, seen_in_training, wide_steps
-from posttrain.preflight.fitting import check_fit
+from posttrain.preflight.confinement import check_confinement, check_imports, refuse_missing_secrets
+from posttrain.preflight.fitting import check_fit, counter, repeated, seen_in_training, wide_steps
 from posttrain.preflight.locks import is_lock, read_lock, refuse_lock
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
-from posttrain.preflight.placing import refuse_image, refuse_infeasible, refuse_oversized, residencies, slower
-from posttrain.preflight.rewarding import refuse_missing_secrets
-from posttrain.preflight.teaching import check_teachers, refuse_judges_without_scores
+from posttrain.preflight.placing import (
+    check_teachers,
+    refuse_image,
+    refuse_infeasible,
+    refuse_judges_without_scores,
+    refuse_oversized,
+    residencies,
+    slower,
+)
 from posttrain.trackers.following import Scribe
 from posttrain.trackers.tracking import check_trackers, describe, of_workspace, record_trackers, resolved
 from posttrain.views.plans import PlanView, StagePlan

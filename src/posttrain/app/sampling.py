@@ -19,7 +19,7 @@ from posttrain.domain.manifest import InputRef
 from posttrain.domain.rendering import stop_fault
 from posttrain.domain.validation import explain
 from posttrain.engine.settings import MOST_ROWS, MOST_TOKENS, InferenceRuntimeConfig
-from posttrain.execution import foreground
+from posttrain.execution import processes as foreground
 from posttrain.preflight.fitting import first_row, model_files
 
 _PROGRAM = "posttrain.jobs.sample"

@@ -13,7 +13,7 @@ from posttrain.access.ports import OS
 from posttrain.api.control import Control
 from posttrain.api.verbs import answers
 from posttrain.control.owners import process_alive, process_name
-from posttrain.data.confining import is_confined
+from posttrain.data.refs import is_confined
 from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.sinks import BY_PERSON, Cursor, Rule, SinkRecord, SinkView
 from posttrain.events.admitting import public, refuse_foreign_secrets, refuse_resolved

@@ -19,10 +19,10 @@ from posttrain.app.runs import MAX_SEED, plan_spec, submit_planned
 from posttrain.app.workspace import Workspace
 from posttrain.control.planning import Planned
 from posttrain.control.sweeping import metric_direction, rank_runs, swept_metric, swept_model
+from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.overrides import Override, Setting, setting_words, settings
 from posttrain.domain.runspec import RunSpec, load_run_spec
-from posttrain.domain.seeds import derive_seed
 from posttrain.preflight.locks import refuse_lock
 
 MOST_RUNS = 1000

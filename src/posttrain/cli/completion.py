@@ -12,8 +12,8 @@ from typing import Any
 from posttrain.api.control import Control
 from posttrain.app import examples as shelf
 from posttrain.app.control import open_control
-from posttrain.domain.contracts import METRICS
 from posttrain.domain.errors import PosttrainError
+from posttrain.domain.kinds import METRICS
 from posttrain.domain.runspec import read_yaml
 
 _RUNS = 200  # the newest so many

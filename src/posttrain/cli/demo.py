@@ -15,7 +15,7 @@ import typer
 
 from posttrain.cli.console import Output, OutputOption, duration, emit_json, lazily, open_control, say
 from posttrain.domain.errors import AccessError, InputError, WorkspaceError
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

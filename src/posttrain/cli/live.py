@@ -17,8 +17,7 @@ from rich.text import Text
 
 from posttrain.cli.console import as_typed, console, count, duration, glyph, number, say, style
 from posttrain.domain.facts import Note
-from posttrain.domain.lifecycle import StageState, is_final
-from posttrain.domain.reasons import Reason
+from posttrain.domain.lifecycle import Reason, StageState, is_final
 from posttrain.domain.records import RunRecord
 
 if TYPE_CHECKING:

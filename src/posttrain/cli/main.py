@@ -36,9 +36,9 @@ from posttrain.cli import (
     sinks,
     sweep,
     trace,
-    tracking,
     workspace,
 )
+from posttrain.cli import sinks as tracking
 from posttrain.cli.console import aside, ask_at, harmless
 from posttrain.domain.errors import ConflictError, InputError, PosttrainError, unwritable
 

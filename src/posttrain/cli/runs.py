@@ -28,8 +28,7 @@ from posttrain.cli.console import (
 )
 from posttrain.cli.driving import RunArgument, TagOption, TimeoutOption, run_json
 from posttrain.domain.errors import InputError, NotFoundError, PosttrainError, meant
-from posttrain.domain.lifecycle import ReleaseState, is_final
-from posttrain.domain.reasons import meaning
+from posttrain.domain.lifecycle import ReleaseState, is_final, meaning
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control

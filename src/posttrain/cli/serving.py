@@ -12,7 +12,7 @@ import typer
 
 from posttrain.cli.console import Output, OutputOption, aside, emit_json, moment, open_control, say
 from posttrain.domain.errors import InputError, nearest
-from posttrain.domain.places import PROJECT_VARIABLE, SERVER_VARIABLE
+from posttrain.domain.ids import PROJECT_VARIABLE, SERVER_VARIABLE
 
 if TYPE_CHECKING:
     from posttrain.api.access import Issued

@@ -24,7 +24,7 @@ from posttrain.cli.console import (
     say,
     style,
 )
-from posttrain.cli.tracking import TrackerOption
+from posttrain.cli.sinks import TrackerOption
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _refuse_beside_a_server() -> None:
     Raises:
         InputError: the environment names a server, which commands ask.
     """
-    from posttrain.domain.places import SERVER_VARIABLE
+    from posttrain.domain.ids import SERVER_VARIABLE
 
     if url := os.environ.get(SERVER_VARIABLE):
         raise InputError(
@@ -265,7 +265,7 @@ def gc(
     """Delete artifacts that nothing recorded needs, and what else is left over. Runs may go on meanwhile."""
     from dataclasses import asdict
 
-    from posttrain.domain.amounts import parse_duration
+    from posttrain.domain.placement import parse_duration
 
     try:
         seconds = float(parse_duration(older_than))

@@ -20,12 +20,12 @@ import yaml
 from posttrain.api.verbs import PREFIX, FileRef, RunFile
 from posttrain.client.direct import DirectError, sent
 from posttrain.client.transport import HOPE, PATIENCE, Transport, in_path
-from posttrain.data.parts import data_files, is_pattern
+from posttrain.data.files import data_files, is_pattern
 from posttrain.data.refs import Source, local_path, parse_ref
 from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes
 from posttrain.domain.errors import ConflictError, InfrastructureError, InputError, IntegrityError, unwritable
+from posttrain.domain.ids import is_lock
 from posttrain.domain.overrides import Setting, overridden
-from posttrain.domain.places import is_lock
 from posttrain.domain.runspec import read_yaml
 from posttrain.store.atomic import write_stream
 from posttrain.store.reaching import patiently

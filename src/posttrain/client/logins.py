@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.client.remote import remote_control
 from posttrain.client.transport import Transport, check_address
 from posttrain.domain.errors import AccessError, InputError, NotFoundError, WorkspaceError
-from posttrain.domain.places import PROJECT_VARIABLE
+from posttrain.domain.ids import PROJECT_VARIABLE
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.store.atomic import make_folder, read_json, write_json
 

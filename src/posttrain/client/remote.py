@@ -21,9 +21,9 @@ from posttrain.client.blobs import Bundle, Fetcher, Sender, refuse_full
 from posttrain.client.operations import RemoteLog, RemoteVigil, RemoteWatcher, carried_out
 from posttrain.client.transport import Transport, in_path
 from posttrain.domain.errors import ApiVersionError, DeadlineError, NotFoundError
+from posttrain.domain.ids import lock_path
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.overrides import Override
-from posttrain.domain.places import lock_path
 from posttrain.store.trees import beside_model, left_behind, tree_digest
 
 if TYPE_CHECKING:

@@ -20,13 +20,11 @@ from posttrain.control.stores import Stores
 from posttrain.decision.releases import judged_at, moves, promotion, rollback_target
 from posttrain.domain.approvals import APPROVED, WITHDRAWN, ApprovalRequest, Standing, Terms, one_of
 from posttrain.domain.canonical import DIGEST_PREFIX
-from posttrain.domain.contracts import REPORT
 from posttrain.domain.errors import AccessError, ConflictError, InputError, NotFoundError, StaleWriteError, nearest
-from posttrain.domain.kinds import kind_of
-from posttrain.domain.lifecycle import RunState, StageState, is_final
+from posttrain.domain.ids import canonical
+from posttrain.domain.kinds import REPORT, kind_of
+from posttrain.domain.lifecycle import Reason, RunState, StageState, is_final
 from posttrain.domain.policies import PinnedPolicy
-from posttrain.domain.principals import canonical
-from posttrain.domain.reasons import Reason
 from posttrain.domain.records import ChannelRecord, Quarantine, ReleaseEntry, RunNote, RunRecord, Signal
 from posttrain.domain.waits import signals_of
 from posttrain.store.releasing import quarantined

@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.control import attempts
 from posttrain.control.decide import View, not_launched
-from posttrain.control.jobs import Jobs
+from posttrain.control.jobs import Jobs, job_of
 from posttrain.control.judging import judge_stage, release_stage
 from posttrain.control.launching import launch_attempt, record_launch, say
 from posttrain.control.orders import (
@@ -30,14 +30,12 @@ from posttrain.control.orders import (
     StopStage,
     TryAgain,
 )
-from posttrain.control.requests import job_of
 from posttrain.control.stages import bind_pending, start_ready
 from posttrain.control.stores import Stores
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.jobs import Signal
-from posttrain.domain.lifecycle import RunState, StageState, is_final
-from posttrain.domain.reasons import Reason
+from posttrain.domain.lifecycle import Reason, RunState, StageState, is_final
 
 
 def act(stores: Stores, jobs: Jobs, view: View, order: Order) -> None:

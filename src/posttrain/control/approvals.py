@@ -14,9 +14,9 @@ from posttrain.control.stores import Stores
 from posttrain.decision.releases import live_before, moves
 from posttrain.domain.approvals import Action, ApprovalRequest, Standing, Terms, request_of, weigh
 from posttrain.domain.errors import ApprovalError, ConflictError, StaleWriteError
+from posttrain.domain.ids import DRIVER, NOBODY, Role, canonical, meant
+from posttrain.domain.lifecycle import Reason
 from posttrain.domain.policies import PinnedPolicy
-from posttrain.domain.principals import DRIVER, NOBODY, Role, canonical, meant
-from posttrain.domain.reasons import Reason
 from posttrain.domain.records import ChannelRecord, RunRecord, StageRecord
 from posttrain.store.releasing import pass_freeze, quarantined, refuse_protected
 from posttrain.store.snapshot import Snapshot

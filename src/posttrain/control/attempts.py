@@ -15,20 +15,18 @@ from typing import Any
 from posttrain.control import budgets
 from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.control.launching import look, tokens_inherited, tokens_taken_over
+from posttrain.control.lineage import trained_models
 from posttrain.control.orders import Collect, End, TryAgain
 from posttrain.control.stores import Stores
-from posttrain.control.trained import trained_models
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import FailureClass, InputError, IntegrityError, NotFoundError
-from posttrain.domain.facts import Progress
+from posttrain.domain.facts import MOST_NUMBER, Progress
 from posttrain.domain.jobs import ANOTHER_RUNS, Failure, JobResult, JobState, Observation
 from posttrain.domain.kinds import kind_of
-from posttrain.domain.lifecycle import AttemptState, StageState, is_final
+from posttrain.domain.lifecycle import AttemptState, Reason, StageState, StopCause, is_final
 from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.ports import BlobStore
-from posttrain.domain.reasons import Reason, StopCause
 from posttrain.domain.records import AttemptRecord, StageRecord
-from posttrain.domain.shapes import MOST_NUMBER
 from posttrain.domain.sinks import BUDGET_WARNED
 from posttrain.execution import processes
 from posttrain.store.atomic import its_doing, look_over

@@ -13,12 +13,11 @@ from typing import Any
 from posttrain.control.scores import Measured, estimate_json, measurements, model_words, paired_json, released
 from posttrain.control.stores import Stores
 from posttrain.data.importing import Curve
-from posttrain.decision.gates import Evidence
-from posttrain.decision.intervals import CONFIDENCE, Estimate, Paired, estimate, paired
+from posttrain.decision.gates import CONFIDENCE, Estimate, Evidence, Paired, estimate, paired
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError, nearest
+from posttrain.domain.kinds import better, few_seeds
 from posttrain.domain.manifest import InputRef, Manifest
-from posttrain.domain.measures import better, few_seeds
 from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.store.ledger import Ledger
 

@@ -11,13 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from posttrain.domain.contracts import MODEL, REPORT, StageContract
 from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.gates import CHANNEL, GateRule
-from posttrain.domain.identity import deciding
-from posttrain.domain.kinds import CONTROL, GATE, RELEASE, StageKind, kind_of
-from posttrain.domain.manifest import InputRef, StageManifest
-from posttrain.domain.measures import ItemRange
+from posttrain.domain.kinds import CONTROL, GATE, MODEL, RELEASE, REPORT, ItemRange, StageContract, StageKind, kind_of
+from posttrain.domain.manifest import InputRef, StageManifest, deciding
 from posttrain.domain.runspec import ReleaseSpec, RunSpec
 
 ADDED = "baseline-"  # how evaluations begin that no run file asks for

@@ -1,25 +1,28 @@
-"""The stages that need no process: judge the evidence, move the release pointer."""
+"""The stages that need no process: judge the evidence, move the release pointer.
+
+Why a run is where it is: the reason, which number missed and by how much, and what to do next.
+"""
 
 from __future__ import annotations
 
 import io
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 
 from posttrain.control import approvals
-from posttrain.control.channels import policy_of
-from posttrain.control.conforming import check_manifest
+from posttrain.control.channels import check_manifest, policy_of
 from posttrain.control.deciding import BASELINE, EVIDENCE, RIVAL
 from posttrain.control.looks import gate_looks
 from posttrain.control.recalls import refuse_release
 from posttrain.control.stores import Stores
 from posttrain.decision.gates import Baseline, Evidence, Look, judge_all
 from posttrain.decision.releases import judged_at, promotion
-from posttrain.domain.canonical import canonical_json, digest_json
+from posttrain.domain.canonical import canonical_json, derive_seed, digest_json
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import (
     ApprovalError,
@@ -34,16 +37,13 @@ from posttrain.domain.errors import (
     StaleWriteError,
 )
 from posttrain.domain.gates import CHANNEL, GateReport, Outcome
-from posttrain.domain.identity import deciding
 from posttrain.domain.jobs import InputBlob
-from posttrain.domain.lifecycle import StageState
-from posttrain.domain.manifest import Manifest, StageManifest
-from posttrain.domain.measures import ItemRange
+from posttrain.domain.kinds import REPORT, ItemRange, kind_of
+from posttrain.domain.lifecycle import AttemptState, Reason, StageState
+from posttrain.domain.manifest import Manifest, StageManifest, deciding
 from posttrain.domain.policies import PinnedPolicy
 from posttrain.domain.ports import BlobStore
-from posttrain.domain.reasons import Reason
-from posttrain.domain.records import RunRecord, StageRecord
-from posttrain.domain.seeds import derive_seed
+from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.store.trees import verify_tree
 
 _COLUMNS = ("metric", "item_id", "value", "binary", "low", "high")  # of metrics.parquet; the last three are the range
@@ -310,3 +310,28 @@ def _range(declared: set[tuple[Any, ...]], what: str) -> ItemRange | None:
         return ItemRange(low, high, bool(binary))
     except (TypeError, ValueError) as error:
         raise IntegrityError(f"{what}: {error}; evaluate again") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Everything `posttrain why` prints."""
+
+    run: RunRecord
+    stages: tuple[StageRecord, ...]
+    attempts: tuple[AttemptRecord, ...]
+    report: GateReport | None
+
+    @property
+    def lost(self) -> tuple[AttemptRecord, ...]:
+        """Attempts that did not end well, or were stopped."""
+        bad = (AttemptState.LOST, AttemptState.FAILED)
+        return tuple(attempt for attempt in self.attempts if attempt.state in bad or attempt.stop_cause)
+
+
+def explain_run(stores: Stores, run_id: str) -> Explanation:
+    """Gather the facts of one run."""
+    run = stores.ledger.run(run_id)
+    stages = tuple(stores.ledger.stages(run.id))
+    gate = next((stage for stage in stages if kind_of(stage.kind).judges and REPORT in stage.outputs), None)
+    report = read_report(stores.blobs, gate.outputs[REPORT]["digest"]) if gate else None
+    return Explanation(run, stages, tuple(stores.ledger.attempts(run.id)), report)

@@ -18,13 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.control import budgets, environments
-from posttrain.control.codes import deciding_code
-from posttrain.control.decide import View, hold_back
-from posttrain.control.jobs import AttemptFolders, Jobs
-from posttrain.control.requests import job_of, request_of, secrets_of_rewards
-from posttrain.control.stalls import phase_seconds, stall_after
+from posttrain.control.decide import View, hold_back, phase_seconds, stall_after
+from posttrain.control.jobs import AttemptFolders, Jobs, deciding_code, job_of, request_of, secrets_of_rewards
 from posttrain.control.stores import Stores
-from posttrain.data.external import external_versions, local_copy
+from posttrain.data.catalog import external_versions, local_copy
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import (
@@ -37,15 +34,13 @@ from posttrain.domain.errors import (
     NotFoundError,
     WorkspaceError,
 )
-from posttrain.domain.identity import job_identity
+from posttrain.domain.facts import count
 from posttrain.domain.jobs import CheckpointCommit, Failure, InputBlob, JobOrder, Observation, Unknown
-from posttrain.domain.lifecycle import AttemptState, RunState, StageState, is_final
-from posttrain.domain.manifest import Manifest, StageManifest
+from posttrain.domain.lifecycle import AttemptState, Reason, RunState, StageState, is_final
+from posttrain.domain.manifest import Manifest, StageManifest, job_identity
 from posttrain.domain.ports import BlobStore
-from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.domain.requests import secret_fault
-from posttrain.domain.shapes import count
 from posttrain.events.admitting import SECRETS, secrets_of
 from posttrain.execution.ports import Trainer
 from posttrain.store.atomic import ANSWER, make_folder
@@ -538,7 +533,7 @@ def _resumes(stage: StageRecord, found: Found) -> str:
 
 
 def cache_key(manifest: Manifest, stage: StageManifest, inputs: Mapping[str, InputBlob]) -> str:
-    """What decides a stage's outputs, and nothing else (`domain.identity`)."""
+    """What decides a stage's outputs, and nothing else (`domain.manifest`)."""
     code = deciding_code(manifest, stage)
     decides = job_identity(stage.kind, stage.params, manifest.seed, inputs, manifest.image_of(stage))
     return digest_json({"code": code, **decides})

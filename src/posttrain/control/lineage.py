@@ -7,6 +7,11 @@ A word that moves (a channel, a run's name) is pinned when it is read: the manif
 meant then, and the word beside it.
 
 What stages of runs used and made, and what that is registered as: read from edges, once for each run.
+
+What a stage trained, as versions of an asset: `model:RUN/STAGE@1`, `model:RUN/STAGE/best@1`.
+
+A name with a slash is never one that a person gives an asset, so neither takes the other's. RUN is the run's name, not
+its id: repeated runs of one file make versions of one asset.
 """
 
 from __future__ import annotations
@@ -24,14 +29,13 @@ from posttrain.data.importing import begins_at
 from posttrain.data.refs import AssetRef, Source
 from posttrain.decision.releases import live_before, release_states
 from posttrain.domain.approvals import APPROVED, Terms
-from posttrain.domain.contracts import BEST, METRICS, MODEL, REPORT
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, nearest
 from posttrain.domain.gates import Verdict
-from posttrain.domain.kinds import kind_of
+from posttrain.domain.ids import canonical
+from posttrain.domain.kinds import BEST, METRICS, MODEL, REPORT, kind_of
 from posttrain.domain.manifest import NAMED, InputRef, Manifest, model_output
 from posttrain.domain.placement import NAMED_MODELS
 from posttrain.domain.ports import BlobStore
-from posttrain.domain.principals import canonical
 from posttrain.domain.records import (
     IMPORT,
     ORIGIN,
@@ -51,6 +55,7 @@ from posttrain.store.snapshot import Snapshot
 from posttrain.store.trees import read_json
 
 Made = tuple[StageRecord, str]  # a stage, and which of its outputs
+KIND = "model"
 
 
 class Origins:
@@ -534,3 +539,23 @@ def _kept(
 def _asset_details(asset: Asset) -> tuple[tuple[str, str], ...]:
     shown = (URI, VERSION, "rows", "source_digest", "guideline", "parameters", "architecture", "prompts_digest")
     return (*((key, str(asset.meta[key])) for key in shown if key in asset.meta), ("registered by", asset.created_by))
+
+
+def trained_models(
+    stores: Stores, run: str, stage: StageRecord, outputs: Mapping[str, Mapping[str, str]]
+) -> list[Asset]:
+    """The models among the outputs of a stage, as versions that have no number yet.
+
+    Args:
+        run: its run's name.
+    """
+    if kind_of(stage.kind).from_nothing:  # `asset create` names what it makes
+        return []
+    models = []
+    for output in (MODEL, BEST):
+        if output in outputs:
+            name = f"{run}/{stage.name}" + (f"/{BEST}" if output == BEST else "")
+            meta = {"run": stage.run_id, "stage": stage.name, "output": output}
+            digest, form = outputs[output]["digest"], outputs[output]["form"]
+            models.append(Asset(KIND, name, 0, digest, form, stores.clock.now(), stores.actor, meta))
+    return models

@@ -22,12 +22,10 @@ from pyarrow.lib import ArrowException
 from posttrain.control.deciding import EVIDENCE
 from posttrain.control.stores import Stores
 from posttrain.decision.gates import Look
-from posttrain.domain.contracts import METRICS, MODEL
 from posttrain.domain.errors import IntegrityError, NotFoundError
-from posttrain.domain.evaluators import SUITES, measured_suites
 from posttrain.domain.gates import GateRule
-from posttrain.domain.kinds import kind_of
-from posttrain.domain.manifest import Manifest, StageManifest
+from posttrain.domain.kinds import METRICS, MODEL, kind_of
+from posttrain.domain.manifest import SUITES, Manifest, StageManifest, measured_suites
 from posttrain.domain.policies import LookBudget, PinnedPolicy, suite_of
 from posttrain.domain.records import Look as Evaluation
 from posttrain.domain.records import StageRecord

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from posttrain.domain.jobs import Failure, JobResult
-from posttrain.domain.lifecycle import AttemptState, RunState, StageState
-from posttrain.domain.reasons import Reason, StopCause
+from posttrain.domain.lifecycle import AttemptState, Reason, RunState, StageState, StopCause
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord, Watch
 
 

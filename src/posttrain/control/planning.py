@@ -7,19 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Protocol
 
-from posttrain.control.codes import code_of
-from posttrain.control.conforming import check_suites
+from posttrain.control.channels import check_suites
 from posttrain.control.deciding import Decision
+from posttrain.control.jobs import code_of
 from posttrain.decision.releases import under_policy
-from posttrain.domain.contracts import MODEL, StageContract
 from posttrain.domain.errors import InputError, PosttrainError, nearest
-from posttrain.domain.kinds import CONTROL, GATE, Driver, kind_of
+from posttrain.domain.kinds import CONTROL, GATE, MODEL, Driver, StageContract, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest, model_output, topological
-from posttrain.domain.passes import Passes, passes_of
 from posttrain.domain.placement import NAMED_MODELS
 from posttrain.domain.policies import PinnedPolicy
 from posttrain.domain.rewards import AS_FOUND, JUDGES, Called
-from posttrain.domain.runspec import RunSpec, StageSpec
+from posttrain.domain.runspec import Passes, RunSpec, StageSpec, passes_of
 from posttrain.domain.trackers import Trackers
 from posttrain.domain.waits import wait_contract
 from posttrain.execution.ports import Trainer

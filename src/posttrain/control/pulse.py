@@ -14,17 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.control import budgets
-from posttrain.control.decide import STOP_GRACE_SECONDS, View
-from posttrain.control.jobs import Jobs
-from posttrain.control.requests import job_of
+from posttrain.control.decide import LOOKS, STOP_GRACE_SECONDS, View, due_in, stall_after
+from posttrain.control.jobs import Jobs, job_of
 from posttrain.control.sights import reported
-from posttrain.control.stalls import LOOKS, due_in, stall_after
 from posttrain.domain.errors import IntegrityError
 from posttrain.domain.jobs import JobState, Observation
-from posttrain.domain.lifecycle import AttemptState, StageState
+from posttrain.domain.lifecycle import AttemptState, Reason, StageState
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.ports import Clock
-from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, StageRecord, Watch
 from posttrain.domain.waits import times as due_times
 from posttrain.domain.waits import wait_of, waiting

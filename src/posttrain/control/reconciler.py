@@ -32,15 +32,13 @@ from posttrain.control.decide import View, decide_run, decide_stage, settle
 from posttrain.control.jobs import Jobs
 from posttrain.control.launching import taken_slots
 from posttrain.control.orders import Collect, Judge, Kill, Launch, Order, Release, Start
-from posttrain.control.orphans import end_orphans
 from posttrain.control.pulse import Beside, Pulse, Turns, look_again_after
-from posttrain.control.sights import Looks, see
+from posttrain.control.sights import Looks, end_orphans, see
 from posttrain.control.stores import Stores
 from posttrain.control.trouble import Troubles, one_line, record_trouble
 from posttrain.domain.errors import ConflictError, DeadlineError, InfrastructureError, IntegrityError, PosttrainError
-from posttrain.domain.lifecycle import AttemptState, StageState, is_final
+from posttrain.domain.lifecycle import AttemptState, Reason, StageState, is_final
 from posttrain.domain.manifest import Manifest
-from posttrain.domain.reasons import Reason
 from posttrain.domain.records import RunRecord, RunRows
 from posttrain.domain.sinks import RUN_SET_ASIDE
 from posttrain.domain.waits import signals_of, waiting

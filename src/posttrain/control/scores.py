@@ -2,31 +2,41 @@
 
 *Before* is a model that the run started from: the channel's, the base model, or an earlier stage's, where an evaluation
 of this run measured it on the same suite; and whatever a gate compares with. Nothing is estimated from training.
+
+What a model answered in an evaluation, item by item: read from `items.parquet`.
+
+Texts are read in batches and only those that were chosen are kept, so long responses cost no memory.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from posttrain.control.deciding import RIVAL
 from posttrain.control.judging import read_evidence
-from posttrain.decision.gates import Evidence
-from posttrain.decision.intervals import CONFIDENCE, Estimate, Paired, estimate, paired
+from posttrain.decision.gates import CONFIDENCE, Estimate, Evidence, Paired, estimate, paired
 from posttrain.domain.canonical import digest_json
-from posttrain.domain.contracts import METRICS
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
-from posttrain.domain.kinds import kind_of
+from posttrain.domain.kinds import METRICS, better, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
-from posttrain.domain.measures import better
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import StageRecord
 from posttrain.domain.rewards import JUDGES
 
 _MARGIN = 0.02  # of the gate that a regression names, at most; `plan` prints what it can tell on the items there are
 JUDGED = ("reward", "sampled_reward")  # metrics of a suite that its reward decides
+_LIGHT = ("suite", "item_id", "kind", "sample_index", "correct", "truncated", "tokens")
+_TEXTS = ("prompt", "answer", "response", "extracted")
+_REWARD, _COMPONENTS = "reward", "components"  # the second as JSON
+_BATCH = 512  # rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,3 +309,103 @@ def paired_json(one: Paired | None) -> dict[str, Any] | None:
     counts = {"higher": one.higher, "lower": one.lower, "same": one.same, "items": one.items}
     limits = {"value": one.difference, "low": one.low, "high": one.high, "method": one.method}
     return {**limits, **counts, "mcnemar_p": one.mcnemar_p}
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One response without its texts."""
+
+    row: int  # in the file
+    suite: str
+    item_id: str
+    kind: str  # greedy | sample
+    sample: int
+    correct: bool | None  # None: there is no answer to compare with
+    truncated: bool
+    tokens: int
+    reward: float | None = None  # None: the suite has none
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One response with its texts."""
+
+    answered: Answered
+    prompt: str
+    answer: str  # what it is compared with
+    response: str
+    extracted: str | None  # what of the response was compared; None: nothing was found in it
+    components: Mapping[str, float] = field(default_factory=dict)  # of its reward
+
+
+class Responses:
+    """The responses of one evaluation.
+
+    Args:
+        data: of `items.parquet`.
+        source: how errors call it.
+
+    Raises:
+        IntegrityError: it is not such a file.
+    """
+
+    def __init__(self, data: bytes, source: str) -> None:
+        self._source = source
+        try:
+            self._file = pq.ParquetFile(io.BytesIO(data))
+            missing = [name for name in (*_LIGHT, *_TEXTS) if name not in self._file.schema_arrow.names]
+            if missing:
+                raise ValueError(f"column {missing[0]} is missing")
+            known = self._file.schema_arrow.names
+            self._scored = [name for name in (_REWARD, _COMPONENTS) if name in known]  # earlier versions had none
+            columns = self._file.read(columns=[*_LIGHT, *self._scored[:1]]).to_pydict()
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise IntegrityError(f"{source}: responses cannot be read: {error}; evaluate again") from error
+        rows = zip(*columns.values(), strict=True)
+        self.all: Sequence[Answered] = [Answered(place, *row) for place, row in enumerate(rows)]
+
+    def greedy(self, suite: str) -> list[Answered]:
+        """The greedy answers to a suite, one per item, in its order."""
+        return [one for one in self.all if one.suite == suite and one.kind == "greedy"]
+
+    @property
+    def suites(self) -> list[str]:
+        """Their names."""
+        return list(dict.fromkeys(one.suite for one in self.all))
+
+    def texts(self, chosen: Collection[Answered]) -> dict[int, Response]:
+        """Row → the whole response.
+
+        Raises:
+            IntegrityError: the file is damaged.
+        """
+        wanted = {one.row: one for one in chosen}
+        found: dict[int, Response] = {}
+        if not wanted:
+            return found
+        try:
+            for start, batch in self._batches():
+                for row in range(start, start + len(batch["prompt"])):
+                    if row in wanted:
+                        said: dict[str, Any] = {name: batch[name][row - start].as_py() for name in _TEXTS}
+                        prompt, answer, response = (said[name] or "" for name in _TEXTS[:3])
+                        parts = batch[_COMPONENTS][row - start].as_py() if _COMPONENTS in self._scored else None
+                        found[row] = Response(
+                            wanted[row], prompt, answer, response, said["extracted"], json.loads(parts or "{}")
+                        )
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise IntegrityError(f"{self._source}: responses cannot be read: {error}; evaluate again") from error
+        return found
+
+    def _batches(self) -> Iterator[tuple[int, Any]]:
+        start = 0
+        for batch in self._file.iter_batches(batch_size=_BATCH, columns=[*_TEXTS, *self._scored[1:]]):
+            yield start, batch
+            start += batch.num_rows
+
+
+def spread(rows: Sequence[Answered], most: int) -> list[Answered]:
+    """At most so many, evenly from the first to the last: the beginning of a suite need not be like the rest."""
+    if len(rows) <= most:
+        return list(rows)
+    return [rows[place * (len(rows) - 1) // max(1, most - 1)] for place in range(most)]

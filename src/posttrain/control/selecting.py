@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from posttrain.data.contamination import contamination
-from posttrain.data.rows import Row
-from posttrain.domain.contracts import BEST, UNCHANGED
+from posttrain.data.rows import Row, contamination
+from posttrain.domain.kinds import BEST, UNCHANGED
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 
 _SELECTED = "what was selected on rows is no evidence on them; probe other rows"

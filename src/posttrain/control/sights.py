@@ -1,21 +1,26 @@
-"""What is seen of the jobs of a run: the executor is asked once for all, then each is looked for a last word."""
+"""What is seen of the jobs of a run: the executor is asked once for all, then each is looked for a last word.
+
+Jobs that run for nobody: no live attempt of the ledger owns them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from posttrain.control.attempts import another_runs, unheeded
 from posttrain.control.decide import Sight, View
-from posttrain.control.jobs import Jobs
+from posttrain.control.jobs import Jobs, job_of
 from posttrain.control.launching import look, tokens_inherited
-from posttrain.control.requests import job_of
 from posttrain.control.stores import Stores
-from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.domain.errors import InputError, IntegrityError, PosttrainError
 from posttrain.domain.jobs import JobResult, JobState, Observation
 from posttrain.domain.lifecycle import AttemptState
 from posttrain.domain.records import AttemptRecord
+from posttrain.domain.requests import RUN, STAGE, WORKSPACE, Job, Listed
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.channel import EVENTS
+from posttrain.store.ledger import Ledger
 
 
 class Looks:
@@ -94,3 +99,50 @@ def reported(folder: AttemptFolder, job: Observation) -> str:
 
 def _word(jobs: Jobs, view: View, name: str, attempt: AttemptRecord) -> JobResult | None:
     return jobs.trainer(view.manifest.stage(name).trainer).collect(jobs.folders.of(attempt))
+
+
+@dataclass(frozen=True, slots=True)
+class Orphans:
+    """What an executor has beside the jobs of live attempts."""
+
+    ours: tuple[Listed, ...] = ()  # submitted by this workspace, from where it is now
+    strangers: tuple[Listed, ...] = ()  # of another one, of a copy, of where this one was before: left alone
+
+
+def find_orphans(ledger: Ledger, jobs: Jobs) -> Orphans:
+    """Look; nothing is touched.
+
+    Raises:
+        InfrastructureError: the executor does not answer.
+    """
+    listed = jobs.executor.list("")
+    if not listed:
+        return Orphans()
+    owned = _owned(ledger)  # read after the list: an attempt is in the ledger before its job is submitted
+    free = [job for job in listed if job.name not in owned]
+    mine = jobs.workspace() if free else ""
+    ours = tuple(job for job in free if mine and job.labels.get(WORKSPACE) == mine)
+    return Orphans(ours, tuple(job for job in free if job not in ours))
+
+
+def end_orphans(ledger: Ledger, jobs: Jobs) -> list[str]:
+    """Kill this workspace's; one line for each.
+
+    Raises:
+        InfrastructureError: the executor does not answer.
+    """
+    told = []
+    for job in find_orphans(ledger, jobs).ours:
+        folder = jobs.folders.path(job.labels[RUN], job.labels[STAGE], job.epoch)
+        try:
+            jobs.executor.kill(Job(job.name, str(folder)))
+            told.append(f"job {job.name} was ended: no attempt owns it")
+        except PosttrainError as error:  # one that resists stops no other
+            told.append(f"job {job.name}, which no attempt owns, could not be ended: {error}")
+    return told
+
+
+def _owned(ledger: Ledger) -> set[str]:
+    """The names of live attempts, of every project: they share an executor."""
+    with ledger.snapshot() as now:
+        return now.live_attempts()

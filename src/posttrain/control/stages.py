@@ -7,9 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from posttrain.control import budgets, environments
-from posttrain.control.codes import called, names_of, present_code
 from posttrain.control.decide import View, hold_back
-from posttrain.control.jobs import Jobs
+from posttrain.control.jobs import Jobs, called, names_of, present_code
 from posttrain.control.launching import (
     cache_key,
     plan_attempt,
@@ -21,9 +20,8 @@ from posttrain.control.launching import (
 from posttrain.control.stores import Stores
 from posttrain.domain.jobs import InputBlob
 from posttrain.domain.kinds import Driver, kind_of
-from posttrain.domain.lifecycle import RunState, StageState
+from posttrain.domain.lifecycle import Reason, RunState, StageState
 from posttrain.domain.manifest import Manifest
-from posttrain.domain.reasons import Reason
 from posttrain.domain.records import StageRecord
 from posttrain.domain.waits import wait_of
 from posttrain.store.ledger import Ledger

@@ -9,10 +9,10 @@ from posttrain.control.planning import Planned
 from posttrain.control.scores import estimate_json, measurements
 from posttrain.control.stores import Stores
 from posttrain.decision.gates import Evidence
-from posttrain.decision.ranking import Ranking, rank
+from posttrain.decision.power import Ranking, rank
 from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.gates import GateRule
-from posttrain.domain.measures import better
+from posttrain.domain.kinds import better
 
 Runs = Mapping[int, str]  # seed → run id
 

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 
 from posttrain.control.stores import Stores
 from posttrain.domain.errors import ConflictError, InputError, IntegrityError, PosttrainError
-from posttrain.domain.lifecycle import StageState
-from posttrain.domain.reasons import Reason
+from posttrain.domain.lifecycle import Reason, StageState
 from posttrain.domain.records import StageRecord
 from posttrain.store.waking import STAGE
 from posttrain.store.work import Work, WorkQueue

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from posttrain.control.lineage import Node, release_lineage
 from posttrain.control.stores import Stores
-from posttrain.data.external import check_where_it_lies, external_versions, place_of
+from posttrain.data.catalog import check_where_it_lies, external_versions, place_of
 from posttrain.domain.errors import InfrastructureError, IntegrityError, NotFoundError, PosttrainError, WorkspaceError
 from posttrain.store.audit import channels_of, verify_rows
 from posttrain.store.external import EXTERNAL

@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.signatures import (
+from posttrain.data.refs import (
     SOURCE,
     WORD,
     Function,

@@ -1,6 +1,8 @@
 """The registry of versioned assets: adding them, and resolving the refs of a run file to pinned inputs.
 
 What can be said of a data set before it is registered: one look at each row, of which one is in memory.
+
+Data sets whose bytes lie elsewhere: a registered version says where, and its digest what they must be.
 """
 
 from __future__ import annotations
@@ -19,19 +21,28 @@ from posttrain.data.assets import (
     inspect_recipe,
     inspect_reward,
 )
-from posttrain.data.confining import UNCONFINED, refuse_afar, refuse_elsewhere
-from posttrain.data.files import file_format
-from posttrain.data.parts import data_files, together
-from posttrain.data.refs import NAME, AssetRef, Source, local_path, parse_ref
+from posttrain.data.files import data_files, file_format, together
+from posttrain.data.refs import (
+    NAME,
+    SOURCE,
+    UNCONFINED,
+    AssetRef,
+    Source,
+    imported_reward,
+    local_path,
+    parse_ref,
+    refuse_afar,
+    refuse_elsewhere,
+)
 from posttrain.data.rows import each_row, has_answer, prompt_text
-from posttrain.data.signatures import SOURCE, imported_reward
-from posttrain.domain.canonical import digest_bytes, digest_json, is_digest
-from posttrain.domain.errors import InputError, NotFoundError, nearest
+from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes, digest_json, is_digest
+from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, PosttrainError, nearest
 from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import IMPORTED, Asset
 from posttrain.domain.rewards import AS_FOUND, AUTO, Called, source_name
-from posttrain.store.external import EXTERNAL, URI, VERSION, ChangedError, External, fetch_external
+from posttrain.store.atomic import make_folder
+from posttrain.store.external import EXTERNAL, URI, VERSION, ChangedError, External, check_external, fetch_external
 from posttrain.store.ledger import Ledger
 from posttrain.store.trees import (
     beside_model,
@@ -63,7 +74,7 @@ def inspect_dataset(
     {min, mean, max} of prompt lengths.
 
     Args:
-        data: a file, a folder or a pattern (`data.parts`), or files by name.
+        data: a file, a folder or a pattern (`data.files`), or files by name.
         progress: is told how many rows were looked at; no more than one of them is in memory.
 
     Raises:
@@ -430,3 +441,63 @@ def _form(files: Mapping[str, Path]) -> Form:
 def _beside(kind: str) -> Callable[[str], bool]:
     """Whether a file, by its path in an asset's folder, is no part of it."""
     return beside_model if kind == "model" else left_behind
+
+
+def place_of(asset: Asset) -> External:
+    """Where the bytes of an external version are."""
+    return External(str(asset.meta[URI]), str(asset.meta.get(VERSION, "")))
+
+
+def external_versions(registered: Iterable[Asset], digest: str, name: str = "") -> list[Asset]:
+    """Those of some versions that are external and have these bytes; the one of this name first, then the latest."""
+    found = [asset for asset in registered if asset.digest == digest and asset.form == EXTERNAL]
+    return sorted(found, key=lambda asset: (asset.ref != name, -asset.created_at))
+
+
+def cached_file(cache: Path, digest: str) -> Path:
+    """Where jobs look for a file before they ask the artifact store; they hash it."""
+    return cache / "files" / digest.removeprefix(DIGEST_PREFIX)
+
+
+def local_copy(versions: Iterable[Asset], cache: Path) -> Path:
+    """A copy of an external version's bytes below `cache`, fetched where there is none or a damaged one.
+
+    Args:
+        versions: of one digest, at least one; the first that can be read is taken.
+
+    Raises:
+        IntegrityError: the object changed; with both checksums and what to do.
+        NotFoundError: it is gone. InfrastructureError: its store does not answer.
+    """
+    troubles: list[PosttrainError] = []
+    for asset in versions:
+        path = cached_file(cache, asset.digest)
+        if path.is_file() and file_digest(path) == asset.digest:
+            return path
+        make_folder(path.parent)
+        try:
+            fetch_external(place_of(asset), asset.digest, path)
+            return path
+        except PosttrainError as error:
+            troubles.append(_told(asset, error))
+    raise troubles[0]
+
+
+def check_where_it_lies(asset: Asset) -> int:
+    """Hash the bytes of an external version at their URI; how many they are. Raises as `local_copy`."""
+    try:
+        return check_external(place_of(asset), asset.digest)
+    except PosttrainError as error:
+        raise _told(asset, error) from error
+
+
+def _told(asset: Asset, error: PosttrainError) -> PosttrainError:
+    """The error with the version that it concerns, and what mends it."""
+    version = f" --version {asset.meta[VERSION]}" if asset.meta.get(VERSION) else ""
+    again = f"posttrain asset add {asset.kind}:{asset.name} --external {asset.meta[URI]}{version}"
+    if isinstance(error, ChangedError):
+        way = f"put it back, or register what is there now: {again} --checksum {error.found}"
+        return IntegrityError(f"{asset.ref}: {error}; {way}")
+    if isinstance(error, NotFoundError):
+        return NotFoundError(f"{asset.ref}: {error}; put it back, or register the data set from where it is now")
+    return type(error)(f"{asset.ref}: {error}")

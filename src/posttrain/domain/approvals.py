@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from posttrain.domain.canonical import digest_json
-from posttrain.domain.principals import NOBODY, canonical
+from posttrain.domain.ids import NOBODY, canonical
 
 APPROVED, REJECTED = "approved", "rejected"
 WITHDRAWN = "withdrawn"  # a rejection, by somebody who may not approve

@@ -1,4 +1,7 @@
-"""Canonical JSON (RFC 8785) and the digests made of it."""
+"""Canonical JSON (RFC 8785) and the digests made of it.
+
+Seeds are derived, never global: a seed is a hash of the run's seed and the words that say what it is for.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,6 @@ from posttrain.domain.errors import InputError
 
 DIGEST_PREFIX = "sha256:"
 DIGEST_LENGTH = len(DIGEST_PREFIX) + 64
-
-
 _EXACT = 2**53  # whole numbers from here on are not the same in every JSON reader
 _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode
 
@@ -86,3 +87,14 @@ def is_digest(text: str) -> bool:
     """Whether `text` is a well-formed `sha256:…` digest."""
     body = text[len(DIGEST_PREFIX) :]
     return len(text) == DIGEST_LENGTH and text.startswith(DIGEST_PREFIX) and all(c in "0123456789abcdef" for c in body)
+
+
+def derive_seed(seed: int, *purpose: str | int) -> int:
+    """A 63-bit seed for one purpose.
+
+    Args:
+        seed: the manifest's seed.
+        purpose: words and counters, e.g. `("grpo", "prompts", 3)`. Different purposes give independent seeds.
+    """
+    text = "\x1f".join([str(seed), *(f"{type(p).__name__}:{p}" for p in purpose)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

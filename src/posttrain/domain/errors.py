@@ -38,6 +38,8 @@ Exit 0 is success, 1 an unexpected error (a bug in Posttrain), 130 a detached Ct
 the constraint, the offending value, the next action. Whether a retry can help is in the type (`retryable`).
 
 What somebody may have meant who wrote a name that nobody knows.
+
+Which worker of a group raised an exception: a note that the exception carries to whoever tells of it.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar
+
+_PREFIX = "worker: "
 
 
 class PosttrainError(Exception):
@@ -245,8 +249,14 @@ class FailureClass(StrEnum):
 
 
 _WRITERS = ("sqlite3", "sqlalchemy", "obstore", "safetensors")
+
+
 _SAID = ("database or disk is full", "No space left on device")
+
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -289,3 +299,20 @@ def meant_name(principal: str, known: Iterable[str]) -> str:
     names = {one.partition(":")[2]: one for one in sorted(known)}
     close = difflib.get_close_matches(principal.partition(":")[2], names, n=1, cutoff=0.5)
     return f" (did you mean {names[close[0]]!r}?)" if close else ""
+
+
+def blame(error: BaseException, role: str, rank: int, method: str, pid: int) -> None:
+    """Note on an exception which worker raised it; the innermost worker is named, once."""
+    if not raised_by(error):
+        error.add_note(f"{_PREFIX}{role} rank {rank}, in {method}, process {pid}")
+
+
+def raised_by(error: BaseException) -> str:
+    """`policy rank 1, in update, process 4711`; empty when no worker raised it."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    return next((note.removeprefix(_PREFIX) for note in notes if note.startswith(_PREFIX)), "")
+
+
+def worker_of(error: BaseException) -> str:
+    """`policy rank 1`; empty when no worker raised it."""
+    return raised_by(error).partition(",")[0]

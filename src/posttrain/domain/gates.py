@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError
-from posttrain.domain.measures import ItemRange
+from posttrain.domain.kinds import ItemRange
 from posttrain.domain.validation import refuse_truth_values
 
 MOST_ITEMS = 10**7  # that a rule may want of a suite

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from posttrain.domain.errors import FailureClass, InputError, IntegrityError
-from posttrain.domain.shapes import count, duration, real, text
+from posttrain.domain.facts import count, duration, real, text
 
 ORDER_SCHEMA = 1
 CHECKPOINT_FORMAT = "posttrain.checkpoint/1"

@@ -2,21 +2,37 @@
 
 Everything that depends on what a stage is asks its kind here, by a property: who drives it, what it leaves, whether it
 measures. Nothing else compares a stage's kind with a word; a test reads the sources for it.
+
+What is said of a stage before anything runs: its contract.
+
+What an evaluation says of a metric before it measures it: the values that one item can have.
+
+A gate's limit rests on that range, so it is declared by whoever makes the metric and never read off the data.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from posttrain.domain.contracts import METRICS, MODEL, REPORT, StageContract
+from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError
+from posttrain.domain.placement import LEAST_STALL, Placement
 from posttrain.domain.plugins import Plugin, find_plugin, plugin_names
 
+MODEL: Final = "model"  # an output: the last model
+BEST: Final = "best"  # the best one by the stage's probe
+METRICS: Final = "metrics"  # what an evaluation measured, item by item
+REPORT: Final = "report"  # what a gate judged
+UNCHANGED: Final = "unchanged"  # a metric of a stage: no step updated weights
+FORMS = ("file", "tree")
+_FORM_OF = {MODEL: "tree", BEST: "tree", METRICS: "file"}
+_TAKEN = ("model", "dataset", "reward", "recipe")
 KINDS: Final = "posttrain.kinds"  # the group of entry points
 CONTROL: Final = "control"  # the "trainer" of stages that need no process, and of those that wait
 _MODULE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")
@@ -25,6 +41,197 @@ _STEPS = "lower steps or batch_size of {}"
 _SAMPLES = "lower steps, prompts_per_step or max_new_tokens of {}"
 _FLOW = "lower steps or tokens_per_step of {}"
 _BATCHES = "lower runtime.micro_batch_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRange:
+    """The least and the greatest value of one item: `ItemRange(1, 64)` for tokens of a response of at most 64.
+
+    Raises:
+        ValueError: not finite, upside down, or binary with ends other than 0 and 1.
+    """
+
+    low: float  # in units of the metric
+    high: float
+    binary: bool = False  # values are 0 or 1, nothing between
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low <= self.high):
+            raise ValueError(f"range of a metric must be two finite numbers in order, got {self.low} to {self.high}")
+        if self.binary and (self.low, self.high) != (0.0, 1.0):
+            raise ValueError(f"range of a binary metric must be 0 to 1, got {self.low} to {self.high}")
+
+    @property
+    def span(self) -> float:
+        """How far two values can be apart: a difference of two models' values lies in [-span, span]."""
+        return self.high - self.low
+
+
+RATE = ItemRange(0.0, 1.0, binary=True)  # an item is right or wrong
+
+
+SHARE = ItemRange(0.0, 1.0)  # a share of an item's samples
+
+
+ENOUGH_SEEDS = 3  # of each setting: what two agree on, a third may not
+
+
+_COMPARED = ("accuracy", "sampled_accuracy")
+
+
+QUANTITIES = (*_COMPARED, "response_tokens", "truncated", "reward", "sampled_reward", "pass@1")  # pass@k: any k
+
+
+def compares(metric: str) -> bool:
+    """Whether a metric of an evaluation compares responses with the rows' answers."""
+    quantity = metric.rpartition("/")[2]
+    return quantity in _COMPARED or quantity.startswith("pass@")
+
+
+def measurable(metric: str) -> bool:
+    """Whether an evaluation can make a metric of this name: `heldout/accuracy`, `heldout/pass@8`."""
+    quantity = metric.rpartition("/")[2]
+    return quantity in QUANTITIES or (quantity.startswith("pass@") and quantity[5:].isdecimal())
+
+
+def better(metric: str) -> Literal["higher", "lower"] | None:
+    """Which way a metric of an evaluation improves; None where that is a matter of taste, as with lengths."""
+    quantity = metric.partition("/")[2] or metric
+    if quantity == "truncated":
+        return "lower"
+    return None if quantity == "response_tokens" else "higher"
+
+
+def item_id(text: str, answer: str | None) -> str:
+    """The name of an item of a suite: equal rows of any data sets are one item.
+
+    Args:
+        text: its prompt as one text.
+        answer: None: a reward scores it.
+    """
+    return digest_json({"prompt": text, "answer": answer})
+
+
+def few_seeds(seeds: int) -> tuple[str, ...]:
+    """A warning where so many seeds of each setting are compared; none where they are enough to tell settings apart."""
+    if seeds >= ENOUGH_SEEDS:
+        return ()
+    return (
+        f"{seeds} seed{'s' * (seeds != 1)} of each setting compared: on a steep learning curve seeds alone move a "
+        f"score more than settings do; compare {ENOUGH_SEEDS} or more (posttrain sweep --seeds {ENOUGH_SEEDS})",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a stage's configuration makes of memory."""
+
+    kind: str
+    roles: tuple[str, ...]
+    placement: Placement
+    device: str  # cpu | cuda | auto
+    dtype: str  # float32 | bfloat16 | auto
+    micro_batch_tokens: int | None  # None: chosen (`planner.sizes`)
+    activation_checkpointing: bool | None = None  # None: chosen
+    sequence_parallel: int = 1
+    documents: int = 0  # of one optimiser step; 0: not known, so micro-batches are taken to be full
+    rows: int = 0  # responses that one rank decodes together, at the most
+    response_tokens: int = 0
+    ray_address: str | None = None
+    samples: int = 0  # responses of one step, or of one batch of an evaluation
+    kv_cache: int | None = None  # bytes of one rollout rank; None: chosen
+    object_store: int | None = None  # bytes; None: chosen
+    reward_timeout: float | None = None  # seconds; None: chosen
+    start_timeout: float | None = None  # seconds; None: chosen
+    call_timeout: float | None = None  # seconds; None: chosen
+    scored: bool = False  # by a reward function
+    lag: int = 0  # steps that it samples ahead of training
+    correction: str = ""  # of what another policy, or engine, sampled; its policy reads every response once more
+    streams: bool = False  # gradients are summed while other groups of the step are sampled
+    wide: int = 0  # bytes, for each response token, of columns that stay where they are computed
+
+    def decoded(self, ranks: int) -> int:
+        """Responses that each of so many ranks decodes together: its part of a step's, up to `rows`."""
+        return min(self.rows, -(-(self.samples or self.rows) // ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class RowNeeds:
+    """What a stage asks of a data set's rows: what its job would refuse, a plan refuses before anything runs."""
+
+    pairs: bool = False  # rows are preference pairs: prompt, chosen, rejected
+    learn: bool = False  # rows are demonstrations to learn from; else prompts to respond to
+    max_length: int | None = None  # tokens of a demonstration; None: the model's context
+    reserve: int = 0  # tokens of the context kept free for a response
+    answer: bool = False  # every row needs a reference answer
+    distinct: bool = False  # rows are items that a gate counts: one prompt has one answer
+    whole: bool = False  # with distinct: one prompt has one row, since a reward reads all of it
+    first: int | None = None  # only so many rows are used; None: all
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How a training stage goes through its data."""
+
+    slot: str  # the data set
+    field: str  # batch_size | prompts_per_step
+    per_step: int  # documents that a step takes
+    epochs: float | None = None  # passes that were asked for; the plan turns them into steps and asks again with these
+    turns: bool = False  # of a conversation every assistant turn is a document; else a row is one
+
+
+@dataclass(frozen=True, slots=True)
+class StageContract:
+    """What a stage takes and leaves."""
+
+    params: Mapping[str, Any]  # normalised: defaults filled in
+    inputs: Mapping[str, tuple[str, str]]  # slot → (asset kind, word of run.yaml), e.g. "data" → ("dataset", "train")
+    outputs: Mapping[str, str]  # name → form: file | tree
+    metrics: Mapping[str, ItemRange | None] = field(default_factory=dict)  # it will produce; None: no gate may read it
+    work: Mapping[str, float] = field(default_factory=dict)  # for the planner: steps, documents, max_new_tokens …
+    rows: Mapping[str, RowNeeds] = field(default_factory=dict)  # data set slot → what its rows must be
+    load: Load | None = None  # what it makes of memory and asks of devices; None: one process that trains nothing
+    length: Length | None = None  # of a training stage
+
+
+def refuse_malformed(contract: StageContract, told: str) -> None:
+    """Hold a contract that somebody else's code made to what everything behind it relies on.
+
+    Args:
+        told: whose it is, for errors.
+
+    Raises:
+        InputError: it is none, its parameters are no JSON, an input or output is not what it must be.
+    """
+    if not isinstance(contract, StageContract):
+        raise InputError(f"{told}: must give a StageContract, got {type(contract).__name__}")
+    try:
+        digest_json(dict(contract.params))
+    except (InputError, TypeError, ValueError) as error:
+        raise InputError(f"{told}: parameters must be JSON: {error}") from error
+    runtime = contract.params.get("runtime", {})
+    threads = runtime.get("threads", 1) if isinstance(runtime, Mapping) else None
+    if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
+        raise InputError(f"{told}: runtime must be a map whose threads are at least 1, got {runtime!r:.80}")
+    limit = runtime.get("stall_after")
+    if limit is not None and (not isinstance(limit, int | float) or isinstance(limit, bool) or limit < LEAST_STALL):
+        raise InputError(
+            f"{told}: runtime.stall_after must be at least {LEAST_STALL:g} seconds, as a number, got {limit!r:.80}"
+        )
+    if "placement" in contract.params and contract.load is None:
+        raise InputError(f"{told}: placement decides no result and needs a load; call the parameter otherwise")
+    for slot, (kind, _) in contract.inputs.items():
+        if kind not in _TAKEN:
+            raise InputError(f"{told}: input {slot!r} must be one of {', '.join(_TAKEN)}, got {kind!r}")
+    if not contract.outputs:
+        raise InputError(f"{told}: must leave at least one output, got none")
+    for name, form in contract.outputs.items():
+        wanted = _FORM_OF.get(name)
+        if form not in FORMS or wanted not in (None, form) or name == REPORT:
+            words = "is a gate's alone" if name == REPORT else f"must be a {wanted or ' or '.join(FORMS)}, got {form!r}"
+            raise InputError(f"{told}: output {name!r} {words}")
+    if contract.metrics and METRICS not in contract.outputs:
+        raise InputError(f"{told}: metrics are in the output {METRICS!r}, which it does not leave")
 
 
 class Driver(StrEnum):
@@ -80,6 +287,8 @@ class StageKind:
 
 
 _MODEL, _TRAIN = {MODEL: "tree"}, "posttrain.jobs.train"
+
+
 _SAMPLED: Mapping[str, tuple[str, ...]] = {
     "rollout": ("rollout",),
     "reward": ("reward", "reward_model"),
@@ -87,6 +296,8 @@ _SAMPLED: Mapping[str, tuple[str, ...]] = {
     "update": ("policy",),
     "weights": ("policy", "rollout"),
 }
+
+
 _CRITICAL: Mapping[str, tuple[str, ...]] = {
     **{phase: roles for phase, roles in _SAMPLED.items() if phase not in ("update", "weights")},
     "values": ("critic",),
@@ -94,11 +305,15 @@ _CRITICAL: Mapping[str, tuple[str, ...]] = {
     "update policy": ("policy",),
     "weights": ("policy", "rollout"),
 }
+
+
 _TAUGHT: Mapping[str, tuple[str, ...]] = {
     **{phase: _SAMPLED[phase] for phase in ("rollout", "reward")},
     "teacher": ("teacher",),
     **{phase: _SAMPLED[phase] for phase in ("update", "weights")},
 }
+
+
 _PAIRS: Mapping[str, float] = {"chosen": 0.5, "rejected": 0.5}
 
 
@@ -123,7 +338,7 @@ def _own(name: str, config: str, algorithm: str, **more: Any) -> StageKind:
 
 
 def _from_rows(name: str, config: str, algorithm: str, **more: Any) -> StageKind:
-    return _own(name, f"rows:{config}", algorithm, **{"phases": {"update": ("policy",)}, "cheaper": _STEPS, **more})
+    return _own(name, f"training:{config}", algorithm, **{"phases": {"update": ("policy",)}, "cheaper": _STEPS, **more})
 
 
 # Every algorithm: a row here, a configuration, a file in `engine.recipes`.
@@ -142,12 +357,20 @@ _ALGORITHMS = (
     _own("dapo", "sampling:DAPOConfig", "dapo:DAPO"),
     _own("reinforce_plus_plus", "sampling:ReinforcePlusPlusConfig", "reinforce_plus_plus:ReinforcePlusPlus"),
     _own("ppo", "sampling:PPOConfig", "ppo:PPO", phases=_CRITICAL),
-    _own("distill", "distillation:DistillConfig", "distill:Distill", phases=_TAUGHT),
-    _own("dataflow", "dataflow:DataflowConfig", "dataflow:Dataflow", phases={}, cheaper=_FLOW),
+    _own("distill", "sampling:DistillConfig", "distill:Distill", phases=_TAUGHT),
+    _own("dataflow", "sampling:DataflowConfig", "dataflow:Dataflow", phases={}, cheaper=_FLOW),
 )  # fmt: skip
+
+
 GATE: Final = StageKind("gate", driver=Driver.CONTROL, outputs={REPORT: "file"})
+
+
 RELEASE: Final = StageKind("release", driver=Driver.CONTROL, ships=True)
+
+
 WAIT: Final = StageKind("wait", driver=Driver.WAIT)  # its parameters: `domain.waits`
+
+
 _OWN = (
     *_ALGORITHMS,
     StageKind(
@@ -168,8 +391,14 @@ _OWN = (
     GATE,
     RELEASE,
 )
+
+
 OWN: Final[Mapping[str, StageKind]] = {kind.name: kind for kind in _OWN}
+
+
 WRITTEN: Final = tuple(kind.name for kind in _OWN if kind.driver is not Driver.CONTROL)  # that a run file may name
+
+
 ADDED: Final = tuple(kind.name for kind in _OWN if kind.driver is Driver.CONTROL)  # that a release adds
 
 

@@ -2,14 +2,24 @@
 
 Every transition is a compare-and-set on (id, generation) with its event; a transition that is not in these tables is
 a bug and is refused. The diagrams in docs/architecture.md are generated from them (`handbook/states.py`).
+
+Why a run, a stage or an attempt is where it is: every reason code there is, with what it means and what to do.
+
+A run that ends badly takes over the reason of the stage that ended it. The strings are stored, and scripts read them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Self
 
-from posttrain.domain.errors import ConflictError
+from posttrain.domain.errors import ConflictError, FailureClass
+
+_NOTHING = "nothing"
+_RUN, _STAGE, _ATTEMPT = "run", "stage", "attempt"
+_ENDED = (_RUN, _STAGE)  # ends a stage, and its run with it
+_ALL = (_RUN, _STAGE, _ATTEMPT)
 
 
 class RunState(StrEnum):
@@ -67,6 +77,8 @@ RUN = _table(
         RunState.REJECTED: (),
     }
 )
+
+
 STAGE = _table(
     {
         StageState.PENDING: (StageState.READY, StageState.SKIPPED, StageState.SUCCEEDED, StageState.STOPPED),
@@ -86,6 +98,8 @@ STAGE = _table(
         StageState.FAILED: (StageState.PENDING,),
     }
 )
+
+
 ATTEMPT = _table(
     {
         AttemptState.PLANNED: (AttemptState.LAUNCHED, AttemptState.LOST, AttemptState.STOPPED, AttemptState.FAILED),
@@ -96,6 +110,8 @@ ATTEMPT = _table(
         AttemptState.LOST: (),
     }
 )
+
+
 RELEASE = _table(
     {
         ReleaseState.PROPOSED: (ReleaseState.LIVE,),
@@ -104,7 +120,11 @@ RELEASE = _table(
         ReleaseState.ROLLED_BACK: (ReleaseState.LIVE,),
     }
 )
+
+
 TABLES: Mapping[str, Table] = {"run": RUN, "stage": STAGE, "attempt": ATTEMPT, "release": RELEASE}
+
+
 INITIAL: Mapping[str, str] = {
     "run": RunState.PENDING,
     "stage": StageState.PENDING,
@@ -129,3 +149,291 @@ def is_final(machine: str, state: str) -> bool:
     if machine in ("run", "stage"):
         return state in ("succeeded", "rejected", "failed", "stopped", "skipped")
     return not TABLES[machine][state]
+
+
+class Reason(StrEnum):
+    """A reason code."""
+
+    of: tuple[str, ...]  # what it is a reason of
+    meaning: str  # one sentence
+    action: str  # what a person does next
+
+    def __new__(cls, code: str, of: tuple[str, ...], meaning: str, action: str) -> Self:
+        self = str.__new__(cls, code)
+        self._value_ = code
+        self.of, self.meaning, self.action = of, meaning, action
+        return self
+
+    # --- waiting ------------------------------------------------------------------------------------------------------
+    SUBMITTED = "Submitted", (_RUN,), "No driver has looked at the run yet.", "`attach` drives it"
+    WAITING_FOR_INPUTS = "WaitingForInputs", (_STAGE,), "A stage before it has not ended yet.", _NOTHING
+    READY = "Ready", (_STAGE,), "Its inputs are there, and it starts at the next look.", _NOTHING
+    WAITING_FOR_SLOT = (
+        "WaitingForSlot",
+        (_STAGE,),
+        "Every slot of the host is taken.",
+        _NOTHING,
+    )
+    WAITING_FOR_BUDGET = (
+        "WaitingForBudget",
+        (_STAGE,),
+        "Another stage of the run holds what is left of the budget.",
+        _NOTHING,
+    )
+    WAITING_FOR_DEVICES = (
+        "WaitingForDevices",
+        (_STAGE,),
+        "The devices that it asks for are not free.",
+        "nothing; or end what holds them",
+    )
+    WAITING_FOR_IDENTICAL_STAGE = (
+        "WaitingForIdenticalStage",
+        (_STAGE,),
+        "A stage of another run computes the same, and its result will be reused.",
+        _NOTHING,
+    )
+    WAITING_FOR_TIME = "WaitingForTime", (_STAGE,), "It waits for the time that the run file names.", _NOTHING
+    WAITING_FOR_SIGNAL = (
+        "WaitingForSignal",
+        (_STAGE,),
+        "It waits until somebody sends its signal.",
+        "`signal` lets it go on",
+    )
+    WAITING_FOR_APPROVAL = (
+        "WaitingForApproval",
+        (_STAGE,),
+        "The channel's policy wants approvals of this release.",
+        "`approve`, by an approver that the policy names",
+    )
+    BACK_OFF = "BackOff", (_STAGE,), "Its attempt was lost, and the next one starts after a pause.", _NOTHING
+    RETRIED = "Retried", _ENDED, "A person asked for another try.", _NOTHING
+
+    # --- under way ----------------------------------------------------------------------------------------------------
+    RUNNING = "Running", _ENDED, "A stage of the run is computed; of a stage: it has a live attempt.", _NOTHING
+    PLANNED = "Planned", (_ATTEMPT,), "It is written down, and its job is not known to be submitted.", _NOTHING
+    LAUNCHED = "Launched", (_ATTEMPT,), "Its job is submitted.", _NOTHING
+    SUBMISSION_UNKNOWN = (
+        "SubmissionUnknown",
+        (_STAGE,),
+        "The executor could not say whether it has the job, so no other is submitted until it can.",
+        "see that the executor can be reached",
+    )
+    JOB_NOT_VISIBLE = (
+        "JobNotVisible",
+        (_STAGE,),
+        "The executor does not see the job, which does not prove that it ended.",
+        "see that the executor can be reached; if its host is gone, `dead` with `--assume-dead`",
+    )
+    STALLED = (
+        "Stalled",
+        (_STAGE, _ATTEMPT),
+        "Its job reported no progress for `runtime.stall_after`: it is asked to checkpoint, then killed.",
+        "nothing: another attempt resumes; `logs` says where it hung",
+    )
+    ANOTHER_RUNS = (
+        "AnotherRuns",
+        (_STAGE, _ATTEMPT),
+        "Another process began the attempt before the launched job did, and its result counts.",
+        "nothing; if its host is gone, `dead` with `--assume-dead`",
+    )
+    ASSUMED_DEAD = (
+        "AssumedDead",
+        (_ATTEMPT,),
+        "A person says that its job, of which nothing can be seen, is dead.",
+        "nothing: another attempt resumes",
+    )
+    STOP_REQUESTED = (
+        "StopRequested",
+        (_RUN, _ATTEMPT),
+        "It is asked to stop: a job writes a checkpoint and ends, or is ended after a while.",
+        _NOTHING,
+    )
+    TROUBLED = "Troubled", (_STAGE,), "A look at it raised an error, and it is looked at again.", _NOTHING
+    SET_ASIDE = (
+        "SetAside",
+        _ENDED,
+        "Looks at it failed again and again, and nothing is tried until a person says so.",
+        "mend what the message names, then `dead` with `--retry`",
+    )
+
+    # --- done ---------------------------------------------------------------------------------------------------------
+    SUCCEEDED = "Succeeded", _ALL, "It is done.", _NOTHING
+    WAIT_OVER = "WaitOver", (_STAGE,), "What it waited for has come.", _NOTHING
+    CACHE_HIT = "CacheHit", (_STAGE,), "The same was computed before, and its result is reused.", _NOTHING
+    CHANNEL_EMPTY = "ChannelEmpty", (_STAGE,), "The channel has no release, so there is no baseline.", _NOTHING
+    GATE_PASSED = "GatePassed", (_STAGE,), "Every gate passed.", _NOTHING
+    PROMOTED = "Promoted", (_STAGE,), "The channel points at the run's model now.", _NOTHING
+    ALREADY_LIVE = "AlreadyLive", (_STAGE,), "The channel pointed at this very model before.", _NOTHING
+    STOPPED = "Stopped", _ALL, "A person stopped it.", "`retry` resumes it"
+    NOT_REACHED = "NotReached", (_STAGE,), "The run ended before it came to this stage.", "see to the run's reason"
+
+    # --- turned away --------------------------------------------------------------------------------------------------
+    GATE_FAILED = "GateFailed", _ENDED, "A gate measured less than it asks for.", "`why` shows the numbers"
+    GATE_INCONCLUSIVE = (
+        "GateInconclusive",
+        _ENDED,
+        "There were too few items to say whether a gate passes.",
+        "measure on more items",
+    )
+    GATE_ERROR = "GateError", _ENDED, "A gate could not be judged.", "mend what `why` names, then run again"
+    CHANNEL_MOVED = (
+        "ChannelMoved",
+        _ENDED,
+        "The channel got another release after the gates had been judged.",
+        "`run` with `--again` judges against that",
+    )
+    CHANNEL_FROZEN = (
+        "ChannelFrozen",
+        _ENDED,
+        "The channel is frozen or protected.",
+        "`channel unfreeze`, then `promote`",
+    )
+    POLICY_NOT_MET = (
+        "PolicyNotMet",
+        _ENDED,
+        "What was judged is not what the channel's policy asks for now.",
+        "`run` plans it under the policy",
+    )
+    APPROVAL_REJECTED = (
+        "ApprovalRejected",
+        _ENDED,
+        "An approver rejected the release.",
+        "`why` says who; `approve` by the same person takes it back, then `promote`",
+    )
+    RECALLED = (
+        "Recalled",
+        _ENDED,
+        "The model was made from something that was recalled.",
+        "`lineage`; train again from another version",
+    )
+    QUARANTINED = (
+        "Quarantined",
+        _ENDED,
+        "The model was rolled back from this channel.",
+        "`promote` with `--lift-quarantine` and why",
+    )
+
+    # --- failed -------------------------------------------------------------------------------------------------------
+    LOST = "Lost", (_ATTEMPT,), "Its job is gone without a result.", "nothing: another attempt resumes"
+    PREEMPTED = (
+        "Preempted",
+        (_ATTEMPT,),
+        "Its job was told to end from outside; that uses no attempt up.",
+        "nothing: another attempt resumes",
+    )
+    ATTEMPTS_EXHAUSTED = (
+        "AttemptsExhausted",
+        _ENDED,
+        "As many attempts were lost as the budget allows.",
+        "`logs` says why; then `retry`",
+    )
+    CIRCUIT_OPEN = (
+        "CircuitOpen",
+        _ENDED,
+        "The same failure came twice in a row, so a third try would not help.",
+        "`logs` says why; mend it, then `retry`",
+    )
+    BUDGET_EXCEEDED = "BudgetExceeded", _ALL, "The run's budget is spent.", "raise it in the run file and submit again"
+    SIGNAL_MISSED = (
+        "SignalMissed",
+        _ENDED,
+        "Nobody sent the signal in the time that the run file gives.",
+        "`retry` waits anew",
+    )
+    CODE_CHANGED = (
+        "CodeChanged",
+        _ENDED,
+        "The code is not the one that the manifest names.",
+        "submit the run file again",
+    )
+    ENVIRONMENT_CHANGED = (
+        "EnvironmentChanged",
+        _ENDED,
+        "The installed libraries are not those that the run began with.",
+        "restore them, or `retry` with these",
+    )
+    CORRUPT = (
+        "Corrupt",
+        _ALL,
+        "Stored bytes are not what their digest says.",
+        "`verify` says which; restore them, then `retry`",
+    )
+    JOB_FAILED = "JobFailed", _ALL, "The job failed and did not say how.", "`logs` says why; then `retry`"
+    JOB_FAILED_INFRASTRUCTURE = (
+        "JobFailed:infrastructure",
+        (_ATTEMPT,),
+        "Something outside the job broke: a process, a node, a disk.",
+        "nothing: another attempt resumes",
+    )
+    JOB_FAILED_OUT_OF_MEMORY = (
+        "JobFailed:out_of_memory",
+        _ALL,
+        "The job asked for more memory than there is.",
+        "lower what it holds at a time, submit again",
+    )
+    JOB_FAILED_DISK_FULL = (
+        "JobFailed:disk_full",
+        _ALL,
+        "The disk is full.",
+        "free some space, then `retry`",
+    )
+    JOB_FAILED_DIVERGED = (
+        "JobFailed:diverged",
+        _ALL,
+        "The numbers of the training became useless: a loss that is not finite, say.",
+        "change the parameters, submit again",
+    )
+    JOB_FAILED_BAD_INPUT = (
+        "JobFailed:bad_input",
+        _ALL,
+        "Data, a model, a reward or a parameter cannot be used as it is.",
+        "mend what the message names, then `retry`",
+    )
+    JOB_FAILED_BUG = (
+        "JobFailed:bug",
+        _ALL,
+        "The job raised what nobody expected.",
+        "`logs` has the traceback; mend it, then `retry`",
+    )
+
+    @classmethod
+    def of_failure(cls, kind: FailureClass) -> Reason:
+        """The reason that a class of failure is."""
+        special = {FailureClass.BUDGET: cls.BUDGET_EXCEEDED, FailureClass.PREEMPTED: cls.PREEMPTED}
+        return special.get(kind) or _BY_CODE[f"{cls.JOB_FAILED}:{kind.value}"]
+
+
+class StopCause(StrEnum):
+    """Why a job was stopped: by an order of the control side, or from outside. Attempts store it."""
+
+    meaning: str  # one clause
+
+    def __new__(cls, code: str, meaning: str) -> Self:
+        self = str.__new__(cls, code)
+        self._value_, self.meaning = code, meaning
+        return self
+
+    PERSON = "person", "a person stopped the run"
+    BUDGET = "budget", "what the attempt reserved of the budget is spent"
+    STALLED = "stalled", "it reported no progress for `runtime.stall_after`"
+    PREEMPTED = "preempted", "a scheduler or a signal from outside took its place"
+    DRAINED = "drained", "its node is being emptied"
+    SUPERSEDED = "superseded", "another job of the same attempt computes"
+    OUT_OF_MEMORY = "out_of_memory", "it exceeded its memory"
+    INFRASTRUCTURE = "infrastructure", "its process, its supervisor or its node is gone"
+
+
+def stop_cause(code: str) -> StopCause:
+    """The cause that an attempt stores."""
+    return next(one for one in StopCause if one.value == code)
+
+
+HELD_UP = (Reason.STALLED, Reason.ANOTHER_RUNS, Reason.JOB_NOT_VISIBLE)  # of a stage that runs, and yet waits
+
+
+_BY_CODE: Mapping[str, Reason] = {reason.value: reason for reason in Reason}
+
+
+def meaning(code: str) -> str:
+    """What a stored reason means; the code itself where another version of Posttrain wrote one that is not known."""
+    return _BY_CODE[code].meaning if code in _BY_CODE else code

@@ -1,4 +1,15 @@
-"""The immutable manifest: a run.yaml in which every word has become a digest. Its own digest is the run's identity."""
+"""The immutable manifest: a run.yaml in which every word has become a digest. Its own digest is the run's identity.
+
+What decides a stage's result, and nothing else: the identity of its cached outputs and of its checkpoints.
+
+Where a job runs, how often it writes a checkpoint and what it may spend decide nothing, so work that was done under
+another of these is the same work and can be gone on with.
+
+What measured a suite, as one digest: code, settings and rewards, but not the data, the model or the seed.
+
+A channel's policy names the evaluators that may judge. The code's digest is part of it, so another version of Posttrain
+is another evaluator.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +19,24 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, Field
 
 from posttrain.domain.canonical import digest_json
-from posttrain.domain.contracts import BEST, METRICS, MODEL
 from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.gates import GateRule
-from posttrain.domain.images import image_reference
+from posttrain.domain.jobs import InputBlob
+from posttrain.domain.kinds import BEST, METRICS, MODEL
+from posttrain.domain.requests import image_digest, image_reference
+from posttrain.domain.rewards import JUDGES, scored_slot
 from posttrain.domain.runspec import Budget, Ordered, ReleaseSpec, RunRuntime
 from posttrain.domain.validation import Frozen
 
 MANIFEST_SCHEMA: Final = 1
 NAMED: Final = "named"  # in an input's meta: the word it was named by, which may mean another model by now
+_UNDECIDING = frozenset({"placement"})
+_UNDECIDING_RUNTIME = frozenset(
+    {"call_timeout", "checkpoint_every", "object_store", "ray_address", "stall_after", "start_timeout"}
+)
+_UNDECIDING_META = frozenset({"source", NAMED})  # what errors call a file, and a person a model
+SUITES: Final = "suites."  # how slots of data that is measured begin
+_OF_THE_RUN_FILE = ("data", "reward")  # settings that are words of the run file; what they mean is in the inputs
 
 
 class InputRef(Frozen):
@@ -168,3 +188,62 @@ def manifest_from_json(value: Mapping[str, Any]) -> Manifest:
     if from_schema != 1:
         raise InputError(f"manifest: schema must be 1, got {from_schema!r}; lock the run again with this version")
     return Manifest.model_validate(value)
+
+
+def job_identity(
+    kind: str, params: Mapping[str, Any], seed: int, inputs: Mapping[str, InputBlob], image: str | None = None
+) -> dict[str, Any]:
+    """A JSON map that is equal for two jobs exactly when they must come to the same result under the same code.
+
+    A parameter counts unless it is known to decide nothing; names of stages, slots' assets and files never do, nor what
+    an image is called.
+    """
+    return {
+        "kind": kind,
+        "params": deciding(params),
+        "seed": str(seed),  # a seed may be more than a number of JSON can hold
+        "inputs": {slot: [blob.digest, deciding_meta(blob.meta)] for slot, blob in inputs.items()},
+        **({"image": image_digest(image)} if image else {}),
+    }
+
+
+def deciding(params: Mapping[str, Any]) -> dict[str, Any]:
+    """A stage's parameters without those that decide nothing."""
+    kept = {name: value for name, value in params.items() if name not in _UNDECIDING}
+    if isinstance(kept.get("runtime"), Mapping):
+        kept["runtime"] = {k: v for k, v in kept["runtime"].items() if k not in _UNDECIDING_RUNTIME}
+    return kept
+
+
+def deciding_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of an input beside its bytes, without what decides nothing."""
+    return {key: value for key, value in meta.items() if key not in _UNDECIDING_META}
+
+
+def measured_suites(stage: StageManifest) -> Iterator[tuple[str, InputRef]]:
+    """Name and data of every suite that a stage measures; of an installed kind, none."""
+    for slot, ref in stage.inputs.items():
+        if slot.startswith(SUITES) and stage.measures:
+            yield slot.removeprefix(SUITES), ref
+
+
+def suite_evaluator(stage: StageManifest, code: Mapping[str, str], suite: str) -> str:
+    """The digest of what measures one suite of a stage.
+
+    Args:
+        code: of the manifest.
+    """
+    params = deciding(stage.params)
+    suites = params.pop("suites", {})
+    settings = dict(suites.get(suite, {})) if isinstance(suites, Mapping) else {}
+    named = {name: settings.pop(name, None) for name in _OF_THE_RUN_FILE}
+    if isinstance(named["reward"], Mapping):  # several, with weights
+        settings["reward"] = dict(named["reward"])
+    rewards = {
+        slot: [ref.digest, deciding_meta(ref.meta)]
+        for slot, ref in stage.inputs.items()
+        if slot.startswith(JUDGES) and scored_slot(slot.partition("/")[0]) == f"{SUITES}{suite}"
+    }
+    told: dict[str, Any] = {"kind": stage.kind, "params": params, "suite": settings, "rewards": rewards}
+    named_code = (stage.trainer, f"kind:{stage.kind}")
+    return digest_json({**told, "code": {name: code[name] for name in named_code if name in code}})

@@ -24,7 +24,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.gates import CHANNEL, GateRule
-from posttrain.domain.principals import FORM, is_principal
+from posttrain.domain.ids import FORM, is_principal
 from posttrain.domain.runspec import read_yaml
 from posttrain.domain.validation import Frozen, explain
 

@@ -1,13 +1,32 @@
-"""Rows of the ledger as frozen values. Times are seconds since the epoch; digests are `sha256:<hex>`."""
+"""Rows of the ledger as frozen values. Times are seconds since the epoch; digests are `sha256:<hex>`.
+
+How a run that has ended ended, as the error that a command or a caller gets.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from posttrain.domain.canonical import digest_bytes
-from posttrain.domain.contracts import BEST
+from posttrain.domain.errors import (
+    ApprovalError,
+    ChannelClosedError,
+    ConflictError,
+    FailureClass,
+    GateInconclusiveError,
+    GateRejectedError,
+    InfrastructureError,
+    IntegrityError,
+    JobFailedError,
+    PolicyError,
+    PosttrainError,
+    RecalledError,
+    StoppedError,
+)
+from posttrain.domain.kinds import BEST
+from posttrain.domain.lifecycle import Reason, RunState, StageState
 
 DEFAULT_PROJECT = "default"
 MANIFEST: Final = "manifest"  # slots of what is no stage: a run's manifest
@@ -17,6 +36,14 @@ ORIGIN: Final = "origin"  # the run or stage that made an asset
 REUSED: Final = "reused"  # the stage whose results another took from the stage cache
 IMPORTED: Final = "imported"  # in an asset's meta: the digest of that record
 _LONGEST = 512  # characters of a name: an index entry has a most
+_REJECTED: Mapping[str, type[PosttrainError]] = {
+    Reason.GATE_INCONCLUSIVE: GateInconclusiveError,
+    Reason.CHANNEL_MOVED: ConflictError,
+    Reason.POLICY_NOT_MET: PolicyError,
+    Reason.CHANNEL_FROZEN: ChannelClosedError,
+    Reason.RECALLED: RecalledError,
+    Reason.APPROVAL_REJECTED: ApprovalError,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,3 +397,25 @@ def source_of(name: str) -> tuple[str, str]:
 def named(name: str) -> str:
     """`name`, or its beginning and digest where it is a book."""
     return name if len(name) <= _LONGEST else f"{name[: _LONGEST // 2]}…{digest_bytes(name.encode())}"
+
+
+def outcome_error(run: RunRecord, stages: Iterable[StageRecord]) -> PosttrainError | None:
+    """The error (and exit code) that a final run ends with; None when it succeeded."""
+    message = f"run {run.id}: {run.message}" + (
+        f"; next: {run.next_action}" if run.next_action and run.next_action not in run.message else ""
+    )
+    if run.state == RunState.STOPPED:
+        return StoppedError(message)
+    if run.state == RunState.REJECTED:
+        return _REJECTED.get(run.reason, GateRejectedError)(message)
+    if run.state != RunState.FAILED:
+        return None
+    reason = next((stage.reason for stage in stages if stage.state == StageState.FAILED), run.reason)
+    if reason in (Reason.ATTEMPTS_EXHAUSTED, Reason.CIRCUIT_OPEN):
+        return InfrastructureError(message)
+    if reason == Reason.CORRUPT:
+        return IntegrityError(message)
+    if reason == Reason.BUDGET_EXCEEDED:
+        return FailureClass.BUDGET.error(message)
+    kind = reason.partition(":")[2]
+    return (FailureClass(kind).error if kind else JobFailedError)(message)

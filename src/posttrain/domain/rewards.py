@@ -1,7 +1,7 @@
 """Which file and function a reward is, and how it is called: decided alike where it is registered and where it runs.
 
 Names only; who calls has the files and the functions. `DIALECTS` is the one table of calling conventions: `plan` holds
-a parsed signature against it without executing anything, the worker (`engine.rewards.dialects`) calls by it.
+a parsed signature against it without executing anything, the worker (`sandbox.dialects`) calls by it.
 """
 
 from __future__ import annotations

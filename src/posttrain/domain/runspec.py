@@ -16,11 +16,16 @@
       - {name: accuracy, metric: heldout/accuracy, at_least: 0.9}
     budget: {tokens: 1e7, wall_clock: 10m}
     release: {channel: prod, model: grpo}
+
+Passes over a data set as steps.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,13 +40,13 @@ from pydantic import (
     model_validator,
 )
 
-from posttrain.domain.amounts import LONGEST, StallAfter, parse_duration
 from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.gates import CHANNEL, GateRule
-from posttrain.domain.images import image_reference
+from posttrain.domain.ids import is_plain
 from posttrain.domain.kinds import ADDED, kind_names
 from posttrain.domain.overrides import Setting, overridden, setting_words
-from posttrain.domain.principals import is_plain
+from posttrain.domain.placement import LONGEST, StallAfter, parse_duration
+from posttrain.domain.requests import image_reference
 from posttrain.domain.rewards import AUTO, DIALECTS, Called
 from posttrain.domain.trackers import Trackers
 from posttrain.domain.validation import Frozen, explain
@@ -104,9 +109,17 @@ class ReleaseSpec(Ordered):
 
 
 _MOST_HOSTS = 64
+
+
 _LONGEST_WORD = 60  # characters of a wrong word that an error shows
+
+
 _ADDRESS = re.compile(r"^(?!127\.0\.0\.1:)[0-9.]+:")
+
+
 _SECRET = r"^[A-Z][A-Z0-9_]{0,99}$"
+
+
 _NO_SECRETS = re.compile(  # what jobs do not get; what a process, its libraries or the store read: a job gives it up
     r"(POSTTRAIN_|WANDB_|MLFLOW_|PG|AWS_|AZURE_|GOOGLE_|S3_|HF_|HUGGING|TRANSFORMERS_|TOKENIZERS_|PYTHON|LD_|LC_|XDG_|SSL_"
     r"|MALLOC_|CUDA_|NVIDIA_|NCCL_|ROCR_|HIP_|HSA_|GPU_|OMP_|MKL_|KMP_|GOMP_|OPENBLAS_|NUMEXPR_|TORCH|PYTORCH_|TRITON_"
@@ -316,3 +329,33 @@ class _RunFileLoader(yaml.SafeLoader):
 
 def _refusal(node: yaml.Node, what: str) -> yaml.YAMLError:
     return yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """`epochs` of a stage as a plan resolved them: `Passes(2, 250, documents=8000, per_step=64)`."""
+
+    epochs: float
+    steps: int
+    documents: int
+    per_step: int
+
+    def __str__(self) -> str:
+        plural = "" if self.steps == 1 else "s"
+        return (
+            f"epochs {self.epochs:g} = {self.steps} step{plural} ({self.documents} documents, {self.per_step} a step)"
+        )
+
+
+def passes_of(epochs: float, documents: int, per_step: int) -> Passes:
+    """The least number of steps that take every document `epochs` times.
+
+    The stream of documents goes on over the end of a pass (`loop.recipe`), so no step is smaller than another, and
+    the last one may take some of the next pass. Exact: `epochs` counts as the decimal number that was written.
+
+    Args:
+        epochs: > 0.
+        documents: of the data set, >= 1.
+        per_step: that a step takes, >= 1.
+    """
+    return Passes(epochs, math.ceil(Fraction(repr(epochs)) * documents / per_step), documents, per_step)

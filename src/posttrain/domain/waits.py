@@ -12,13 +12,11 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from posttrain.domain.amounts import LONGEST, parse_duration
-from posttrain.domain.contracts import StageContract
 from posttrain.domain.errors import InputError
-from posttrain.domain.kinds import Driver, kind_of
-from posttrain.domain.lifecycle import StageState
+from posttrain.domain.kinds import Driver, StageContract, kind_of
+from posttrain.domain.lifecycle import Reason, StageState
 from posttrain.domain.manifest import Manifest
-from posttrain.domain.reasons import Reason
+from posttrain.domain.placement import LONGEST, parse_duration
 from posttrain.domain.records import Signal, StageRecord
 from posttrain.domain.runspec import Name
 from posttrain.domain.validation import Frozen, explain

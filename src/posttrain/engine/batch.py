@@ -4,14 +4,18 @@ Everything here is frozen. A batch is packed: its documents lie end to end in on
 them, so the dense layers of a model compute on useful tokens only. Which tokens belong together is in `lengths`.
 
 What models are asked to predict, and their answers.
+
+Where things stand in a packed row, computed for all of its documents at once.
+
+How precisely the pure functions of algorithms answer: columns are float32, and references are held in float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, islice
-from typing import Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +23,66 @@ import torch
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.packing import concatenated, positions, responses, sampled_of, tokens_of
-from posttrain.engine.precision import precision
 from posttrain.engine.wide import TopK, WideColumn, joined, rows_of
 
+Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+T = TypeVar("T", bound=np.generic)
 Tokens = Sequence[int] | npt.NDArray[np.int32]
 # topk fills a wide column; candidates are what a model says of the tokens in the wide column of that name
 Need = Literal["logprobs", "entropy", "values", "scores", "topk", "candidates"]
 CANDIDATES: Final = "candidates"
+
+
+def precision(*inputs: Tensor) -> torch.dtype:
+    """float64 where an input is float64, else float32, from bfloat16 too: `precision(rewards, values)`."""
+    return torch.float64 if any(one.dtype == torch.float64 for one in inputs) else torch.float32
+
+
+def concatenated(parts: Iterable[Any], kind: type[T]) -> npt.NDArray[T]:
+    """Join sequences or arrays end to end."""
+    # arrays of another type, as of a rollout's int32, are cast all at once
+    arrays = [part if isinstance(part, np.ndarray) else np.asarray(part, kind) for part in parts]
+    return np.concatenate(arrays, dtype=kind, casting="unsafe")
+
+
+def ranges(sizes: Ints, starts: Ints) -> Ints:
+    """Count on from each start as far as its size says: ranges, one after the other."""
+    counted: Ints = np.arange(sizes.sum()) + np.repeat(starts - (sizes.cumsum() - sizes), sizes)
+    return counted
+
+
+def positions(lengths: Sequence[int]) -> Ints:
+    """[T]: 0, 1, … restarting at every document."""
+    sizes = np.array(lengths, dtype=np.int64)
+    return ranges(sizes, np.zeros_like(sizes))
+
+
+def tokens_of(lengths: Sequence[int], chosen: Sequence[int]) -> Ints:
+    """Where the tokens of the chosen documents stand, in the order of `chosen`."""
+    rows, every = np.array(chosen, dtype=np.int64), np.array(lengths, dtype=np.int64)
+    return ranges(every[rows], (every.cumsum() - every)[rows])
+
+
+def responses(places: Ints, prompts: Iterable[int], lengths: Sequence[int]) -> Flags:
+    """[T]: which tokens, at these places of their documents, come after a prompt of so many tokens."""
+    behind: Flags = places >= np.repeat(list(prompts), lengths)
+    return behind
+
+
+def sampled_of(response: Flags, sampled: Sequence[Any], sizes: Sequence[int]) -> Flags:
+    """[T]: of the response tokens those that were sampled.
+
+    Args:
+        sampled: of each document the flags of its response; None: all of them.
+        sizes: of the responses.
+    """
+    if all(flags is None for flags in sampled):
+        return response
+    kept = ([True] * size if flags is None else flags for flags, size in zip(sampled, sizes, strict=True))
+    found = response.copy()
+    found[response] = concatenated(kept, np.bool_)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

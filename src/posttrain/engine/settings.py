@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from posttrain.domain.amounts import LONGEST, Amount, ParsedAmount, StallAfter, parse_duration
+from posttrain.domain.placement import LONGEST, Amount, ParsedAmount, StallAfter, parse_duration
 from posttrain.domain.rendering import stop_fault
 from posttrain.domain.validation import Frozen
 
@@ -115,7 +115,7 @@ class RuntimeConfig(InferenceRuntimeConfig):
     # bytes of shared memory of a Ray cluster that the job starts; auto: a tenth of the machine's, at most 8 GiB, or
     # twice the weights that go to rollouts where that is more
     object_store: Memory = "auto"
-    start_timeout: Timeout = "auto"  # seconds for a role's ranks to be there with their model (`planner.deadlines`)
+    start_timeout: Timeout = "auto"  # seconds for a role's ranks to be there with their model (`planner.sizes`)
     call_timeout: Timeout = "auto"  # seconds for one call of a worker, and for an engine that says nothing (there)
 
     @model_validator(mode="after")

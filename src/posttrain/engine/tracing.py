@@ -18,8 +18,8 @@ from posttrain.domain.facts import FactSink, Note, Sample, Span, fact_to_json
 from posttrain.engine.algorithms.losses import is_clipped
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.recipes.algorithm import ScoredGroup
-from posttrain.engine.rewards.port import Score
 from posttrain.engine.samples import Trajectory
+from posttrain.sandbox.port import Score
 
 _FEW, _LEAST = 500, 20  # bytes of a sample besides its tokens, and of a token with two numbers and its text
 

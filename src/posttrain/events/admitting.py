@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from posttrain.domain.errors import InputError, SinkError
-from posttrain.domain.principals import is_project
+from posttrain.domain.ids import is_project
 from posttrain.domain.runspec import may_be_secret
 from posttrain.events.ports import ANSWER_SECONDS, CONNECT_SECONDS, VARIABLES, Admit, Patience, one_line
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from posttrain.domain.reasons import Reason
+from posttrain.domain.lifecycle import Reason
 from posttrain.domain.sinks import Envelope, Notice
 from posttrain.events.rules import occasions, run_of
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Protocol
 
-from posttrain.domain.reasons import Reason
+from posttrain.domain.lifecycle import Reason
 from posttrain.domain.sinks import (
     ALL,
     BUDGET_WARNED,

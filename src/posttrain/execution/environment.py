@@ -7,6 +7,8 @@ package claims are left out: of packages that no job of the run imports. What ru
 
 Reading a gigabyte for every job would be slow: digests are remembered per user by size, times and inode of a file.
 Standard library only: a job imports this before it trusts its site-packages.
+
+Reading a log that somebody is writing.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.domain.errors import InfrastructureError
-from posttrain.store.atomic import make_folder, write_atomic
+from posttrain.domain.jobs import LogPage
+from posttrain.store.atomic import make_folder, open_plain, write_atomic
 
 PACKAGES = Path(__file__).resolve().parents[2]  # the folder that holds posttrain
 _IMPORTABLE = (".py", ".pyc", ".pth", ".so", ".pyd", ".dylib", ".zip", ".egg", ".cfg")
@@ -35,6 +38,7 @@ _NOT_THE_LIBRARY = frozenset(
 _AT_START = frozenset({"sitecustomize", "usercustomize", "site"})
 _TRIES = 3  # walks over folders in which somebody else adds and removes names
 _SHOWN = 3
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,3 +238,20 @@ def _remember(memory: Path, entries: Mapping[str, list[object]]) -> None:
         temporary.write_text(json.dumps(entries))
         temporary.chmod(0o600)
         temporary.replace(memory)
+
+
+def read_log(path: Path, cursor: int = 0) -> LogPage:
+    """Text from byte `cursor`, and where the next page begins. A log that is not there yet is empty.
+
+    Raises:
+        IntegrityError: it is no plain file.
+    """
+    try:
+        with open_plain(path) as file:
+            file.seek(cursor)
+            data = file.read(_CHUNK)
+    except FileNotFoundError:
+        return LogPage("", cursor)
+    whole = data.rfind(b"\n") + 1 if len(data) == _CHUNK else len(data)  # do not cut a line, or a character
+    data = data[: whole or len(data)]
+    return LogPage(data.decode("utf-8", errors="replace"), cursor + len(data))

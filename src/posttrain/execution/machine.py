@@ -1,13 +1,26 @@
-"""What this machine has that a placement can ask for: cores, memory, GPUs. Asked without torch."""
+"""What this machine has that a placement can ask for: cores, memory, GPUs. Asked without torch.
+
+What this machine is, as far as it decides whether ranks find each other: read here, judged in `cluster_checks`.
+
+Whatever loads torch or ray does so in another process, with a deadline.
+"""
 
 from __future__ import annotations
 
 import glob
+import ipaddress
+import json
 import os
+import platform
 import re
+import shutil
+import socket
 import subprocess
+import sys
+import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -15,7 +28,7 @@ import psutil
 from posttrain.domain.errors import InputError
 from posttrain.execution.executors.local.devices import Devices
 from posttrain.execution.trainers.native import gpu_visible
-from posttrain.planner.feasibility import ACCELERATOR
+from posttrain.planner.residency import ACCELERATOR
 from posttrain.planner.sizes import Room
 
 DEVICES_VARIABLE = "POSTTRAIN_DEVICES"
@@ -24,6 +37,22 @@ _QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=cs
 _CUDA_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg")
 _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _VENDOR = re.compile(r"NVIDIA|TESLA|GEFORCE|QUADRO|AMD|INSTINCT|RADEON|RTX|GTX|PRO|GRAPHICS|DEVICE")
+REFUSED_TOKEN = "the cluster refuses this machine's authentication token"
+PACKAGES = ("posttrain", "torch", "transformers", "safetensors", "numpy", "ray")
+_RESOLVE_SECONDS = 20.0
+_SMI_SECONDS = 60.0
+_PROBE_SECONDS = 120.0
+_RAY_SECONDS = 60.0
+_TORCH_PROBE = (
+    "import json, torch; n = torch.cuda.device_count(); "
+    "print(json.dumps([n, torch.cuda.get_device_name(0) if n else '']))"
+)
+_RAY_PROBE = """
+import json, sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+nodes = [node for node in ray.nodes() if node["Alive"]]
+print(json.dumps([ray.__version__, len(nodes), ray.cluster_resources()]))
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,3 +188,260 @@ def _read(path: str) -> str:
         return Path(path).read_text(encoding="ascii").strip()
     except OSError:
         return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """An installed distribution: `Package("2.13.0", ">=3.10", ("numpy>=1.26",))`."""
+
+    version: str
+    python: str = ""  # the versions of Python it declares
+    requires: tuple[str, ...] = ()  # requirements, with their markers
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """A network interface: `Interface("eth0", up=True, addresses=("192.0.2.2",))`."""
+
+    name: str
+    up: bool
+    addresses: tuple[str, ...]  # IPv4 and IPv6
+
+    @property
+    def loopback(self) -> bool:
+        """Whether it leads nowhere but here."""
+        return bool(self.addresses) and all(is_loopback(address) for address in self.addresses)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """What can be told about NVIDIA devices without loading torch, and what torch sees where it was asked."""
+
+    files: int = 0  # device files /dev/nvidia0 …
+    listed: int | None = None  # by nvidia-smi; None where there is none
+    visible: str | None = None  # CUDA_VISIBLE_DEVICES
+    torch: int | None = None  # devices that torch sees; None where it was not asked or did not answer
+    torch_name: str = ""  # of the first
+    torch_trouble: str = ""  # why it did not answer
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of this process; None is unlimited."""
+
+    open_files: int | None
+    open_files_hard: int | None
+    locked_bytes: int | None
+    rdma: bool  # whether there is a device that needs locked memory
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFacts:
+    """Everything the checks look at."""
+
+    python: str
+    packages: Mapping[str, Package]  # what is absent is not in it
+    environ: Mapping[str, str]
+    host: str
+    resolved: tuple[str, ...]  # addresses of the host name; () where it has none
+    interfaces: tuple[Interface, ...]
+    listening: Mapping[int, str] | None  # TCP port → by whom; None where that may not be asked
+    local_ports: tuple[int, int] | None  # from which outgoing connections get theirs
+    memory: int  # bytes, within a container's limit
+    shared: tuple[int, int] | None  # bytes: size and free of /dev/shm
+    gpus: Gpus = field(default_factory=Gpus)
+    limits: Limits | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RayAnswer:
+    """What an existing cluster answered, or why it did not."""
+
+    version: str = ""
+    nodes: int = 0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    trouble: str = ""
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an IP address is the machine itself."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def read_machine(*, probe: bool = False) -> ClusterFacts:
+    """The facts of this machine.
+
+    Args:
+        probe: also ask torch, in another process (seconds).
+    """
+    host = socket.gethostname()
+    shared = Path("/dev/shm")
+    usage = shutil.disk_usage(shared) if shared.is_dir() else None
+    return ClusterFacts(
+        python=platform.python_version(),
+        packages=_packages(),
+        environ=dict(os.environ),
+        host=host,
+        resolved=_resolve(host),
+        interfaces=_interfaces(),
+        listening=_listening(),
+        local_ports=_local_ports(),
+        memory=_memory(),
+        shared=(usage.total, usage.free) if usage else None,
+        gpus=_gpus(probe),
+        limits=_limits(),
+    )
+
+
+def ask_ray(address: str) -> RayAnswer:
+    """Join a running Ray cluster for a moment, in another process; Ray itself refuses one of other versions."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _RAY_PROBE, address],
+            capture_output=True,
+            text=True,
+            timeout=_RAY_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return RayAnswer(trouble=f"no answer within {_RAY_SECONDS:g} s")
+    return ray_answer(done.returncode, done.stdout, done.stderr)
+
+
+def ray_answer(returncode: int, stdout: str, stderr: str) -> RayAnswer:
+    """What the process that asked Ray printed."""
+    if "InvalidAuthToken" in stderr:  # Ray's own exception only says that it could not connect
+        return RayAnswer(trouble=REFUSED_TOKEN)
+    if returncode:
+        return RayAnswer(trouble=_last_words(stderr) or f"ray ended with {returncode}")
+    version, nodes, resources = json.loads(stdout.splitlines()[-1])
+    return RayAnswer(version, nodes, resources)
+
+
+def _last_words(stderr: str) -> str:
+    """What an exception said, on one line: the text after the last `SomeError:` that begins one."""
+    lines = stderr.strip().splitlines()
+    starts = [number for number, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*: ", line)]
+    said = lines[starts[-1] :] if starts else lines[-1:]
+    return " ".join(" ".join(said).split())
+
+
+def _packages() -> dict[str, Package]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            about = metadata.metadata(name)
+        except metadata.PackageNotFoundError:
+            continue
+        python = str(about.json.get("requires_python", ""))
+        found[name] = Package(about["Version"], python, tuple(metadata.requires(name) or ()))
+    return found
+
+
+def _resolve(host: str) -> tuple[str, ...]:
+    """The addresses of a host name, in the resolver's order. A broken resolver is not waited for."""
+    answers: list[str] = []
+
+    def ask() -> None:
+        try:
+            answers.extend(str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+        except OSError:
+            return
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_RESOLVE_SECONDS)
+    return tuple(dict.fromkeys(answers))
+
+
+def _interfaces() -> tuple[Interface, ...]:
+    states, families = psutil.net_if_stats(), (socket.AF_INET, socket.AF_INET6)
+    return tuple(
+        Interface(
+            name, name in states and states[name].isup, tuple(a.address for a in addresses if a.family in families)
+        )
+        for name, addresses in psutil.net_if_addrs().items()
+    )
+
+
+def _listening() -> dict[int, str] | None:
+    try:
+        connections = psutil.net_connections(kind="tcp")
+    except (psutil.Error, OSError):
+        return None
+    return {c.laddr.port: _process(c.pid) for c in connections if c.status == psutil.CONN_LISTEN and c.laddr}
+
+
+def _process(pid: int | None) -> str:
+    if pid is None:
+        return "another user's process"
+    try:
+        return f"{psutil.Process(pid).name()} (process {pid})"
+    except psutil.Error:
+        return f"process {pid}"
+
+
+def _local_ports() -> tuple[int, int] | None:
+    try:
+        low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return int(low), int(high)
+
+
+def _memory() -> int:
+    """Bytes of this machine, or of the container if that has fewer."""
+    total: int = psutil.virtual_memory().total
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int(Path(path).read_text()))
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+    return total
+
+
+def _gpus(probe: bool) -> Gpus:
+    files = sum(1 for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not probe:
+        return Gpus(files, _listed_gpus(), visible)
+    return Gpus(files, _listed_gpus(), visible, *_torch_sees())
+
+
+def _listed_gpus() -> int | None:
+    if not shutil.which("nvidia-smi"):
+        return None
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=_SMI_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines()) if done.returncode == 0 else 0
+
+
+def _torch_sees() -> tuple[int | None, str, str]:
+    """How many devices, the name of the first, and why torch did not say."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TORCH_PROBE], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return None, "", f"torch did not start within {_PROBE_SECONDS:g} s"
+    if done.returncode:
+        return None, "", _last_words(done.stderr) or f"torch ended with {done.returncode}"
+    count, name = json.loads(done.stdout.splitlines()[-1])
+    return count, name, ""
+
+
+def _limits() -> Limits | None:
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    def of(kind: int) -> tuple[int | None, int | None]:
+        soft, hard = resource.getrlimit(kind)
+        return (None if soft == resource.RLIM_INFINITY else soft), (None if hard == resource.RLIM_INFINITY else hard)
+
+    rdma = Path("/sys/class/infiniband")
+    return Limits(*of(resource.RLIMIT_NOFILE), of(resource.RLIMIT_MEMLOCK)[0], rdma.is_dir() and any(rdma.iterdir()))

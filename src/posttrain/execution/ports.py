@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from posttrain.domain.contracts import StageContract
 from posttrain.domain.jobs import (
     Capacity,
     JobOrder,
@@ -17,6 +16,7 @@ from posttrain.domain.jobs import (
     Signal,
     Submission,
 )
+from posttrain.domain.kinds import StageContract
 from posttrain.domain.requests import JobRef, JobRequest, Listed
 from posttrain.store.attempts import AttemptFolder
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import OWN
-from posttrain.domain.passes import passes_of
-from posttrain.domain.vocabulary import KINDS, NOT_HERE
+from posttrain.domain.runspec import passes_of
+from posttrain.domain.validation import KINDS, NOT_HERE
 from posttrain.foreign.settings import WHOLE, Draft, Settings, plainly, share_of_steps
 
 _TRAINERS = {"sft": "sft", "grpo": "grpo", "reward": "reward_model", "rloo": "grpo", "dpo": "dpo"}

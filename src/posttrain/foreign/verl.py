@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.passes import passes_of
-from posttrain.domain.vocabulary import NOT_HERE
+from posttrain.domain.runspec import passes_of
+from posttrain.domain.validation import NOT_HERE
 from posttrain.foreign.settings import Draft, Settings, plainly, share_of_steps
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"

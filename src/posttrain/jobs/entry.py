@@ -6,7 +6,7 @@ without an answer means that the process was lost. A failure is one line in the 
 Nothing here imports torch: OpenMP reads its settings when torch is loaded, so they are set first. Then `lazily` imports
 what the job does (`bodies`), the one place where an import waits.
 
-What a program does that answers somebody who waits (`execution.foreground`): read the question, answer in lines.
+What a program does that answers somebody who waits (`execution.processes`): read the question, answer in lines.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from posttrain.domain.errors import (
     PosttrainError,
     WorkspaceError,
     is_full,
+    worker_of,
 )
 from posttrain.domain.facts import FactSink, Metric, Note
-from posttrain.domain.identity import job_identity
 from posttrain.domain.jobs import ANOTHER_RUNS, NO_MEMORY, NO_SPACE, Failure, JobOrder, JobResult
+from posttrain.domain.manifest import job_identity
 from posttrain.domain.ports import BlobStore
-from posttrain.domain.workers import worker_of
-from posttrain.engine.rewards.port import RewardError
 from posttrain.execution.environment import PACKAGES, pinned
 from posttrain.execution.processes import identity
+from posttrain.sandbox.port import RewardError
 from posttrain.store.atomic import sync_folder, sync_tree
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.backends.served import ServedBlobs
@@ -133,7 +133,7 @@ class Job:
         print(f"start: {whole:.2f} s of processor time, {self.begun:.2f} s of it before the order was read")
 
     def fingerprint(self) -> str:
-        """Digest of what decides this job's result (`domain.identity`): a checkpoint of another job is refused."""
+        """Digest of what decides this job's result (`domain.manifest`): a checkpoint of another job is refused."""
         order = self.order
         return digest_json(job_identity(order.kind, order.params, order.seed, order.inputs, order.image))
 

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from posttrain.domain.amounts import LONGEST
 from posttrain.domain.kinds import kind_of
+from posttrain.domain.placement import LONGEST
 from posttrain.domain.runspec import MOST_TOKENS
 
 _SHARED = ("prompts", "trained")  # of a stage's work, beside its documents

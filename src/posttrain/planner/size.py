@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from posttrain.planner.feasibility import gib
+from posttrain.planner.residency import gib
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,23 +19,41 @@ start_, call_timeout    see `deadlines`
 ======================  ================================================================================================
 
 A cluster that is named cannot be looked at before the job asks it: the memory of its GPUs is what their `kind` has.
+
+How long a stage waits for its workers, and what the machine holds while they load. Pure arithmetic over `residency`.
+
+======================  ================================================================================================
+start_timeout           5 min for a role's ranks to be there with their model, or 10 s for each GiB that they read
+                        (100 MB/s from one disk for all), where that is more; for processes without a model as long
+call_timeout            1 h for one call of a worker, and for an engine that says nothing, or 10 ms for each response
+                        token that a rank samples or trains in one call, where that is more; of rows nobody counts
+======================  ================================================================================================
+
+Deadlines end what hangs: they are generous, and decide no result.
+
+Which slower ways the engine will take with a model, as far as its configuration tells; the job tries and says.
+
+padding          batches are padded instead of packed: compute on tokens that nobody reads
+module_decoder   responses come from the module's own forward, not from the native zero-copy decoder
+plain_attention  on CUDA responses attend by plain torch: only the job can try this torch's variable-length attention
+whole_logits     the output head is not a plain matrix, so all logits of a micro-batch are held at once
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from posttrain.domain.contracts import Load
+from posttrain.domain.kinds import Load
 from posttrain.domain.placement import Pool
-from posttrain.planner.deadlines import deadlines
-from posttrain.planner.feasibility import gib
 from posttrain.planner.residency import (
     KV_PAGE,
     KV_RESERVE,
     MICRO_BATCH_TOKENS,
     Shape,
     device_of,
+    gib,
     resident,
     row_positions,
     shared_weights,
@@ -43,6 +61,9 @@ from posttrain.planner.residency import (
 )
 from posttrain.planner.size import Size
 
+START, CALL = 300.0, 3600.0  # seconds
+_READ_GIB, _TOKEN = 10.0, 0.01  # seconds
+_TRAIN = ("policy", "critic", "reward_model")
 LEAST_TOKENS = 1024  # of a micro-batch that is chosen
 _GIB = 2**30
 _KV_STEP = 2**24  # so that a few bytes of a file's header change nothing
@@ -55,6 +76,86 @@ _KINDS = {
     **{"t4": 16, "v100": 16, "l4": 24, "a10": 24, "a10g": 24, "a30": 24, "rtx4090": 24, "a40": 48, "l40": 48},
     **{"l40s": 48, "a100": 40, "h100": 80, "h200": 141, "b200": 180, "gh200": 96, "mi250x": 128, "mi300x": 192},
 }
+# Model types that a contract test compares with what the engine does.
+PACKED_TYPES = frozenset({"gpt2", "llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "granite", "mistral"})
+NATIVE_TYPES = frozenset({"llama", "qwen2", "qwen3"})
+_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+_SCALED_HEADS = ("logit_scale", "logits_scaling")  # Cohere, Granite: logits are scaled after the head
+
+
+def deadlines(load: Load, shapes: Mapping[str, Shape], *, gpu_there: bool = False) -> tuple[Size, Size]:
+    """`start_timeout` and `call_timeout` of a stage."""
+    return _start(load, shapes, gpu_there), _call(load)
+
+
+def loading(load: Load, shapes: Mapping[str, Shape], *, gpu_there: bool = False) -> Iterator[tuple[str, int, int]]:
+    """Role, ranks, and bytes of the whole model that each of them reads, one role after the other. A rollout beside a
+    policy on one rank reads none.
+    """
+    for pool in load.placement.pools([role for role in load.roles if role != "reward"]).values():
+        width = width_of(load, device_of(load, pool, gpu_there=gpu_there))
+        for role in pool.roles:
+            lent = role == "rollout" and shared_weights(load)
+            if role in shapes and not lent:
+                yield role, pool.ranks, width * shapes[role].parameters
+
+
+def too_much_to_load(
+    load: Load, shapes: Mapping[str, Shape], memory: int | None, *, gpu_there: bool = False
+) -> list[str]:
+    """Why the ranks of a role cannot load side by side, one line each.
+
+    Ranks that compute in the type of the file read its pages, which the machine holds once and may let go. In another
+    type each has a copy of its own before it goes to its GPU. On CPUs what stays is more, and held elsewhere.
+
+    Args:
+        memory: bytes of the machine on which all ranks live; None: not known, or several machines.
+    """
+    if memory is None:
+        return []
+    on_gpus = {
+        role
+        for pool in load.placement.pools([role for role in load.roles if role != "reward"]).values()
+        if device_of(load, pool, gpu_there=gpu_there) == "cuda"
+        for role in pool.roles
+    }
+    return [
+        f"memory: {ranks} ranks of {role} convert their model side by side in this machine's memory, {ranks} × "
+        f"{gib(size)}, it has {gib(memory)}; use fewer ranks on one machine, or compute in the type of its file"
+        for role, ranks, size in loading(load, shapes, gpu_there=gpu_there)
+        if role in on_gpus and ranks * size > memory and shapes[role].stored not in (0, size // shapes[role].parameters)
+    ]
+
+
+def _start(load: Load, shapes: Mapping[str, Shape], gpu_there: bool) -> Size:
+    if load.start_timeout is not None:
+        return Size("start_timeout", load.start_timeout, "seconds", False, "")
+    read = max(loading(load, shapes, gpu_there=gpu_there), key=lambda one: one[1] * one[2], default=None)
+    if read is None:
+        return Size("start_timeout", START, "seconds", True, "5 min; the model's sizes are not known")
+    role, ranks, size = read
+    value = max(START, round(_READ_GIB * ranks * size / _GIB, 1))
+    why = f"5 min, or 10 s for each GiB of {ranks} × {gib(size)} ({role}) where that is more"
+    return Size("start_timeout", value, "seconds", True, why)
+
+
+def _call(load: Load) -> Size:
+    if load.call_timeout is not None:
+        return Size("call_timeout", load.call_timeout, "seconds", False, "")
+    tokens = max(_of_a_call(load), default=0)
+    value = max(CALL, round(_TOKEN * tokens, 1))
+    many = f", or 10 ms for each of the {tokens} tokens of a rank's longest call where that is more" if tokens else ""
+    return Size("call_timeout", value, "seconds", True, f"1 h{many}")
+
+
+def _of_a_call(load: Load) -> Iterator[int]:
+    """Tokens of the longest call of each pool that samples or trains; prompts apart."""
+    pools: Collection[Pool] = load.placement.pools(load.roles).values()
+    for pool in pools:
+        if "rollout" in pool.roles:
+            yield -(-load.samples // pool.ranks) * load.response_tokens
+        if set(pool.roles) & set(_TRAIN):
+            yield -(-load.documents // pool.ranks) * load.response_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,3 +413,35 @@ def reward_seconds(samples: int, response_tokens: int) -> float:
 
 def _binary(size: int) -> str:
     return f"{size / 1024:.0f} KiB" if size >= 1024 else f"{size} B"
+
+
+def expected(config: Mapping[str, Any], roles: Collection[str]) -> dict[str, str]:
+    """Fall-back → why, for a model of this `config.json` in these roles. Empty where nothing is known of the model."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        return {}
+    found: dict[str, str] = {}
+    reads = set(roles) - {"rollout", "reward"}  # roles that read whole documents
+    if reads and kind not in PACKED_TYPES:
+        found["padding"] = f"it is not known whether {kind} packs; the job tries it"
+    if "rollout" in roles and (why := _not_native(config, kind)):
+        found["module_decoder"] = f"the native decoder does not compute {why}"
+    scaled = next((name for name in _SCALED_HEADS if config.get(name) not in (None, 1, 1.0)), None)
+    if reads and scaled:
+        found["whole_logits"] = f"the head scales its logits ({scaled})"
+    return found
+
+
+def _not_native(config: Mapping[str, Any], kind: str) -> str | None:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kinds = set(config.get("layer_types") or ())
+    unsupported = {
+        f"model type {kind}": kind not in NATIVE_TYPES,
+        "this hidden_act": config.get("hidden_act", "silu") not in ("silu", "swish"),
+        "sliding windows": not kinds <= {"full_attention"},
+        "these rope_parameters": rope.get("rope_type", "default") not in _STATIC_ROPE,
+        "pretraining_tp": config.get("pretraining_tp", 1) not in (1, None),
+        "quantized weights": config.get("quantization_config") is not None,
+        "soft-capped logits": config.get("final_logit_softcapping") is not None,
+    }
+    return next((name for name, wrong in unsupported.items() if wrong), None)

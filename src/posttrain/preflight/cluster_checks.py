@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from posttrain.execution.cluster_facts import REFUSED_TOKEN, ClusterFacts, Gpus, Interface, RayAnswer, is_loopback
+from posttrain.execution.machine import REFUSED_TOKEN, ClusterFacts, Gpus, Interface, RayAnswer, is_loopback
 
 _GIB, _MIB = 2**30, 2**20
 _EXTRAS = ("", "ray", "torch")  # ours, and the one under which transformers names its torch

@@ -8,27 +8,30 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from posttrain.control.channels import policy_of
-from posttrain.control.codes import called, present_code
-from posttrain.control.conforming import check_manifest
+from posttrain.control.channels import check_manifest, policy_of
+from posttrain.control.jobs import called, present_code
 from posttrain.control.planning import Planned
-from posttrain.data.confining import UNCONFINED, is_confined, refuse_afar
-from posttrain.data.external import external_versions
+from posttrain.data.catalog import external_versions
+from posttrain.data.refs import UNCONFINED, is_confined, refuse_afar
 from posttrain.domain.canonical import canonical_json
-from posttrain.domain.contracts import StageContract
 from posttrain.domain.errors import InputError, NotFoundError, WorkspaceError
-from posttrain.domain.kinds import Driver, kind_of
+from posttrain.domain.ids import LOCK_SUFFIX
+from posttrain.domain.ids import is_lock as is_lock
+from posttrain.domain.ids import lock_path as lock_path
+from posttrain.domain.kinds import Driver, StageContract, kind_of
 from posttrain.domain.manifest import Manifest, StageManifest, manifest_from_json
-from posttrain.domain.places import LOCK_SUFFIX
-from posttrain.domain.places import is_lock as is_lock
-from posttrain.domain.places import lock_path as lock_path
 from posttrain.domain.validation import explain
 from posttrain.domain.waits import wait_contract
+from posttrain.preflight.confinement import refuse_missing_secrets
 from posttrain.preflight.fitting import located
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
-from posttrain.preflight.placing import refuse_image, refuse_infeasible, refuse_oversized
-from posttrain.preflight.rewarding import refuse_missing_secrets
-from posttrain.preflight.teaching import check_teachers, refuse_judges_without_scores
+from posttrain.preflight.placing import (
+    check_teachers,
+    refuse_image,
+    refuse_infeasible,
+    refuse_judges_without_scores,
+    refuse_oversized,
+)
 from posttrain.workspace.opened import OpenWorkspace
 
 RECIPE = "recipe"

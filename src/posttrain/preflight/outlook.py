@@ -25,10 +25,9 @@ from posttrain.decision.power import ENOUGH, PowerNote, gate_power, unknown_powe
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.gates import GateRule
 from posttrain.domain.jobs import InputBlob
-from posttrain.domain.kinds import Driver, kind_of
+from posttrain.domain.kinds import Driver, ItemRange, compares, kind_of
 from posttrain.domain.lifecycle import RunState, StageState
 from posttrain.domain.manifest import Manifest, StageManifest
-from posttrain.domain.measures import ItemRange, compares
 from posttrain.domain.records import StageRecord
 from posttrain.domain.runspec import RunSpec
 from posttrain.domain.waits import wait_of
@@ -43,8 +42,7 @@ from posttrain.planner.prospects import (
     time_concern,
     token_concern,
 )
-from posttrain.preflight.datasets import Dataset, read_datasets, registered_rows, unanswered
-from posttrain.preflight.fitting import Lengths
+from posttrain.preflight.fitting import Dataset, Lengths, read_datasets, registered_rows, unanswered
 from posttrain.workspace.opened import OpenWorkspace
 
 _RUNS_LOOKED_AT = 20

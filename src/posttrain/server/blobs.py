@@ -25,7 +25,7 @@ from posttrain.server.limits import ADOPT, READ, UPLOAD, in_thread
 from posttrain.server.requests import whole
 from posttrain.server.uploads import MOST_BYTES, Arriving, Uploads, checked
 from posttrain.store.direct import LARGE, open_direct
-from posttrain.store.parts import PartStore
+from posttrain.store.operations import PartStore
 
 if TYPE_CHECKING:
     from posttrain.server.app import Server

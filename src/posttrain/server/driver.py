@@ -23,7 +23,7 @@ from posttrain.app.sinks import deliverer
 from posttrain.app.workspace import Workspace, serve_jobs
 from posttrain.control.owners import process_name
 from posttrain.domain.errors import PosttrainError
-from posttrain.domain.principals import DRIVER
+from posttrain.domain.ids import DRIVER
 from posttrain.drivers.log import DriverLog
 from posttrain.events.bus import Deliverer
 from posttrain.server.attempts import Granting

@@ -16,7 +16,7 @@ from posttrain.api.control import Control
 from posttrain.api.guarding import Guard
 from posttrain.app.control import Local
 from posttrain.domain.errors import AccessError, AuthenticationError, NotFoundError, PosttrainError
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.server.watching import Looking, Watchers
 

@@ -29,8 +29,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from posttrain._version import __version__
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import PosttrainError
+from posttrain.store.hosts import Standing, standing
 from posttrain.store.schema import SCHEMA_VERSION
-from posttrain.store.standing import Standing, standing
 
 if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace

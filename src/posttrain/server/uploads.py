@@ -1,7 +1,7 @@
 """Uploads by digest that go on where they stopped, at whichever server of the ledger.
 
-What came so far lies in the store, in parts (`store.parts`); what came as a whole is the project's by a row
-(`store.parts`), also before anything names it.
+What came so far lies in the store, in parts (`store.operations`); what came as a whole is the project's by a row
+(`store.operations`), also before anything names it.
 
 Files that were uploaded, laid down in a folder for a verb that reads files.
 """
@@ -16,11 +16,11 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Self
 
 from posttrain.api.verbs import FileRef, RunFile
-from posttrain.data.confining import confined
+from posttrain.data.refs import confined
 from posttrain.domain.canonical import digest_bytes, is_digest
 from posttrain.domain.errors import ConflictError, DeadlineError, InputError, NotFoundError, PartSizeError, UploadError
-from posttrain.store.parts import LEAST, PART, Noted, Parts, PartStore
-from posttrain.store.scratch import scratch
+from posttrain.store.atomic import scratch
+from posttrain.store.operations import LEAST, PART, Noted, Parts, PartStore
 from posttrain.store.trees import tree_listing
 
 if TYPE_CHECKING:

@@ -38,9 +38,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
-from posttrain.domain.facts import Fact, Progress, Sample, fact_from_json
+from posttrain.domain.facts import Fact, Progress, Sample, count, fact_from_json
 from posttrain.domain.jobs import CheckpointCommit, JobOrder, JobResult
-from posttrain.domain.shapes import count
 from posttrain.store.atomic import ANSWER, LINE, SMALL, look_over, make_folder, read_json, read_left, write_json
 from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind
 from posttrain.store.channels.folder import FolderObjects

@@ -26,12 +26,11 @@ from typing import Any
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, WorkspaceError
-from posttrain.store.atomic import make_folder, read_json, unwritable, write_json
+from posttrain.store.atomic import make_folder, read_json, scratch, unwritable, write_json
 from posttrain.store.audit import verify_rows
 from posttrain.store.blobs import ObjectBlobs, open_blobs
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
-from posttrain.store.scratch import scratch
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.sweeping import Marker
 from posttrain.store.trees import file_digest

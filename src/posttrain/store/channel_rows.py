@@ -12,8 +12,7 @@ from sqlalchemy import Connection, Select, func, select
 
 from posttrain.domain.approvals import Approval, ApprovalRequest
 from posttrain.domain.errors import IntegrityError
-from posttrain.domain.lifecycle import StageState
-from posttrain.domain.reasons import Reason
+from posttrain.domain.lifecycle import Reason, StageState
 from posttrain.domain.records import ChannelRecord, Deployment, Look, Measured, Quarantine, ReleaseEntry, stage_of
 from posttrain.store.rows import Record, to_record, to_records
 from posttrain.store.schema import (

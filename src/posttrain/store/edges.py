@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, Insert, Row, Table, delete, select, update
 
 from posttrain.domain.canonical import is_digest
-from posttrain.domain.contracts import BEST, MODEL, REPORT
+from posttrain.domain.kinds import BEST, MODEL, REPORT
 from posttrain.domain.records import (
     IMPORT,
     IMPORTED,

@@ -18,8 +18,8 @@ from sqlalchemy import Connection, Select, Text, bindparam, delete, func, or_, s
 
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import InputError, NotFoundError, WorkspaceError
+from posttrain.domain.ids import NOBODY
 from posttrain.domain.lifecycle import RunState
-from posttrain.domain.principals import NOBODY
 from posttrain.domain.records import IMPORTED
 from posttrain.store.database import schema_version
 from posttrain.store.external import URI, VERSION

@@ -5,8 +5,8 @@ from __future__ import annotations
 from sqlalchemy import Connection, delete, select, update
 
 from posttrain.domain.errors import ConflictError, InputError, NotFoundError
+from posttrain.domain.ids import FORM, Role, is_principal
 from posttrain.domain.ports import Clock
-from posttrain.domain.principals import FORM, Role, is_principal
 from posttrain.domain.records import Token
 from posttrain.store.journal import CHANGED, REMOVED, Author, Change, Journal
 from posttrain.store.schema import channels, projects, roles, tokens
@@ -30,7 +30,7 @@ class GrantWriting(Writing):
         self.set_role(self._journal.author.name, Role.ADMIN)
 
     def allow_image(self, rule: str) -> None:
-        """Let runs of this project name an image (`domain.images`); saying it again changes nothing.
+        """Let runs of this project name an image (`domain.requests`); saying it again changes nothing.
 
         Raises:
             InputError: the project allows as many as it may.

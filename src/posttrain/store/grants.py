@@ -2,6 +2,8 @@
 
 It is worth nothing once its attempt has ended, another attempt of the stage began, or nobody renewed it: looked up in
 one statement at every request, at any server of the ledger.
+
+Sessions of browsers: which token stands behind the secret that one shows, of which the digest alone is kept.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ from sqlalchemy import ColumnElement, Connection, and_, delete, exists, insert, 
 from posttrain.domain.lifecycle import AttemptState, is_final
 from posttrain.domain.ports import Clock
 from posttrain.domain.records import AttemptRecord
+from posttrain.store.clock import now_in
 from posttrain.store.database import Database
-from posttrain.store.moments import now_in
-from posttrain.store.schema import attempts, grants, runs
+from posttrain.store.ledger import Ledger
+from posttrain.store.schema import attempts, grants, runs, sessions, tokens
 
 SECONDS = 900.0  # that a grant is good for without being renewed
 _KEPT = 86400.0  # seconds that one is kept after that: a driver that comes back renews it
 _LIVE = [state for state in AttemptState if not is_final("attempt", state)]
+MOST = 20  # of one token
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +100,22 @@ class Grants:
 def _of_attempt() -> ColumnElement[bool]:
     same = (attempts.c.run_id == grants.c.run_id, attempts.c.stage == grants.c.stage)
     return and_(*same, attempts.c.number == grants.c.number)
+
+
+def begin_session(ledger: Ledger, digest: str, token_id: str, expires_at: float) -> None:
+    """Keep a session; those that are over are forgotten, and the oldest of a token that has too many."""
+    column = sessions.c
+    newest = select(column.digest).where(column.token == token_id)
+    newest = newest.order_by(column.expires_at.desc(), column.digest).limit(MOST - 1)
+    with ledger.database.write() as connection:
+        connection.execute(select(tokens.c.id).where(tokens.c.id == token_id).with_for_update())  # one at a time
+        connection.execute(delete(sessions).where(column.expires_at <= ledger.clock.now()))
+        kept = connection.execute(newest).scalars().all()
+        connection.execute(delete(sessions).where(column.token == token_id, column.digest.not_in(kept)))
+        connection.execute(insert(sessions).values(digest=digest, token=token_id, expires_at=expires_at))
+
+
+def end_session(ledger: Ledger, digest: str) -> None:
+    """Forget one; it need not be known."""
+    with ledger.database.write() as connection:
+        connection.execute(delete(sessions).where(sessions.c.digest == digest))

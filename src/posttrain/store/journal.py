@@ -28,8 +28,8 @@ from sqlalchemy import Connection, LargeBinary, String, Table, TextClause, bindp
 from sqlalchemy.exc import IntegrityError as ConstraintError
 
 from posttrain.domain.canonical import canonical_json, digest_bytes
+from posttrain.domain.ids import DRIVER
 from posttrain.domain.ports import Clock
-from posttrain.domain.principals import DRIVER
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.store import schema
 from posttrain.store.merkle import leaf_hash

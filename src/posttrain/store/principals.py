@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import Connection, bindparam, select
 
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.domain.records import Token
 from posttrain.store.rows import to_record
 from posttrain.store.schema import events, principals, projects, roles, sessions, tokens

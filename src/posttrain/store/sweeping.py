@@ -24,9 +24,9 @@ from typing import Any
 
 from sqlalchemy import Connection, Text, delete, func, select, type_coerce
 
-from posttrain.domain.contracts import REPORT
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import IntegrityError, NotFoundError, WorkspaceError
+from posttrain.domain.kinds import REPORT
 from posttrain.domain.lifecycle import RunState
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import MANIFEST

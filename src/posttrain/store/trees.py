@@ -21,8 +21,7 @@ from typing import Any
 from posttrain.domain.canonical import DIGEST_PREFIX, canonical_json, digest_bytes, digest_chunks, is_digest
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.ports import BlobStore
-from posttrain.store.atomic import files_below, make_folder, open_plain, sync_folder, unwritable
-from posttrain.store.scratch import scratch
+from posttrain.store.atomic import files_below, make_folder, open_plain, scratch, sync_folder, unwritable
 
 FORMAT = "posttrain.tree/1"
 _CHUNK = 1 << 20

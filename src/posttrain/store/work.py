@@ -37,9 +37,9 @@ from sqlalchemy import (
 from posttrain.domain.errors import InfrastructureError, NotFoundError, StaleWriteError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import RunRows
+from posttrain.store.clock import SERVER_TIME, moment, now_in
 from posttrain.store.database import Database, LostAnswerError
 from posttrain.store.ledger import Ledger
-from posttrain.store.moments import SERVER_TIME, moment, now_in
 from posttrain.store.rows import plain
 from posttrain.store.schema import cursors, runs, stages, work
 from posttrain.store.scope import Scope

@@ -20,7 +20,7 @@ from typing import Any
 from posttrain.control.lineage import run_lineage
 from posttrain.decision.releases import moves
 from posttrain.domain.errors import InputError, IntegrityError, PosttrainError, TrackerError
-from posttrain.domain.places import PROJECT_VARIABLE
+from posttrain.domain.ids import PROJECT_VARIABLE
 from posttrain.domain.records import DEFAULT_PROJECT, ReleaseEntry
 from posttrain.domain.trackers import Trackers
 from posttrain.store.atomic import make_folder, read_json, write_json

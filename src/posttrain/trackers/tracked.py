@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from posttrain.control.judging import read_report
-from posttrain.domain.contracts import REPORT
 from posttrain.domain.errors import PosttrainError
 from posttrain.domain.gates import GateReport, Outcome
-from posttrain.domain.kinds import Driver, kind_of
+from posttrain.domain.kinds import REPORT, Driver, kind_of
 from posttrain.domain.lifecycle import StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord

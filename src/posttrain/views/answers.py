@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from posttrain.control.deciding import ADDED
-from posttrain.control.responses import Answered, Response, Responses, spread
-from posttrain.control.scores import model_words, released
+from posttrain.control.scores import Answered, Response, Responses, model_words, released, spread
 from posttrain.domain.errors import IntegrityError, NotFoundError
 from posttrain.domain.facts import Sample
 from posttrain.domain.manifest import Manifest

@@ -7,13 +7,12 @@ from pathlib import Path
 from string import ascii_uppercase
 
 from posttrain.control.comparing import MOST, Comparison, ImportedHistory, Subject, side_by_side, subject
-from posttrain.control.responses import Answered, Responses, spread
-from posttrain.control.scores import Measured
+from posttrain.control.scores import Answered, Measured, Responses, spread
 from posttrain.data.importing import curves, recorded
 from posttrain.data.refs import parse_ref
 from posttrain.domain.canonical import is_digest
-from posttrain.domain.contracts import METRICS
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
+from posttrain.domain.kinds import METRICS
 from posttrain.domain.records import stage_of
 from posttrain.telemetry.curves import Curve
 from posttrain.views.answers import shortened

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from posttrain.control.judging import read_evidence
-from posttrain.decision.intervals import estimate
+from posttrain.decision.gates import estimate
 from posttrain.decision.statistics import rate_lower
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.manifest import Manifest, StageManifest

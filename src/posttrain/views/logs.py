@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.control.requests import job_of
+from posttrain.control.jobs import job_of
 from posttrain.domain.errors import NotFoundError, nearest
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import AttemptRecord, RunRecord

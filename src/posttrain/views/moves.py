@@ -8,8 +8,8 @@ from typing import Any
 from posttrain.decision.releases import moves as moving
 from posttrain.domain.approvals import APPROVED
 from posttrain.domain.errors import InputError
+from posttrain.domain.ids import DRIVER
 from posttrain.domain.lifecycle import ReleaseState
-from posttrain.domain.principals import DRIVER
 from posttrain.domain.records import ReleaseEntry
 from posttrain.store.ledger import Ledger
 from posttrain.store.snapshot import Snapshot

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from posttrain.decision.power import PowerNote
-from posttrain.domain.contracts import Load
+from posttrain.domain.kinds import Load
 from posttrain.domain.manifest import Manifest
-from posttrain.domain.passes import Passes
 from posttrain.domain.records import RunRecord
+from posttrain.domain.runspec import Passes
 from posttrain.planner.prospects import Estimate
 from posttrain.planner.residency import Residency
 from posttrain.planner.size import Size

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from posttrain.control import budgets
 from posttrain.control.comparing import Difference, compare
-from posttrain.control.explain import explain_run
+from posttrain.control.judging import explain_run
 from posttrain.control.lineage import Node, run_lineage
 from posttrain.control.selecting import selection_words
 from posttrain.domain.gates import GateReport

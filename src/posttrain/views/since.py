@@ -16,10 +16,9 @@ from signal import Signals
 
 from posttrain.domain.approvals import Action, Standing, one_of
 from posttrain.domain.errors import PosttrainError
-from posttrain.domain.lifecycle import StageState, is_final
+from posttrain.domain.ids import canonical
+from posttrain.domain.lifecycle import Reason, StageState, is_final
 from posttrain.domain.manifest import Manifest
-from posttrain.domain.principals import canonical
-from posttrain.domain.reasons import Reason
 from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord
 from posttrain.domain.waits import Wait, span, told, waiting, waits
 from posttrain.store.atomic import read_json

@@ -19,15 +19,12 @@ from posttrain.control.deciding import ADDED
 from posttrain.control.launching import trained_elsewhere
 from posttrain.control.selecting import choice_warnings, selection_words
 from posttrain.domain.approvals import Standing
-from posttrain.domain.contracts import BEST, MODEL
 from posttrain.domain.errors import PosttrainError
 from posttrain.domain.gates import GateReport
-from posttrain.domain.kinds import Driver, kind_of
-from posttrain.domain.lifecycle import RunState, StageState, is_final
+from posttrain.domain.kinds import BEST, MODEL, Driver, kind_of
+from posttrain.domain.lifecycle import HELD_UP, Reason, RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
-from posttrain.domain.outcomes import outcome_error
-from posttrain.domain.reasons import HELD_UP, Reason
-from posttrain.domain.records import AttemptRecord, RunNote, RunRecord, Signal, StageRecord
+from posttrain.domain.records import AttemptRecord, RunNote, RunRecord, Signal, StageRecord, outcome_error
 from posttrain.domain.waits import waiting
 from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
 from posttrain.store.hosts import Host

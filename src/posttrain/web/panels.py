@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from posttrain.decision.intervals import Estimate
+from posttrain.decision.gates import Estimate
 from posttrain.telemetry.curves import Curve, Floats
 from posttrain.web.quantities import WORDS, brief, extent, is_rate, ticks
 

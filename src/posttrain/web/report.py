@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from posttrain.control.comparing import Comparison
-from posttrain.control.responses import Response
-from posttrain.control.scores import Scores
+from posttrain.control.scores import Response, Scores
 from posttrain.domain.facts import Sample
 from posttrain.domain.gates import Verdict
 from posttrain.web.pages import Sizes, fitted, template, write_page

@@ -10,7 +10,7 @@ from posttrain.access.ports import Identity
 from posttrain.access.roles import identity_of
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import AccessError, InputError, NotFoundError
-from posttrain.domain.principals import FORM, Role, is_principal
+from posttrain.domain.ids import FORM, Role, is_principal
 from posttrain.domain.records import Token
 from posttrain.store.ledger import Ledger
 from posttrain.store.transaction import Transaction

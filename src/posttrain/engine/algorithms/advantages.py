@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from posttrain.engine.precision import precision
+from posttrain.engine.batch import precision
 
 GRPO_EPSILON = 1e-4  # of the deviation, as TRL has it; verl has 1e-6. Rewards that differ by less say next to nothing
 WHITEN_EPSILON = 1e-8  # added to the variance

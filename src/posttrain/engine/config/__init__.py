@@ -3,19 +3,12 @@
 One class per kind of stage. A field's comment gives meaning, unit and the reason for its default.
 """
 
-from posttrain.engine.config.dataflow import DataflowConfig, TurnsConfig
-from posttrain.engine.config.distillation import DistillConfig
-from posttrain.engine.config.evaluation import EvaluateConfig, InitModelConfig, SuiteConfig
-from posttrain.engine.config.rows import (
-    DPOConfig,
-    RewardModelConfig,
-    RowsConfig,
-    SFTConfig,
-)
 from posttrain.engine.config.sampling import (
     AdvantageConfig,
     CriticConfig,
     DAPOConfig,
+    DataflowConfig,
+    DistillConfig,
     GroupConfig,
     GRPOConfig,
     KLConfig,
@@ -27,16 +20,26 @@ from posttrain.engine.config.sampling import (
     RewardKLConfig,
     SamplingConfig,
     TraceConfig,
+    TurnsConfig,
 )
 from posttrain.engine.config.stages import (
     STAGE_CONFIGS,
+    EvaluateConfig,
+    InitModelConfig,
     StageConfig,
+    SuiteConfig,
     algorithm_config,
     config_class,
     named,
     stage_config,
 )
-from posttrain.engine.config.training import TrainingConfig
+from posttrain.engine.config.training import (
+    DPOConfig,
+    RewardModelConfig,
+    RowsConfig,
+    SFTConfig,
+    TrainingConfig,
+)
 
 __all__ = [
     "STAGE_CONFIGS",

@@ -1,6 +1,10 @@
 """What is trained on responses that its own policy samples.
 
 How far sampling runs ahead of training, and what is done about it.
+
+What samples several responses in turn, and an algorithm of the user's own.
+
+What is trained to say what a teacher says.
 """
 
 from __future__ import annotations
@@ -415,3 +419,99 @@ class PPOConfig(OnPolicyConfig):
         """And a critic."""
         policy, *others = super().roles()
         return (policy, "critic", *others)
+
+
+class TurnsConfig(SamplingConfig):
+    """Several responses of one sample, between which the algorithm's `observe(row, responses)` speaks.
+
+    An algorithm of a package that has turns puts it before the parameters that it begins with:
+    `class TalkConfig(TurnsConfig, PPOConfig)`.
+    """
+
+    turns: Annotated[int, Field(ge=1, le=64)] = 1  # responses of a sample, at the most; `observe` speaks between two
+    observation_tokens: NonNegative = 0  # of what is observed between two responses, at the most
+
+    @model_validator(mode="after")
+    def _turns_observe(self) -> Self:
+        if (self.turns > 1) != (self.observation_tokens > 0):
+            raise ValueError(
+                f"turns and observation_tokens go together, got turns {self.turns} and observation_tokens "
+                f"{self.observation_tokens}; set both, or neither"
+            )
+        return self
+
+    @property
+    def response_tokens(self) -> int:
+        """Every turn and what is observed between them."""
+        return self.turns * self.max_new_tokens + (self.turns - 1) * self.observation_tokens
+
+    @property
+    def turns_most(self) -> int:
+        """As the stage says."""
+        return self.turns
+
+    @property
+    def observed_most(self) -> int:
+        """As the stage says."""
+        return self.observation_tokens
+
+    @property
+    def read_again(self) -> int:
+        """What came before each."""
+        return sum(turn * (self.max_new_tokens + self.observation_tokens) for turn in range(1, self.turns))
+
+
+class DataflowConfig(TurnsConfig):
+    """An algorithm of the user's own: a class (`recipes.dataflow.Dataflow`)."""
+
+    recipe: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(:[A-Za-z_]\w*)?$")]  # my_module:MyAlgorithm, beside run.yaml
+    settings: dict[str, Any] = Field(default_factory=dict)  # for the class; nothing else reads them
+    trace: TraceConfig = TraceConfig()
+    tokens_per_step: Annotated[int, Field(ge=1, le=10**12)] | None = (
+        None  # what a step may spend; None: each response trained on once, at the most
+    )
+
+    def inputs(self) -> dict[str, tuple[str, str]]:
+        """slot → (asset kind, the word written in run.yaml)."""
+        return super().inputs() | {"recipe": ("recipe", self.recipe)}
+
+
+class DistillConfig(SamplingConfig):
+    """Distillation on the student's own responses (arXiv 2306.13649). No reward is needed; one that is given is told,
+    and trains nothing.
+    """
+
+    group_size: Annotated[int, Field(ge=1, le=MOST_ROWS)] = 1  # samples per prompt; nothing compares them
+    teacher: Word  # the model that is learnt from; frozen, with the student's tokenizer
+    # of the teacher's likeliest tokens at every place; the others are one outcome together. 64 hold nearly all of the
+    # probability, at 512 bytes for a token
+    top_k: Annotated[int, Field(ge=1, le=10**6)] = 64
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    beta: float | None = Field(default=None, gt=0, lt=1)  # of jsd, the teacher's share of the mixture; None: 0.5
+    mini_batches: Rows = 1  # optimiser steps per rollout batch
+    trace: TraceConfig = TraceConfig()
+
+    @model_validator(mode="after")
+    def _beta_is_of_jsd(self) -> Self:
+        if self.beta is not None and self.divergence != "jsd":
+            raise ValueError(f"beta belongs to divergence: jsd, got beta {self.beta:g} with {self.divergence}; drop it")
+        return self
+
+    @property
+    def documents(self) -> int:
+        """Of one optimiser step, at the most."""
+        return -(-self.samples // self.mini_batches)
+
+    @property
+    def wide(self) -> int:
+        """Bytes of the teacher's tokens for each token of a response: ids and log-probabilities of four each."""
+        return 8 * self.top_k
+
+    def inputs(self) -> dict[str, tuple[str, str]]:
+        """slot → (asset kind, the word written in run.yaml)."""
+        return super().inputs() | {"teacher": ("model", self.teacher)}
+
+    def roles(self) -> tuple[str, ...]:
+        """And a teacher."""
+        policy, *others = super().roles()
+        return (policy, "teacher", *others)

@@ -1,16 +1,155 @@
-"""The configuration of every kind of stage that the engine carries out, by the kind's name."""
+"""The configuration of every kind of stage that the engine carries out, by the kind's name.
+
+What a stage measures of a model.
+
+A model from nothing.
+
+What a stage's configuration makes of memory and devices. Torch-free: a plan and the stage's job both read it.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.kinds import OWN, AlgorithmSpec, Driver, StageKind, installed_kind
-from posttrain.engine.config.evaluation import EvaluateConfig, InitModelConfig
-from posttrain.engine.config.rows import RowsConfig
-from posttrain.engine.config.sampling import SamplingConfig
-from posttrain.engine.config.training import TrainingConfig
+from posttrain.domain.kinds import OWN, RATE, SHARE, AlgorithmSpec, Driver, ItemRange, Load, StageKind, installed_kind
+from posttrain.domain.placement import Placement
+from posttrain.domain.rewards import JUDGES, reward_slots
+from posttrain.domain.validation import Frozen
+from posttrain.domain.weights import Reward
+from posttrain.engine.config.sampling import DistillConfig, OnPolicyConfig, SamplingConfig
+from posttrain.engine.config.training import RowsConfig, TrainingConfig
+from posttrain.engine.settings import (
+    MOST_ROWS,
+    MOST_TOKENS,
+    Extract,
+    Few,
+    InferenceRuntimeConfig,
+    Positive,
+    Seconds,
+    Stop,
+    SuiteName,
+    Temperature,
+    Tokens,
+    Width,
+    Word,
+    Worth,
+)
+
+DRAWN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # how sampled responses are, where nobody says
+DECODED_TOGETHER = 256  # rows; `rollout.port.SamplingParams.batch_size`, which a test compares
+T = TypeVar("T")
+
+
+class SuiteConfig(Frozen):
+    """One evaluation suite: rows with a prompt and an answer, or with a prompt and a reward that scores responses."""
+
+    data: Word
+    extract: Extract = r"(?s)(.*)"
+    samples: Annotated[int, Field(ge=0, le=MOST_ROWS)] = 0  # sampled responses per item beside the greedy one
+    temperature: Temperature = 1.0  # of the sampled responses, as the next three
+    top_k: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 0  # drawn among the k most likely tokens; 0: all
+    top_p: float = Field(default=1.0, gt=0, le=1)  # among the most likely ones that together have this probability
+    min_p: float = Field(default=0.0, ge=0, lt=1)  # among those at least this times as likely as the most likely one
+    pass_at: tuple[Positive, ...] = ()  # k values, each <= samples
+    max_new_tokens: Tokens = 64
+    stop: Stop = ()  # a response, greedy or sampled, ends with the token that completes one of these in its text
+    reward: Reward | None = None  # scores every response; then rows may be without an answer
+    reward_range: tuple[Worth, Worth] = (0.0, 1.0)  # the least and the most that a response may be worth
+    # seconds for one batch of responses; auto: 10, or 20 µs for each token that they may have
+    reward_timeout: Seconds | Literal["auto"] = "auto"
+
+    @model_validator(mode="after")
+    def _rewards_have_a_range(self) -> SuiteConfig:
+        low, high = self.reward_range
+        if not low < high:
+            raise ValueError(f"reward_range must be the least and the greatest value, got [{low:g}, {high:g}]")
+        for name in ("reward_range", "reward_timeout"):
+            if self.reward is None and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} needs a reward, got one without; name the suite's reward")
+        return self
+
+    @model_validator(mode="after")
+    def _sampling_is_consumed(self) -> SuiteConfig:
+        for name, unsaid in DRAWN.items():
+            given = getattr(self, name)
+            if not self.samples and given != unsaid:
+                raise ValueError(f"{name} needs samples >= 1, got {given} with samples: 0; set samples")
+        for k in self.pass_at:
+            if k > self.samples:
+                raise ValueError(f"pass_at must be <= samples ({self.samples}), got {k}")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without what is not asked for: equal requests have equal digests, also beside releases that knew less."""
+        said: dict[str, Any] = handler(self)
+        unsaid = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) == DRAWN[name]]
+        unsaid += [] if self.stop else ["stop"]
+        return {name: value for name, value in said.items() if name not in unsaid}
+
+    @property
+    def worth(self) -> ItemRange:
+        """What a response may be worth."""
+        return ItemRange(*self.reward_range)
+
+    def metrics(self, suite: str) -> dict[str, ItemRange]:
+        """Metric name → what one item can be. A response has at least its end, so one token."""
+        ranges = {"accuracy": RATE, "response_tokens": ItemRange(1.0, self.max_new_tokens), "truncated": RATE}
+        if self.samples:
+            ranges["sampled_accuracy"] = SHARE
+        ranges |= {f"pass@{k}": SHARE for k in self.pass_at}
+        if self.reward:
+            ranges |= dict.fromkeys(["reward", *(["sampled_reward"] if self.samples else [])], self.worth)
+        return {f"{suite}/{name}": possible for name, possible in ranges.items()}
+
+
+class EvaluateConfig(Frozen):
+    """Greedy and sampled evaluation of one model on suites; per-item results as Parquet."""
+
+    model: Word
+    suites: dict[SuiteName, SuiteConfig] = Field(min_length=1)
+    runtime: InferenceRuntimeConfig = InferenceRuntimeConfig()
+
+    def inputs(self) -> dict[str, tuple[str, str]]:
+        """slot → (asset kind, the word written in run.yaml)."""
+        slots = {"model": ("model", self.model)} | {f"suites.{n}": ("dataset", s.data) for n, s in self.suites.items()}
+        for name, suite in self.suites.items():
+            slots |= reward_slots(f"{JUDGES}{name}", suite.reward)
+        return slots
+
+
+class InitModelConfig(Frozen):
+    """A randomly initialised model in Hugging Face format with a character tokenizer and chat template: no download."""
+
+    architecture: Literal["qwen3", "qwen2", "llama"] = "qwen3"
+    characters: str = (
+        "0123456789+-*/=();:,.<>? \nabcdefghijklmnopqrstuvwxyzQAS"  # the vocabulary besides special tokens
+    )
+    hidden_size: Width = 64
+    intermediate_size: Width = 192
+    layers: Few = 2
+    heads: Few = 2
+    kv_heads: Few = 1
+    context_length: Tokens = 512
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> InitModelConfig:
+        if self.hidden_size % self.heads:
+            raise ValueError(f"hidden_size must be a multiple of heads ({self.heads}), got {self.hidden_size}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads must be a multiple of kv_heads ({self.kv_heads}), got {self.heads}")
+        if len(set(self.characters)) != len(self.characters):
+            raise ValueError("characters must not repeat")
+        return self
+
+    def inputs(self) -> dict[str, tuple[str, str]]:
+        """A model from nothing has no inputs."""
+        return {}
+
 
 StageConfig = TrainingConfig | EvaluateConfig | InitModelConfig
 
@@ -77,3 +216,64 @@ def stage_config(kind: str, params: dict[str, Any]) -> StageConfig:
         raise InputError(f"kind must be one that the engine carries out, got {kind!r}; see posttrain plan")
     config: StageConfig = found.model_validate(params)
     return config
+
+
+def load_of(kind: str, config: object) -> Load | None:
+    """What memory and devices see of a stage that trains or answers; None: of any other.
+
+    Raises:
+        InputError: a role is placed that the stage does not have.
+    """
+    if isinstance(config, EvaluateConfig):
+        return _answering(kind, config)
+    if not isinstance(config, RowsConfig | SamplingConfig):
+        return None
+    runtime, roles = config.runtime, config.roles()
+    sampled = config if isinstance(config, SamplingConfig) else None
+    lag = config.lag if isinstance(config, OnPolicyConfig) else None
+    scored = sampled is not None and sampled.reward is not None
+    return Load(
+        kind=kind,
+        roles=roles,
+        placement=config.placement.for_roles(roles, config.described(kind)),
+        device=runtime.device,
+        dtype=runtime.dtype,
+        micro_batch_tokens=_written(runtime.micro_batch_tokens),
+        activation_checkpointing=_written(runtime.activation_checkpointing),
+        sequence_parallel=runtime.sequence_parallel,
+        documents=config.documents,
+        rows=DECODED_TOGETHER if sampled else 0,
+        response_tokens=sampled.response_tokens if sampled else 0,
+        ray_address=runtime.ray_address,
+        samples=sampled.samples if sampled else 0,
+        kv_cache=_written(runtime.kv_cache),
+        object_store=_written(runtime.object_store),
+        reward_timeout=_written(sampled.reward_timeout) if sampled and scored else None,
+        start_timeout=_written(runtime.start_timeout),
+        call_timeout=_written(runtime.call_timeout),
+        scored=scored,
+        lag=lag.steps if lag else 0,
+        correction=lag.correction if lag and lag.correction != "bypass" else "",
+        streams=isinstance(config, OnPolicyConfig) and config.stream_gradients,
+        wide=config.wide if isinstance(config, DistillConfig) else 0,
+    )
+
+
+def _answering(kind: str, config: EvaluateConfig) -> Load:
+    """An evaluation is a rollout alone."""
+    runtime, suites = config.runtime, config.suites.values()
+    return Load(
+        kind=kind,
+        roles=("rollout",),
+        placement=Placement(),
+        device=runtime.device,
+        dtype=runtime.dtype,
+        micro_batch_tokens=None,
+        rows=DECODED_TOGETHER,
+        response_tokens=max(suite.max_new_tokens for suite in suites),
+        kv_cache=_written(runtime.kv_cache),
+    )
+
+
+def _written(value: T | Literal["auto"]) -> T | None:
+    return None if value == "auto" else value

@@ -1,10 +1,13 @@
-"""What every kind of training is given: how long it is, what is measured meanwhile, where and how it computes."""
+"""What every kind of training is given: how long it is, what is measured meanwhile, where and how it computes.
+
+What is trained on rows as they are.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from posttrain.domain.placement import Placement
 from posttrain.domain.validation import Frozen
@@ -14,7 +17,9 @@ from posttrain.engine.settings import (
     OptimizerConfig,
     Passes,
     Positive,
+    Rows,
     RuntimeConfig,
+    Tokens,
     Word,
 )
 
@@ -70,3 +75,48 @@ class TrainingConfig(Frozen):
     def described(self, kind: str) -> str:
         """The stage in an error about its roles: what its configuration leaves out decides which it has."""
         return kind
+
+
+class RowsConfig(TrainingConfig):
+    """A stage that reads demonstrations or pairs."""
+
+    per_step: ClassVar[str] = "batch_size"
+    reads: ClassVar[Literal["demonstrations", "pairs"]] = "demonstrations"
+    dropout: ClassVar[bool] = True  # while learning, as the model's own configuration has it
+    batch_size: Rows = 64  # rows per optimiser step
+    max_length: Tokens | None = None  # tokens of a prompt with its response; None: the model's context. Never cut
+
+    @property
+    def documents(self) -> int:
+        """Of one optimiser step."""
+        return self.batch_size * (2 if self.reads == "pairs" else 1)
+
+
+class SFTConfig(RowsConfig):
+    """Supervised fine-tuning on prompt + completion (or messages) rows; loss on completion tokens, token mean."""
+
+    selects_by: ClassVar[str] = "probe/loss"
+    lower_is_better: ClassVar[bool] = True
+
+
+class RewardModelConfig(RowsConfig):
+    """A scalar reward model from preference pairs (Bradley-Terry), saved as a sequence classifier of one label."""
+
+    reads: ClassVar[Literal["demonstrations", "pairs"]] = "pairs"
+
+    def roles(self) -> tuple[str, ...]:
+        """The model of one label."""
+        return ("reward_model",)
+
+
+class DPOConfig(RowsConfig):
+    """Direct preference optimisation on pairs, against the frozen starting policy."""
+
+    reads: ClassVar[Literal["demonstrations", "pairs"]] = "pairs"
+    dropout: ClassVar[bool] = False  # a ratio against a reference that has none
+    beta: float = Field(default=0.1, gt=0, le=1e4)  # how dear it is to leave the reference
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)  # share of the pairs that are labelled the wrong way
+
+    def roles(self) -> tuple[str, ...]:
+        """The policy, and what it began as."""
+        return ("policy", "reference")

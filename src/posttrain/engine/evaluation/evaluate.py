@@ -6,6 +6,13 @@ for evidence that nobody has. What is drawn for an item depends on the seed, the
 others.
 
 A reward function as the judge of an evaluation: every response gets a number of the declared range.
+
+Reading the answer out of a response. Exact and cheap, so that a gate's numbers need no judge.
+
+pass@k of one item, as a pure function.
+
+Held-out measurements during training, of a few items: for the learning curve, and for what a stage selects by them.
+No gate reads them.
 """
 
 from __future__ import annotations
@@ -15,25 +22,114 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, final
+from typing import Any, Generic, Protocol, TypeVar, final
 
+import regex
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import BudgetExceededError, InputError
 from posttrain.domain.jobs import tokens_short
-from posttrain.domain.measures import ItemRange, compares, item_id
-from posttrain.domain.seeds import derive_seed
-from posttrain.engine.algorithms.passk import pass_at_k
+from posttrain.domain.kinds import ItemRange, compares, item_id
 from posttrain.engine.config import SuiteConfig
-from posttrain.engine.config.evaluation import DRAWN
-from posttrain.engine.evaluation.answers import Extractor, is_correct, reference_answer
+from posttrain.engine.config.stages import DRAWN
+from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.models.chat import decode_response, encode_prompts
-from posttrain.engine.rewards.port import RewardCall, RewardError, RewardFunction, Score, probe_call, shortened, try_out
 from posttrain.engine.rollout.generating import generate
-from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
-from posttrain.engine.samples import Trajectory
+from posttrain.engine.rollout.port import PromptBatch, RolloutEngine, SamplingParams
+from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.samples import Prompt, Trajectory
+from posttrain.engine.settings import LossProbeConfig
+from posttrain.engine.tracing import StepReport, Trace
+from posttrain.sandbox.port import RewardCall, RewardError, RewardFunction, Score, probe_call, shortened, try_out
 
+_SECONDS = 5.0  # that finding the answer in one response may take: a hundred thousand times what it takes
 ROWS_PER_CALL = 512  # responses between two looks at budget and stop orders
+W_contra = TypeVar("W_contra", contravariant=True)
+W = TypeVar("W")
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Probability that at least one of `k` samples is correct, from `samples` drawn of which `correct` are.
+
+    Unbiased: 1 - C(n - c, k) / C(n, k), as a product that stays in floating-point range (Chen et al. 2021,
+    arXiv 2107.03374, equation 1).
+
+    Args:
+        samples: n, >= k.
+        correct: c, in [0, n].
+
+    Raises:
+        ValueError: counts out of range.
+    """
+    if not 1 <= k <= samples or not 0 <= correct <= samples:
+        raise ValueError(
+            f"pass@k needs 1 <= k <= samples and 0 <= correct <= samples, got {k=}, {samples=}, {correct=}"
+        )
+    if samples - correct < k:
+        return 1.0
+    miss = 1.0
+    for i in range(samples - correct + 1, samples + 1):
+        miss *= 1.0 - k / i
+    return 1.0 - miss
+
+
+def reference_answer(row: Mapping[str, Any], name: str, number: int) -> str:
+    """What a response to this row is compared with.
+
+    Args:
+        name, number: how errors call the data set and the row (from 1).
+
+    Raises:
+        InputError: the row's `answer` is missing, or something that no text equals.
+    """
+    answer = row.get("answer")
+    if isinstance(answer, str):
+        return answer
+    found = f"columns {', '.join(sorted(row))}" if answer is None else f"{answer!r:.60}"
+    raise InputError(f"{name} row {number} must have an answer (text or a number) to be compared with, got {found}")
+
+
+def is_correct(extracted: str | None, answer: str) -> bool:
+    """Exactly the answer; a response from which nothing could be extracted is wrong whatever the answer."""
+    return extracted is not None and extracted == answer
+
+
+class Extractor:
+    """Reads an answer out of a response by a regular expression with a group.
+
+    Args:
+        extract: as Python's `re` has it.
+
+    Raises:
+        InputError: it is no regular expression.
+    """
+
+    def __init__(self, extract: str) -> None:
+        try:
+            self._pattern = regex.compile(extract)
+        except (regex.error, RecursionError) as error:
+            raise InputError(f"extract must be a regular expression, got {extract!r}: {error}; mend it") from error
+
+    def __call__(self, response: str) -> str | None:
+        """Group 1 of the last match that is not empty; None without one.
+
+        Empty matches are passed over because an expression such as `(.*)` matches once more at the very end.
+
+        Raises:
+            InputError: it took longer than any expression should.
+        """
+        last: str | None = None
+        try:
+            for match in self._pattern.finditer(response, timeout=_SECONDS):
+                if match.group(0):
+                    last = match.group(1)
+        except TimeoutError:
+            raise InputError(
+                f"extract must find its answer within {_SECONDS:g} s, got {self._pattern.pattern!r} still searching a "
+                f"response of {len(response)} characters; avoid repetitions inside repetitions"
+            ) from None
+        return last
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,3 +425,94 @@ class RewardJudge:
                 f"{what}: must be worth {low:g} to {high:g} (reward_range), got {score.score:.17g} for "
                 f"{shortened(text)}; mend the reward, or declare its range"
             )
+
+
+class Measurement(Protocol[W_contra]):
+    """A held-out measurement during training, through the workers that can make it."""
+
+    max_tokens: int  # tokens it may spend at the most
+
+    def __call__(self, workers: W_contra, /) -> StepReport:
+        """Measure; spends at most `max_tokens` tokens."""
+
+
+Probe = Measurement[WorkerGroup[RolloutWorker]]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ProbeSchedule(Generic[W]):
+    """When a recipe measures its model: before the first step, every `every` steps, and at the end.
+
+    Args:
+        probe: None: never.
+        every: steps between measurements.
+        last: the number of steps of the stage.
+    """
+
+    probe: Measurement[W] | None
+    every: int
+    last: int
+
+    @classmethod
+    def of(cls, probe: Measurement[W] | None, config: LossProbeConfig | None, last: int) -> ProbeSchedule[W]:
+        """As the stage's configuration says."""
+        return cls(probe, config.every, last) if config else cls(None, 1, last)
+
+    def max_tokens(self, step: int) -> int:
+        """Tokens it may spend after `step` steps; 0 where none is due."""
+        return self.probe.max_tokens if self.probe and self._due(step) else 0
+
+    def measure(self, step: int, trace: Trace, workers: W) -> StepReport | None:
+        """What the model can after `step` steps, if that is due."""
+        if self.probe is None or not self._due(step):
+            return None
+        with trace.span("probe"):
+            return self.probe(workers)
+
+    def _due(self, step: int) -> bool:
+        return step % self.every == 0 or step == self.last
+
+
+@final
+class AccuracyProbe:
+    """That of what samples: greedy answers to fixed items.
+
+    Args:
+        items: prompts whose rows have an `answer`.
+        extract: a regular expression with a group; what to compare with it.
+        max_new_tokens: per answer.
+        stop: strings that an answer ends at.
+        name: how errors call the data set.
+
+    Raises:
+        InputError: a row has no usable answer.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Prompt],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        extract: str,
+        max_new_tokens: int,
+        stop: tuple[str, ...] = (),
+        name: str = "probe",
+    ) -> None:
+        self._items, self._tokenizer = items, tokenizer
+        self._extract, self._limit, self._stop = Extractor(extract), max_new_tokens, stop
+        self._answers = [reference_answer(item.row, name, number) for number, item in enumerate(items, start=1)]
+        self.max_tokens = sum(len(item.tokens) + max_new_tokens for item in items)
+
+    def __call__(self, rollout: WorkerGroup[RolloutWorker], /) -> StepReport:
+        """Greedy accuracy of the weights as they are."""
+        prompts = PromptBatch(tuple(tuple(item.tokens) for item in self._items), tuple(range(len(self._items))))
+        sampling = SamplingParams(max_new_tokens=self._limit, greedy=True, stop=self._stop)
+        found = rollout.map(RolloutWorker.generate, prompts, sampling, 1).trajectories
+        answered = zip(found, self._answers, strict=True)
+        correct = sum(is_correct(self._extract(self._text(t)), answer) for t, answer in answered)
+        tokens = sum(len(t.prompt) + t.generated for t in found)
+        return StepReport(tokens, {"probe/accuracy": correct / len(self._items)})
+
+    def _text(self, trajectory: Trajectory) -> str:
+        return decode_response(self._tokenizer, trajectory.response.tolist(), ended=trajectory.closed)

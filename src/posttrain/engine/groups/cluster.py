@@ -78,8 +78,7 @@ class Cluster:
             InfrastructureError: it has no room within `start_seconds`, or processes did not come up.
         """
         # imported here because ray is an optional package, and `open_cluster` has to prepare its import
-        from posttrain.engine.groups.backends.ray import RayBackend
-        from posttrain.engine.groups.backends.ray_placement import RankResources
+        from posttrain.engine.groups.backends.ray import RankResources, RayBackend
 
         return RayBackend(
             pool,

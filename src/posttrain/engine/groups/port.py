@@ -1,13 +1,47 @@
-"""What a worker group asks of the place its workers live in, and of what it sends through it."""
+"""What a worker group asks of the place its workers live in, and of what it sends through it.
+
+How a failure on a rank reaches the controller: as itself, with role, rank and its own traceback.
+
+Where a worker finds itself: its rank, its device, and what its neighbours lend it.
+
+Every call to a worker group becomes one span: which ranks were busy when, and how many bytes moved.
+
+A lost process of a pool whose ranks work alone is started anew; the other ranks keep their processes and their work.
+
+::
+
+    lost ──▶ process of the same rank ──▶ workers of every role ──▶ `restore`: what the lost one had ──▶ go on
+      ▲                  │ lost too                │ lost too            │ lost too
+      └──────────────────┴─────────────────────────┴─────────────────────┘  `MOST` times, then the pool is given up
+
+Whoever notices a loss waits here. Each wait below has a deadline, that of a start or of a call.
+
+How arguments and answers travel between processes: pickled, with tensors beside the pickle and not inside it.
+
+A tensor's own pickling writes a whole file format into the pickle and copies the data several times. Here its memory is
+handed over as a buffer (PEP 574), which a transport copies once; the receiver gets memory of its own, writable.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+import io
+import pickle
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from posttrain.domain.errors import FailureClass, InfrastructureError, InputError, JobFailedError
+from posttrain.domain.facts import Fact, FactSink, Note, Span
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
+T = TypeVar("T")
+MOST = 3  # of one rank in one step: what its prompts or its memory cause comes again, and each time costs a start
 
 
 class Shardable(Protocol):
@@ -194,3 +228,289 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """End every process and free the devices."""
+
+
+class WorkerLostError(InfrastructureError):
+    """A worker's process is gone, or its group can no longer be used; a retry starts anew from a checkpoint.
+
+    Args:
+        process: that is gone, where the other ranks of its pool go on; None: the pool cannot be used any longer.
+    """
+
+    def __init__(self, message: str, process: Process | None = None) -> None:
+        super().__init__(message)
+        self.process = process
+
+
+class WorkerError(JobFailedError):
+    """A worker raised something that cannot travel between processes; its text and traceback are all there is."""
+
+    failure_class: ClassVar[FailureClass] = FailureClass.BUG
+
+
+class RemoteTraceback(Exception):  # noqa: N818  # it is a cause to print, not an error to catch
+    """The traceback of a worker in another process, as text: the `__cause__` of what the controller raises."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'
+
+
+@final
+@dataclass(slots=True)
+class RankContext:
+    """One rank of a resource pool, as the workers in it see it: `RankContext("main", rank=1, size=2, device="cpu")`.
+
+    Workers of several roles can stand in one place. They stay separate objects of separate classes; what one of them
+    shares, it lends by type: the policy lends its model, and a rollout engine beside it decodes from those weights.
+    """
+
+    pool: str = "main"
+    rank: int = 0
+    size: int = 1
+    device: str = "cpu"  # "cpu", "cuda:0"
+    collective: bool = False  # whether torch.distributed's default group consists of exactly the pool's ranks
+    sequence_parallel: int = 1  # consecutive ranks that compute one shard together
+    _lent: dict[type[Any], Any] = field(default_factory=dict, repr=False)
+
+    def lend(self, thing: object) -> None:
+        """Share an object with the workers that come after; the next of the same type replaces it."""
+        self._lent[type(thing)] = thing
+
+    def borrow(self, kind: type[T]) -> T | None:
+        """What a neighbour lent of this very type; None when nobody did."""
+        found: T | None = self._lent.get(kind)
+        return found
+
+    def need_collectives(self, worker: str) -> None:
+        """Refuse to go on where ranks could not talk to each other.
+
+        Raises:
+            InputError: several ranks without a process group.
+        """
+        if self.size > 1 and not self.collective:
+            raise InputError(
+                f"{worker} on {self.size} ranks needs a process group, got ranks inside one process; "
+                "place it in a Ray pool or on 1 rank"
+            )
+
+
+def _nowhere(fact: Fact) -> None:
+    """A sink for those who do not look."""
+
+
+@final
+@dataclass(slots=True)
+class Recorder:
+    """Where a run's groups report their calls. The controller sets `step` before each."""
+
+    sink: FactSink = field(default=_nowhere)
+    step: int = 0
+
+    def call(
+        self,
+        role: str,
+        pool: str,
+        method: str,
+        ranks: Sequence[int],
+        answers: Sequence[Answer[Any]],
+        begun: tuple[float, float],
+        imbalance: float,
+    ) -> None:
+        """Say that a call has been answered; `begun` is its wall-clock and its performance-counter time."""
+        if self.sink is _nowhere:
+            return
+        attributes = {
+            "kind": "call",
+            "role": role,
+            "method": method,
+            "pool": pool,
+            "ranks": [[rank, a.started, a.seconds] for rank, a in zip(ranks, answers, strict=True)],
+            "bytes_out": sum(a.bytes_out for a in answers),
+            "bytes_in": sum(a.bytes_in for a in answers),
+            "imbalance": imbalance,
+        }
+        self.sink(Span(f"{role}.{method}", self.step, begun[0], time.perf_counter() - begun[1], attributes))
+
+
+def nothing(ranks: Collection[int]) -> None:
+    """A worker is what the lost one was as soon as it is constructed."""
+
+
+@final
+@dataclass(slots=True)
+class Replacing:
+    """The replacements of one pool, which all its groups share.
+
+    Args:
+        backend: of the pool.
+        recorder: where each replacement is told, with the step.
+        seconds: for a process, and for each of its workers, to start.
+        restore: gives the workers of these ranks what the lost ones had been given.
+    """
+
+    backend: Backend
+    recorder: Recorder
+    seconds: float
+    restore: Callable[[Collection[int]], None] = nothing
+    _counts: Counter[tuple[int, int]] = field(default_factory=Counter)  # by step and rank
+    _bare: set[int] = field(default_factory=set)  # ranks whose workers lack what `restore` gives
+
+    def replace(self, lost: WorkerLostError) -> None:
+        """Start a lost process anew, unless that was done since.
+
+        Raises:
+            WorkerLostError: its pool cannot go on without it, or it was lost too often.
+        """
+        while True:
+            try:
+                self._start(lost)
+                if self._bare:
+                    self.restore(frozenset(self._bare))
+                    self._bare.clear()
+                return
+            except WorkerLostError as error:
+                if error.process is None:
+                    raise
+                lost = error
+
+    def _start(self, lost: WorkerLostError) -> None:
+        process, backend, step = lost.process, self.backend, self.recorder.step
+        if process is None:
+            raise lost
+        if backend.processes[process.rank] != process:
+            return
+        self._counts[step, process.rank] += 1
+        count = self._counts[step, process.rank]
+        if count > MOST:
+            line = (
+                f"{lost}, the {count}th process of this rank that is lost in step {step} (at most {MOST} are replaced)"
+            )
+            backend.give_up(line)
+            raise WorkerLostError(f"{line}; look in the job's log for what ends it, memory first") from lost
+        line = f"{lost}; another takes its place, replacement {count} of at most {MOST} in a step"
+        self.recorder.sink(Note(line, time.time(), "warning"))
+        self._bare.add(process.rank)
+        backend.replace(process.rank, self.seconds)
+
+
+Fetch = Callable[[Any], "Parcel"]  # from the handle of a stored value to the value, packed
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A value ready to travel: the pickle and the memory it refers to, and handles of the stored values in it."""
+
+    buffers: tuple[Any, ...]  # bytes-like; the first is the pickle
+    handles: tuple[Any, ...]
+    size: int  # bytes of all buffers
+
+
+@final
+@dataclass(frozen=True)
+class StoredAway(Generic[R]):
+    """`Stored` by a handle: packed in an argument, only the handle travels."""
+
+    handle: Any
+    fetch: Fetch
+
+    @property
+    def here(self) -> bool:
+        """Never: it is fetched anew each time."""
+        return False
+
+    def value(self) -> R:
+        """Fetch the value: a copy, the caller's own."""
+        value: R = unpack(self.fetch(self.handle), self.fetch)
+        return value
+
+
+def pack(value: object) -> Parcel:
+    """Make a parcel. It refers to the value's memory: a transport must copy before the value changes.
+
+    Tensors lose their graph, and arrive on the CPU.
+
+    Raises:
+        Exception: what pickle raises for things it cannot do, PicklingError, AttributeError or TypeError.
+    """
+    file, buffers, handles = io.BytesIO(), list[pickle.PickleBuffer](), list[Any]()
+    _Pickler(file, buffers, handles).dump(value)
+    parts = (pickle.PickleBuffer(file.getvalue()), *buffers)
+    return Parcel(parts, tuple(handles), sum(part.raw().nbytes for part in parts))
+
+
+def unpack(parcel: Parcel, fetch: Fetch) -> Any:
+    """What was packed; its tensors and arrays own their memory."""
+    pickled, *buffers = parcel.buffers
+    # copies: the transport's memory is shared and read-only
+    return _Unpickler(io.BytesIO(pickled), [bytearray(buffer) for buffer in buffers], parcel.handles, fetch).load()
+
+
+def check_importable(function: Callable[..., object], what: str) -> None:
+    """Refuse what another process could not import: a lambda, a local function, a class of the main script.
+
+    Raises:
+        InputError: such a thing.
+    """
+    name = getattr(function, "__qualname__", repr(function))
+    module = getattr(function, "__module__", None)
+    try:
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        reachable = False
+    else:
+        reachable = module not in (None, "__main__")
+    if not reachable:
+        raise InputError(
+            f"{what} must be importable by name in another process, got {name} of {module}; "
+            "define it at the top level of a module"
+        )
+
+
+@final
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer], handles: list[Any]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffers.append)
+        self._handles = handles
+
+    def reducer_override(self, thing: Any) -> Any:
+        kind = type(thing)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            return _reduced(thing)
+        if kind is StoredAway:
+            self._handles.append(thing.handle)
+            return _stored, (len(self._handles) - 1,)
+        return NotImplemented
+
+
+@final
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, buffers: list[bytearray], handles: tuple[Any, ...], fetch: Fetch) -> None:
+        super().__init__(file, buffers=buffers)
+        self._held = [StoredAway[Any](handle, fetch) for handle in handles]
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (_stored.__module__, _stored.__name__):
+            return self._held.__getitem__
+        return super().find_class(module, name)
+
+
+def _stored(index: int) -> StoredAway[Any]:
+    """Stands in the pickle for the stored value with this index."""
+    raise pickle.UnpicklingError(f"stored value {index} outside a parcel")
+
+
+def _reduced(tensor: Tensor) -> Any:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return NotImplemented
+    plain = tensor.detach().cpu().contiguous()
+    memory: Any = plain.reshape(-1).view(torch.uint8).numpy()  # CPython's gc crashes on buffers of memoryviews
+    wanted = tensor.requires_grad and tensor.is_leaf
+    kind = type(tensor) is torch.nn.Parameter
+    return _tensor, (pickle.PickleBuffer(memory), plain.dtype, tuple(plain.shape), wanted, kind)
+
+
+def _tensor(memory: bytearray, dtype: torch.dtype, shape: tuple[int, ...], wanted: bool, parameter: bool) -> Tensor:
+    # of no memory at all frombuffer makes nothing
+    tensor = torch.frombuffer(memory, dtype=dtype).reshape(shape) if memory else torch.empty(shape, dtype=dtype)
+    return torch.nn.Parameter(tensor, requires_grad=wanted) if parameter else tensor.requires_grad_(wanted)

@@ -19,7 +19,7 @@ from posttrain.domain.errors import InputError
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.groups.port import StoredShard
 from posttrain.engine.groups.worker_group import Future
-from posttrain.engine.loop.roles import Roles
+from posttrain.engine.loop.publishing import Roles
 from posttrain.engine.recipes.algorithm import Algorithm, Column, ScoredGroup
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.wide import RowsHandle, WideColumn, WideRows, joined

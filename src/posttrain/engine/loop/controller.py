@@ -14,30 +14,137 @@ ahead, and whose weights its rollout reads, is the recipe's affair (`on_policy`)
 
 What a step does depends on (seed, N, weights, moments, journal) alone. Checkpoints, probes, orders and facts change
 none of these, so their timing cannot change the result, and a resumed job repeats the undisturbed one bit for bit.
+
+The stage of an algorithm that learns from rows as they are: demonstrations, preferences, labels.
+
+What a stage's probe decides: when to stop, and which step was the best.
+
+Both are functions of the probe's values in order, which are functions of the weights, so a resumed job decides as the
+undisturbed one. A checkpoint at step N holds what the probes before step N said; the one at step N is asked again.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any, Generic, Self, TypeVar, final
 
-from posttrain.domain.contracts import UNCHANGED
+from posttrain.domain.canonical import derive_seed
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.domain.errors import BudgetExceededError, IntegrityError
+from posttrain.domain.errors import BudgetExceededError, FailureClass, IntegrityError, JobFailedError
 from posttrain.domain.facts import FactSink, Metric, Note, Progress
 from posttrain.domain.jobs import seconds_short, tokens_short
-from posttrain.engine.groups.recording import Recorder
-from posttrain.engine.loop.recipe import Recipe
+from posttrain.domain.kinds import UNCHANGED
+from posttrain.engine.batch import TokenBatch
+from posttrain.engine.config import RowsConfig, TrainingConfig
+from posttrain.engine.evaluation.evaluate import ProbeSchedule
+from posttrain.engine.groups.port import Recorder
+from posttrain.engine.loop.learning import Learning
+from posttrain.engine.loop.publishing import Roles
+from posttrain.engine.loop.recipe import Journal, Recipe, Reserve, free
 from posttrain.engine.memory import peak_memory
-from posttrain.engine.selection import Selection
+from posttrain.engine.recipes.algorithm import RowAlgorithm
+from posttrain.engine.settings import EarlyStoppingConfig
 from posttrain.engine.tracing import StepReport, Trace
 from posttrain.engine.weights.checkpoint import BestModel, TrainState, begin_checkpoint, commit_checkpoint, read_state
-from posttrain.engine.weights.view import PolicyVersion
+from posttrain.engine.weights.stream import PolicyVersion
 
 CONTROLLER_METRICS = ("tokens_per_second", "memory/peak_resident_mib", "memory/peak_allocated_mib")
+R = TypeVar("R")
+
+
+class UnmeasuredError(JobFailedError):
+    """A probe gave no number to compare."""
+
+    failure_class = FailureClass.DIVERGED
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How the probes stand so far; plain JSON in a checkpoint."""
+
+    best: float | None = None  # the best value; None: not probed yet
+    step: int = 0  # that had it first: of equal values the earliest is kept
+    counted: float | None = None  # what an improvement must exceed by `min_delta`
+    missed: int = 0  # probes since the last improvement
+
+
+@dataclass(slots=True)
+class Selection:
+    """Compares the values of one metric.
+
+    Args:
+        metric: of the probe.
+        lower: whether small values are good.
+        stopping: when to stop; None: never.
+    """
+
+    metric: str
+    lower: bool
+    stopping: EarlyStoppingConfig | None = None
+    standing: Standing = field(default_factory=Standing)
+
+    @classmethod
+    def of(cls, config: TrainingConfig) -> Selection | None:
+        """As the stage's configuration says; None where its probe decides nothing."""
+        if config.probe is None or not (config.early_stopping or config.keep_best):
+            return None
+        return cls(config.selects_by, config.lower_is_better, config.early_stopping)
+
+    def see(self, step: int, values: Mapping[str, float]) -> bool:
+        """Take in the probe after `step` steps; whether it is better than every one before.
+
+        Raises:
+            UnmeasuredError: its value is not finite.
+        """
+        value, before = values[self.metric], self.standing
+        if not math.isfinite(value):
+            raise UnmeasuredError(f"{self.metric} at step {step} must be finite, got {value}; lower the learning rate")
+        better = before.best is None or self._gain(value, before.best) > 0
+        least = self.stopping.min_delta if self.stopping else 0.0
+        improved = before.counted is None or self._gain(value, before.counted) > least
+        now = replace(before, best=value, step=step) if better else before
+        self.standing = replace(now, counted=value, missed=0) if improved else replace(now, missed=before.missed + 1)
+        return better
+
+    @property
+    def over(self) -> bool:
+        """Whether the stage is to stop."""
+        return self.stopping is not None and self.standing.missed >= self.stopping.patience
+
+    def told(self, step: int, total: int) -> str:
+        """Why a stage ends at `step`, in one sentence."""
+        assert self.stopping is not None
+        now, least = self.standing, self.stopping.min_delta
+        better = f"better than {now.counted:.4g}" + (f" by more than {least:g}" if least else "")
+        probes = f"{now.missed} probe{'s' if now.missed > 1 else ''}"
+        return (
+            f"stopped early at step {step} of {total}: {self.metric} was not {better} in {probes}; "
+            f"the best was {now.best:.4g} at step {now.step}"
+        )
+
+    def metrics(self, stopped_at: int | None = None) -> dict[str, float]:
+        """What a stage's result says of it."""
+        if self.standing.best is None:
+            return {}
+        found = {"best/step": float(self.standing.step), f"best/{self.metric}": self.standing.best}
+        return found if stopped_at is None else {**found, "stopped_early/step": float(stopped_at)}
+
+    def to_json(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return asdict(self.standing)
+
+    def resume(self, value: Mapping[str, Any] | None) -> Self:
+        """Go on from what a checkpoint holds."""
+        self.standing = Standing(**value) if value else Standing()
+        return self
+
+    def _gain(self, value: float, other: float) -> float:
+        return other - value if self.lower else value - other
 
 
 class Order(Enum):
@@ -266,3 +373,92 @@ class Controller:
                 written = {**self.recipe.roles.save(path), **self.recipe.save(path)}
                 commit_checkpoint(path, state, {**written, **(self.best.put_into(path) if self.best else {})})
         self._saved = self._step
+
+
+@final
+class LossProbe:
+    """That of what learns from rows: its own objective on held-out ones, without dropout.
+
+    Args:
+        batch: they.
+    """
+
+    max_tokens = 0  # nothing is answered or trained on
+
+    def __init__(self, batch: TokenBatch) -> None:
+        self._batch = batch
+
+    def __call__(self, learning: Learning, /) -> StepReport:
+        """`probe/loss` of the weights as they are, and what the objective reports besides."""
+        return StepReport(self.max_tokens, learning.measure(self._batch))
+
+
+class FromRows(Generic[R]):
+    """The recipe around an algorithm that reads rows.
+
+    Args:
+        config: the stage's parameters.
+        algorithm: what it does.
+        roles: who learns, and fills columns.
+        rows: all of them.
+        seed: the stage's seed.
+        held_out: rows that its objective is measured on meanwhile.
+        phase: what its progress is called.
+
+    Raises:
+        InputError: the algorithm needs a role that is not there.
+    """
+
+    def __init__(
+        self,
+        config: RowsConfig,
+        algorithm: RowAlgorithm[R],
+        roles: Roles,
+        rows: Sequence[R],
+        seed: int,
+        held_out: Sequence[R] = (),
+        *,
+        phase: str = "train",
+    ) -> None:
+        self.phase, self.steps, self.roles = phase, config.steps, roles
+        self.journal = Journal(len(rows), seed)
+        self._algorithm, self._rows, self._seed = algorithm, rows, seed
+        self._learning = Learning(algorithm, roles, config.steps, seed)
+        probe = LossProbe(algorithm.form(held_out, derive_seed(seed, "probe"))) if held_out else None
+        self._probe = ProbeSchedule.of(probe, config.probe, config.steps)
+        roles.rest()
+
+    def max_tokens(self, step: int) -> int:
+        """Exactly the tokens of the coming batch, as often as it is trained on."""
+        rows = self.journal.peek(self._algorithm.source.rows)
+        return self._learning.max_tokens(step, sum(self._algorithm.max_tokens(self._rows[row]) for row in rows))
+
+    def step(self, step: int, trace: Trace, reserve: Reserve = free) -> StepReport:
+        """One batch."""
+        with trace.span("pack") as span:
+            rows = [self._rows[row] for _, row in self.journal.take(self._algorithm.source.rows)]
+            batch = self._algorithm.form(rows, derive_seed(self._seed, "form", step))
+            span |= {"tokens": sum(batch.lengths), "response_tokens": int(batch.response_mask.sum())}
+        learned = self._learning.learn(batch, step, trace)
+        return StepReport(learned.tokens, learned.metrics)
+
+    def publish_weights(self, version: PolicyVersion) -> None:
+        """Nobody samples."""
+
+    def rewind(self) -> None:
+        """It begins nothing that it does not train."""
+
+    def save(self, path: Path) -> Mapping[str, str]:
+        """Nothing waits between two steps."""
+        return {}
+
+    def restore(self, path: Path) -> None:
+        """Nothing did."""
+
+    def probe(self, step: int, trace: Trace) -> StepReport | None:
+        """The held-out measurement, where one is due."""
+        return self._probe.measure(step, trace, self._learning)
+
+    def probe_max_tokens(self, step: int) -> int:
+        """Free: reading without answering or training counts nowhere (`facts.Progress`)."""
+        return self._probe.max_tokens(step)

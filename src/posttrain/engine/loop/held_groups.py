@@ -15,10 +15,10 @@ from safetensors.numpy import load_file
 from posttrain.domain.canonical import canonical_json, digest_bytes
 from posttrain.domain.errors import IntegrityError
 from posttrain.engine.recipes.algorithm import ScoredGroup
-from posttrain.engine.rewards.port import Score
 from posttrain.engine.samples import Group, Prompt, Sample, Segment, Trajectory
-from posttrain.engine.weights.shards import write_tensors
+from posttrain.engine.weights.checkpoint import write_tensors
 from posttrain.pacing.admission import Entry
+from posttrain.sandbox.port import Score
 
 _ARRAYS, _REST = "buffer.safetensors", "buffer.json"
 

@@ -5,6 +5,8 @@ Gradients that are summed while other groups of the step are still sampled, and 
 What an update divides its loss by is known when the last group has come. Where that is one number for every term, and
 credit is given to each group by itself, the sum can begin before; else `Learning` waits for the whole batch. Weights
 change once a step, behind the last group, as they would otherwise: sampling stays on the policy that is trained.
+
+What an algorithm needs and its stage's roles do not have: refused before anything is sampled.
 """
 
 from __future__ import annotations
@@ -17,21 +19,19 @@ from typing import Any, final
 
 import torch
 
+from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Note
-from posttrain.domain.seeds import derive_seed
-from posttrain.engine.algorithms.kl import kl_estimate
-from posttrain.engine.algorithms.losses import log_ratio
+from posttrain.engine.algorithms.losses import kl_estimate, log_ratio
 from posttrain.engine.algorithms.objectives import Totals
-from posttrain.engine.batch import Predictions, Provenance, TokenBatch
+from posttrain.engine.batch import Need, Predictions, Provenance, TokenBatch
 from posttrain.engine.groups.worker_group import Future
-from posttrain.engine.loop.columns import Columns, Form, ask, attached, credited
-from posttrain.engine.loop.missing import refuse_missing
-from posttrain.engine.loop.roles import Roles
+from posttrain.engine.loop.columns import Columns, Form, ask, attached, credited, refuse_odd
+from posttrain.engine.loop.publishing import Roles
 from posttrain.engine.recipes.algorithm import Algorithm, Column, ScoredGroup, Update
 from posttrain.engine.roles.port import Division
 from posttrain.engine.roles.port import Update as Done
-from posttrain.engine.roles.training import TrainWorker
+from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.tracing import SampleTracer, Trace
 
 _ONE = Totals(1, 1, 1, 1)  # a loss that is divided by these is a sum
@@ -40,6 +40,42 @@ _ONE = Totals(1, 1, 1, 1)  # a loss that is divided by these is a sum
 _ROUNDING, _EPSILONS = 5e-7, 8
 _LOOK = 0.02  # seconds for what comes meanwhile, between two looks at an update
 Meanwhile = Callable[[Trace, float], bool]
+
+
+def refuse_missing(algorithm: Algorithm, roles: Roles, step: int) -> None:
+    """Hold the columns and objectives of a step against the stage's roles and what their models predict.
+
+    Raises:
+        InputError: a role that is not there, or does not learn and should; a column or an objective of what a model
+            does not predict; a wide column that nobody can fill.
+    """
+    columns, updates, name = algorithm.requires(step), algorithm.updates(step), type(algorithm).__name__
+    there = roles.learners.keys() | roles.frozen.keys()
+    for column in columns:
+        if column.role not in there:
+            raise InputError(
+                f"{name} needs the role {column.role} for {column.name}, got {', '.join(sorted(there))}; "
+                "open the roles with it"
+            )
+    refuse_odd(columns, roles, name)
+    for update in updates:
+        if update.role not in roles.learners:
+            trained = ", ".join(roles.learners)
+            raise InputError(f"{name} trains the role {update.role}, got {trained} that learn; open the roles with it")
+    asked = [(column.role, column.need, f"{name} needs {column.need} for {column.name}") for column in columns]
+    for update in updates:
+        needs = sorted(update.objective(Totals(1, 1, 1, 1)).needs)
+        asked += [(update.role, need, f"the objective of {name} needs {need}") for need in needs]
+    can = {role: _predicted(roles, role) for role, _, _ in asked}
+    for role, need, who in asked:
+        if need not in can[role]:
+            told = " and ".join(sorted(can[role]))
+            raise InputError(f"{who}, got the role {role}, whose model predicts {told}; ask another role")
+
+
+def _predicted(roles: Roles, role: str) -> frozenset[Need]:
+    learns = roles.learners.get(role)
+    return learns.one(TrainWorker.predicts) if learns else roles.frozen[role].one(FrozenWorker.predicts)
 
 
 @final

@@ -8,33 +8,112 @@
 
 With lag 0 the buffer is filled and emptied in one step. With lag k the rollout samples batch t + k while batch t is
 trained; the weights of a step are published when nothing runs, so a batch is of one version.
+
+What a step sampled, in numbers.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
+from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import InputError
-from posttrain.domain.seeds import derive_seed
 from posttrain.engine.config import DataflowConfig, OnPolicyConfig, SamplingConfig, TraceConfig
-from posttrain.engine.evaluation.probe import Probe, ProbeSchedule
-from posttrain.engine.journal import Journal
+from posttrain.engine.evaluation.evaluate import Probe, ProbeSchedule
 from posttrain.engine.loop.collecting import Collector
 from posttrain.engine.loop.columns import Form
-from posttrain.engine.loop.environment import Environment
 from posttrain.engine.loop.learning import Learning
-from posttrain.engine.loop.recipe import Reserve, free
-from posttrain.engine.loop.roles import Roles
-from posttrain.engine.loop.rollout_metrics import engine_metrics, rollout_metrics, turn_metrics
+from posttrain.engine.loop.publishing import Roles
+from posttrain.engine.loop.recipe import Journal, Reserve, free
 from posttrain.engine.recipes.algorithm import PROXIMAL, RolloutAlgorithm, ScoredGroup, with_temperature
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Prompt, Trajectory
-from posttrain.engine.scoring import Scorer
+from posttrain.engine.scoring import Environment, Scorer
 from posttrain.engine.tracing import SampleTracer, StepReport, Trace, TraceBudget
-from posttrain.engine.weights.view import PolicyVersion
+from posttrain.engine.weights.stream import PolicyVersion
 from posttrain.pacing.admission import AdmissionPolicy, Buffer, InOrder
+from posttrain.sandbox.port import Score
+
+_NAMED = re.compile(r"[\w.+-][\w.+ /-]{0,63}", re.ASCII)  # a component whose name may be part of a metric's
+
+
+def rollout_metrics(groups: Sequence[ScoredGroup], *, judged: bool = True) -> dict[str, float]:
+    """Means over the step. `entropy` is the sampled estimate −E[log μ] per token, at the sampling temperature.
+
+    `reward/stderr` is the standard error of `reward/mean`.
+
+    Args:
+        judged: whether somebody scores; else nothing is said of rewards.
+    """
+    scores = [score for group in groups for score in group.scores]
+    answers = [answer for group in groups for answer in group.answers]
+    rewards = np.concatenate([group.rewards for group in groups])
+    scored = rewards[~np.isnan(rewards)]
+    tokens = sum(answer.generated for answer in answers)
+    mean = {"reward/mean": float(scored.mean()), "reward/std": float(scored.std())} if len(scored) else {}
+    reward = {
+        **mean,
+        **_standard_error(groups),
+        **_component_metrics(scores),
+        "reward/unscored": 1.0 - len(scored) / len(rewards),
+        "reward/errors": sum(score.status == "error" for score in scores) / len(scores),
+        "reward/timeouts": sum(score.status == "timeout" for score in scores) / len(scores),
+    }
+    return {
+        **(reward if judged else {}),
+        "response_tokens/mean": tokens / len(answers),
+        "truncated": sum(answer.truncated for answer in answers) / len(answers),
+        "entropy": -sum(float(answer.logprobs.sum(dtype="float64")) for answer in answers) / max(tokens, 1),
+    }
+
+
+def engine_metrics(counts: Mapping[str, int]) -> dict[str, float]:
+    """What the rollout's engine took, as far as it counts: rows that it decoded side by side in the mean, preemptions,
+    tokens that it computed again for them, tokens of prompts.
+    """
+    named = ("preemptions", "recomputed_tokens", "prefilled_tokens")
+    steps, decoded = counts.get("steps", 0), counts.get("decoded_tokens")
+    rows = {"rollout/rows": decoded / steps} if steps and decoded is not None else {}
+    return {**rows, **{f"rollout/{name}": float(counts[name]) for name in named if name in counts}}
+
+
+def turn_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Responses of a sample, in the mean, and the share of samples whose environment failed."""
+    answers = [answer for group in groups for answer in group.answers]
+    return {
+        "turns/mean": sum(len(answer.turns) for answer in answers) / len(answers),
+        "turns/errors": sum(answer.status == "error" for answer in answers) / len(answers),
+    }
+
+
+def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:
+    """`reward/NAME/mean` and `/std` of every component over the completions that have it; of rewards with weights also
+    the shares that failed.
+    """
+    found: dict[str, float] = {}
+    for name in sorted({name for score in scores for name in score.components if _NAMED.fullmatch(name)}):
+        values = np.array([s.components[name] for s in scores if name in s.components], dtype=np.float64)
+        found |= {f"reward/{name}/mean": float(values.mean()), f"reward/{name}/std": float(values.std())}
+    for name in sorted({name for score in scores for name in score.parts}):
+        parts = [score.parts[name] for score in scores if name in score.parts]
+        for word, status in (("errors", "error"), ("timeouts", "timeout")):
+            found[f"reward/{name}/{word}"] = sum(part.status == status for part in parts) / len(parts)
+    return found
+
+
+def _standard_error(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """How far a step's mean reward strays by the prompts it happened to draw: deviation of group means / √groups.
+
+    Samples of one prompt are alike, so they do not count as so many independent ones.
+    """
+    scored = [rewards[~np.isnan(rewards)] for rewards in (group.rewards for group in groups)]
+    means = np.array([rewards.mean() for rewards in scored if len(rewards)])
+    return {"reward/stderr": float(means.std(ddof=1) / len(means) ** 0.5)} if len(means) > 1 else {}
 
 
 class OnPolicy:

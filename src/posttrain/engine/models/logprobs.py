@@ -1,7 +1,11 @@
-"""Log-probabilities of the tokens of a packed batch, under the policy at a sampling temperature."""
+"""Log-probabilities of the tokens of a packed batch, under the policy at a sampling temperature.
+
+What any model says of a packed batch: one question for language models, critics and reward models.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -9,8 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.batch import TokenBatch
-from posttrain.engine.models.language_model import HALF, LanguageModel, OutputHead, float32_logits
+from posttrain.engine.batch import CANDIDATES, Need, Predictions, TokenBatch
+from posttrain.engine.models.language_model import (
+    HALF,
+    LanguageModel,
+    OutputHead,
+    ScalarModel,
+    float32_logits,
+    sequence_scores,
+    token_values,
+)
 from posttrain.engine.wide import TopK
 
 # Above this many logits (128 MiB in float32) they are computed in chunks and again in backward: at a vocabulary of 32 k
@@ -21,6 +33,9 @@ CHUNKED_ABOVE = 2**25
 # reads and writes all of that gradient, so few chunks are fast. Within these bounds:
 CHUNK_BYTES = (2**27, 2**31)
 _BYTES_PER_LOGIT = 16  # logits, scaled logits, probabilities and their gradient in float32
+Model = LanguageModel | ScalarModel
+_LANGUAGE: frozenset[Need] = frozenset({"logprobs", "entropy", "candidates"})
+_SCALAR: frozenset[Need] = frozenset({"values", "scores"})
 
 
 def token_logprobs(
@@ -320,3 +335,50 @@ def _scaled_logits(
         return logits / temperature, 1.0 / temperature
     squashed = torch.tanh(logits / softcap)
     return squashed * (softcap / temperature), (1 - squashed.square()) / temperature
+
+
+def predictable(model: Model) -> frozenset[Need]:
+    """What `predict` says of a batch."""
+    return _LANGUAGE if isinstance(model, LanguageModel) else _SCALAR
+
+
+def predict(model: Model, batch: TokenBatch, needs: Set[Need], *, temperature: float = 1.0) -> Predictions:
+    """What is needed, differentiable, of the batch's response tokens or documents.
+
+    Args:
+        temperature: of the distribution that log-probabilities and entropies are of.
+
+    Raises:
+        InputError: the model predicts no such thing, a document is longer than its context, the temperature is not
+            positive, or `candidates` are needed and the batch has none.
+    """
+    can = predictable(model)
+    if odd := sorted(needs - can):
+        name = type(model.module).__name__
+        raise InputError(f"{name} predicts {' and '.join(sorted(can))}, asked for {odd[0]}; ask another role")
+    if isinstance(model, ScalarModel):
+        values: Tensor | None = token_values(model, batch) if "values" in needs else None
+        return Predictions(values=values, scores=sequence_scores(model, batch) if "scores" in needs else None)
+    if "candidates" in needs:
+        ids, entropy = batch.wide(CANDIDATES).ids, "entropy" in needs
+        logprobs, entropies, at = candidate_logprobs(model, batch, ids, temperature, entropy=entropy)
+        return Predictions(logprobs, entropies if entropy else None, candidates=at)
+    if "entropy" not in needs:
+        return Predictions(logprobs=token_logprobs(model, batch, temperature=temperature, response_only=True))
+    return Predictions(*token_logprobs_and_entropy(model, batch, temperature=temperature, response_only=True))
+
+
+def predict_topk(
+    model: Model, batch: TokenBatch, top: int, *, temperature: float = 1.0, vocabulary: int | None = None
+) -> TopK:
+    """The `top` likeliest tokens at every response token: the need `topk`, which a wide column is filled with.
+
+    Args:
+        temperature, vocabulary: see `likeliest_tokens`.
+
+    Raises:
+        InputError: as `predict`, or `top` is not of this vocabulary.
+    """
+    if isinstance(model, ScalarModel):
+        raise InputError(f"{type(model.module).__name__} predicts values and scores, asked for topk; ask another role")
+    return likeliest_tokens(model, batch, top, temperature, vocabulary)

@@ -21,8 +21,8 @@ import torch
 from posttrain.domain.errors import InputError
 from posttrain.engine.algorithms.objectives import Objective, Totals
 from posttrain.engine.batch import Need, TokenBatch
-from posttrain.engine.rewards.port import Score
 from posttrain.engine.samples import Group, Prompt, Sample, Trajectory
+from posttrain.sandbox.port import Score
 
 
 @final

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-from posttrain.engine.algorithms.distillation import DistillationObjective
-from posttrain.engine.algorithms.objectives import Totals
+from posttrain.engine.algorithms.objectives import DistillationObjective, Totals
 from posttrain.engine.batch import CANDIDATES
 from posttrain.engine.config import DistillConfig
 from posttrain.engine.recipes.algorithm import Column, Update

@@ -14,11 +14,10 @@ from functools import partial
 from typing import final
 
 from posttrain.engine.algorithms.advantages import generalized_advantages, whiten
-from posttrain.engine.algorithms.kl import kl_rewards, score_rewards
+from posttrain.engine.algorithms.losses import kl_rewards, score_rewards
 from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective, Totals, ValueObjective, old_logprobs
-from posttrain.engine.batch import TokenBatch
+from posttrain.engine.batch import TokenBatch, precision
 from posttrain.engine.config import PPOConfig
-from posttrain.engine.precision import precision
 from posttrain.engine.recipes.algorithm import VALUES, Column, Update
 from posttrain.engine.recipes.policy_gradient import PolicyGradient
 

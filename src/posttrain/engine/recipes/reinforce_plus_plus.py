@@ -11,11 +11,10 @@ from typing import final
 import torch
 
 from posttrain.engine.algorithms.advantages import by_group, generalized_advantages, whiten
-from posttrain.engine.algorithms.kl import kl_rewards, score_rewards
+from posttrain.engine.algorithms.losses import kl_rewards, score_rewards
 from posttrain.engine.algorithms.objectives import old_logprobs
-from posttrain.engine.batch import TokenBatch
+from posttrain.engine.batch import TokenBatch, precision
 from posttrain.engine.config import ReinforcePlusPlusConfig
-from posttrain.engine.precision import precision
 from posttrain.engine.recipes.policy_gradient import PolicyGradient
 
 

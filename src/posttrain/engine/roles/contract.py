@@ -25,8 +25,8 @@ from torch import Tensor
 from posttrain.domain.errors import InputError, IntegrityError, PosttrainError
 from posttrain.engine.algorithms.objectives import LossParts, SupervisedObjective, Totals
 from posttrain.engine.batch import Document, Predictions, TokenBatch
-from posttrain.engine.groups.rank_context import RankContext
-from posttrain.engine.models.exported import Shard, put
+from posttrain.engine.groups.port import RankContext
+from posttrain.engine.models.sharding import Shard, put
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.roles.port import Division, TrainEngine
 from posttrain.engine.weights.attestation import Attestation, attest

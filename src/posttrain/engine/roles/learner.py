@@ -4,6 +4,8 @@ How a mini-batch is cut into shards and micro-batches changes nothing but memory
 sums over global denominators (see `algorithms.objectives`), so gradients simply add up. With dropout it also changes
 which masks are drawn, since every micro-batch draws its own; so a run is reproducible for one micro-batch budget and
 rank count, and another is another sample of the same noise.
+
+Learning rate as a pure function of the step.
 """
 
 from __future__ import annotations
@@ -18,16 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import FailureClass, IntegrityError, JobFailedError
-from posttrain.domain.seeds import derive_seed
 from posttrain.engine.algorithms.objectives import LossParts
-from posttrain.engine.algorithms.schedule import learning_rate
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.groups.rank_context import RankContext
-from posttrain.engine.heap import keep_freed_memory
-from posttrain.engine.models.activation_checkpointing import checkpoint_activations
+from posttrain.engine.groups.port import RankContext
+from posttrain.engine.memory import keep_freed_memory
 from posttrain.engine.models.backbone import cost_model
-from posttrain.engine.models.sharding import FullySharded, Sharding, Unsharded, local
+from posttrain.engine.models.sharding import FullySharded, Sharding, Unsharded, checkpoint_activations, local
 from posttrain.engine.roles.port import Division
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights.checkpoint import read_role, write_role
@@ -39,6 +39,41 @@ _MICRO_BATCH_TOKENS = {
 }  # 16384 on a CPU is 15 % slower at 1 M parameters: it leaves the caches
 _SAVED = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+def learning_rate(step: int, total: int, *, peak: float, warmup: int, schedule: str, final_ratio: float) -> float:
+    """Linear warm-up to the peak, then decay over the steps that remain.
+
+    ::
+
+        warm-up   (step + 1) / warmup        while step < warmup
+        constant  1
+        linear    1 − (1 − final)·x          x = (step − warmup) / (total − warmup)
+        cosine    final + (1 − final)·(1 + cos(π·x))/2
+
+    A warm-up as long as the stage leaves nothing to decay over.
+
+    Args:
+        step: 0-based optimiser step.
+        total: steps of the whole stage.
+        peak: learning rate at full scale.
+        warmup: steps; the last of them is the first at the peak.
+        final_ratio: rate at the end as a share of the peak.
+
+    Raises:
+        ValueError: an unknown schedule.
+    """
+    ramp = min(1.0, (step + 1) / warmup) if warmup else 1.0
+    done = max(step - warmup, 0) / max(total - warmup, 1)
+    if schedule == "constant":
+        decay = 1.0
+    elif schedule == "linear":
+        decay = 1.0 - (1.0 - final_ratio) * done
+    elif schedule == "cosine":
+        decay = final_ratio + (1.0 - final_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))
+    else:
+        raise ValueError(f"schedule must be constant, linear or cosine, got {schedule!r}")
+    return peak * ramp * decay
 
 
 class DivergedError(JobFailedError):

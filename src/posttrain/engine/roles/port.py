@@ -12,8 +12,8 @@ from typing import Protocol, final
 
 from posttrain.engine.algorithms.objectives import Objective
 from posttrain.engine.batch import Need, Predictions, TokenBatch
-from posttrain.engine.models.exported import Shard
-from posttrain.engine.models.predicting import Model
+from posttrain.engine.models.logprobs import Model
+from posttrain.engine.models.sharding import Shard
 
 
 @final

@@ -3,6 +3,8 @@
 `TrainEngine` of torch: whole on one rank, FSDP2 on several; which of them is a `Sharding` that its learner has.
 
 Roles that never learn, such as reference and teacher: whole on every rank, and asleep between their phases.
+
+Where a prediction stands in a batch.
 """
 
 from __future__ import annotations
@@ -19,14 +21,11 @@ from torch import Tensor
 
 from posttrain.engine.algorithms.objectives import LossParts, Objective
 from posttrain.engine.batch import Need, Predictions, TokenBatch
-from posttrain.engine.groups.rank_context import RankContext
-from posttrain.engine.models.exported import Layout, Shard
+from posttrain.engine.groups.port import RankContext
 from posttrain.engine.models.language_model import LanguageModel, adopt_classifier, adopt_module
-from posttrain.engine.models.loading import save_model
-from posttrain.engine.models.predicting import Model, predict, predict_topk, predictable
-from posttrain.engine.models.sharding import open_sequence_group
-from posttrain.engine.models.source import ModelSource, ScalarSource
-from posttrain.engine.roles.columns import with_prediction
+from posttrain.engine.models.loading import ModelSource, ScalarSource, save_model
+from posttrain.engine.models.logprobs import Model, predict, predict_topk, predictable
+from posttrain.engine.models.sharding import Layout, Shard, open_sequence_group
 from posttrain.engine.roles.learner import Learner
 from posttrain.engine.roles.port import Division, TrainEngine, Update
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
@@ -34,6 +33,11 @@ from posttrain.engine.weights.attestation import Attestation
 from posttrain.engine.weights.stream import Bucket, WeightSource, carried
 from posttrain.engine.wide import TopK, WideRows, fetched
 from posttrain.pacing.balancing import micro_batches
+
+
+def with_prediction(batch: TokenBatch, column: str, need: Need, found: Tensor) -> TokenBatch:
+    """The batch with a prediction as a column: scores are a document's, everything else is a token's."""
+    return batch.with_document_columns(**{column: found}) if need == "scores" else batch.with_columns(**{column: found})
 
 
 @final

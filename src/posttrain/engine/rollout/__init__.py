@@ -2,8 +2,8 @@
 
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
 from posttrain.engine.rollout.generating import generate
-from posttrain.engine.rollout.opening import open_rollout
 from posttrain.engine.rollout.port import Completion, Generation, RolloutEngine, SamplingParams
+from posttrain.engine.rollout.worker import open_rollout
 
 __all__ = [
     "Completion",

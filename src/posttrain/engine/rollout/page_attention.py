@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from posttrain.engine.models.attention import plan_packing
+from posttrain.engine.models.backbone import plan_packing
 
 _GATHERED = 2**24  # values of keys copied at a time by the plain way
 _WIDEST_HEAD = 256

@@ -4,24 +4,34 @@ Nothing here changes what a row says, only when. Rows are admitted from the head
 its end, so those that are decoded always come before those that wait, and the oldest always gets on.
 
 What every engine in this process keeps of its work: the ids, whether it is paused, which version samples.
+
+The rows that are decoded, side by side as arrays: what each has said, and how much of it the model has read.
+
+A step touches every row, so nothing here goes from row to row but where rows enter, leave, or have a text to watch.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
 import numpy as np
+import numpy.typing as npt
 
-from posttrain.domain.errors import InputError
+from posttrain.domain.errors import InputError, JobFailedError
+from posttrain.engine.rollout.decoding import StopStrings, Tail
 from posttrain.engine.rollout.port import Completion, Generation, InFlight
-from posttrain.engine.rollout.stopping import StopStrings, Tail
 from posttrain.engine.samples import Floats, Ints, Segment, Status, Trajectory
 
 _REFILL_SHARE = 16  # slots are refilled once a 16th of them is free: a pass over one short prompt costs a whole step
 _NO_TOKENS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
+Indices = npt.NDArray[np.int64]
+_FIRST = 64  # lines and columns that there are at first; they double
+_TOGETHER = 64  # steps that are written together, at the most
+_ALL = slice(None)
 
 
 @dataclass
@@ -202,3 +212,235 @@ class Intake:
     def _served(self, policy: str) -> None:
         if policy:
             raise InputError(f"rollout engine {self._name} serves one policy, got {policy}; leave the policy away")
+
+
+_NUMBERS = ("line", "prompt", "limit", "said", "read", "room", "heeds", "watches")  # see `RowTable`
+
+
+@final
+class RowTable:
+    """Rows in the order of a step, which `arrange` says.
+
+    What a row says lies in one line of two matrices, which it keeps until it leaves. What changes with every step is a
+    vector over the rows: its line, the tokens of its prompt, how many it may say, has said, and of these the model has
+    read, the positions that the store has for it, whether tokens end it, whether a text may. Steps after which nothing
+    has to be done wait, and are written together: with few rows a call of numpy costs more than what it computes.
+
+    Args:
+        ends: tokens that end a response.
+    """
+
+    def __init__(self, ends: Collection[int]) -> None:
+        self._ends = sorted(ends)
+        self._place: dict[int, int] = {}  # of each number in the order
+        self._waiting: list[tuple[Indices, Floats]] = []  # what all rows have said since, step by step
+        self._set([], np.empty((len(_NUMBERS), 0), np.int64))
+        self._free = list(range(_FIRST - 1, -1, -1))  # lines
+        self._tokens = np.zeros((_FIRST, _FIRST), np.int32)
+        self._logprobs = np.zeros((_FIRST, _FIRST), np.float32)
+
+    def _set(self, rows: list[Row], numbers: Indices) -> None:
+        self.rows = rows  # in the order of a step
+        self._state = numbers
+        self._line: Indices
+        self._prompt: Indices
+        self._limit: Indices
+        self._said: Indices
+        self._read: Indices
+        self._room: Indices
+        self._heeds: Indices
+        self._watches: Indices
+        self._line, self._prompt, self._limit, self._said, self._read, self._room, self._heeds, self._watches = numbers
+        self._heeding, self._watching = self._heeds > 0, bool(self._watches.any())
+        self._longest = int(self._said.max(initial=0))  # said by anybody, at the most
+        self._steps = 0  # since then; so many at the least until somebody is at the limit, or has no room:
+        self._free_steps = int((self._limit - self._said).min(initial=2**31))
+        self._roomy_steps = int((self._room - self._prompt - self._read).min(initial=2**31))
+        self._even = bool((self._read + 1 == self._said).all())  # nobody reads anew what was said before
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def read(self) -> Indices:
+        """[rows] tokens of its response that the model has read."""
+        return self._read + len(self._waiting)
+
+    @property
+    def positions(self) -> Indices:
+        """[rows] where the next token lies that the model reads."""
+        return self._prompt + self.read
+
+    @property
+    def unread(self) -> Indices:
+        """[rows] the next token that the model reads."""
+        if self._waiting:
+            return self._waiting[-1][0]
+        return self._tokens[self._line, self._read].astype(np.int64)
+
+    @property
+    def most_left(self) -> int:
+        """Steps until the last row has said all that it may."""
+        return int((self._limit - self.read).max()) - 1
+
+    def known(self, count: int) -> Indices | None:
+        """[count, rows] what rows have said already and the model reads anew, -1 where a token is drawn; None: nowhere.
+
+        The first is what follows the next token that is read.
+        """
+        if self._even:
+            return None
+        at = self._read + 1 + np.arange(count)[:, None]
+        found = self._tokens[self._line, np.minimum(at, self._tokens.shape[1] - 1)]
+        return np.where(at < self._said, found, -1).astype(np.int64)
+
+    def outgrowing(self, count: int) -> dict[int, int]:
+        """By number, the positions that rows need for so many tokens more, where they have no room for them."""
+        if self._steps + count <= self._roomy_steps:
+            return {}
+        needed = self.positions + count
+        return {self.rows[at].number: int(needed[at]) for at in np.flatnonzero(needed > self._room).tolist()}
+
+    def enter(self, rows: Sequence[Row], version: str) -> None:
+        """They are decoded from now on, by this version of the policy; the model has read nothing of what they said."""
+        self._write()
+        self._more_lines(len(rows) - len(self._free))
+        self._reach(max(len(row.tokens) for row in rows))
+        begun = []
+        for place, row in enumerate(rows, len(self.rows)):
+            line, said, asked = self._free.pop(), len(row.tokens), row.asked
+            self._tokens[line, :said], self._logprobs[line, :said] = row.tokens, row.logprobs
+            self._place[row.number] = place
+            heeds, watches = not asked.sampling.ignore_eos, row.tail is not None
+            begun.append((line, len(asked.tokens), asked.limit, said, 0 if said else -1, 0, heeds, watches))
+            row.mark(version, said)
+        self._set([*self.rows, *rows], np.concatenate([self._state, np.array(begun, np.int64).T], 1))
+
+    def give_room(self, positions: Mapping[int, int]) -> None:
+        """Rows, by number, have room for so many positions."""
+        for number, room in positions.items():
+            self._room[self._place[number]] = room
+
+    def arrange(self, numbers: Sequence[int]) -> Indices:
+        """Take these rows in this order from now on; [rows] where they stood before."""
+        self._write()
+        before = np.array([self._place[number] for number in numbers], dtype=np.int64)
+        self._place = {number: place for place, number in enumerate(numbers)}
+        self._set([self.rows[place] for place in before.tolist()], self._state[:, before])
+        return before
+
+    def begin(self, rows: Sequence[Row], tokens: Indices, logprobs: Floats) -> list[Row]:
+        """The first token [rows] of each of these; those whom it ends.
+
+        Raises:
+            JobFailedError: see `note`.
+        """
+        at = np.array([self._place[row.number] for row in rows], dtype=np.int64)
+        self._read[at] = 0
+        return [row for row, over in zip(rows, self._say(at, tokens, logprobs).tolist(), strict=True) if over]
+
+    def note(self, tokens: Indices, logprobs: Floats, counters: RolloutCounters) -> list[Row]:
+        """What was drawn, [steps, rows] in the order; the rows that have ended. What lies behind an end is dropped.
+
+        Raises:
+            JobFailedError: a log-probability that is not finite.
+        """
+        self._steps += len(tokens)
+        if len(tokens) == 1 and self._nothing_ends(tokens[0], logprobs[0]):
+            self._waiting.append((tokens[0], logprobs[0]))
+            return []
+        self._write()
+        ended = np.zeros(len(self.rows), np.bool_)
+        for chosen, probable in zip(tokens, logprobs, strict=True):
+            self._read += ~ended
+            fresh = self._read >= self._said  # not where the row has ended
+            if fresh.all():
+                ended = self._say(_ALL, chosen, probable)
+                continue
+            at = np.flatnonzero(fresh)
+            counters.discarded_tokens += int(ended.sum())
+            counters.recomputed_tokens += len(ended) - int(ended.sum()) - len(at)
+            ended[at] = self._say(at, chosen[at], probable[at])
+        return [self.rows[at] for at in np.flatnonzero(ended).tolist()]
+
+    def mark(self, version: str) -> None:
+        """What rows say from now on is this version's."""
+        self._write()
+        for row, said in zip(self.rows, self._said.tolist(), strict=True):
+            row.mark(version, said)
+
+    def leave(self, rows: Iterable[Row]) -> None:
+        """They are decoded no longer, and keep what they have said; the others are to be arranged anew."""
+        self._write()
+        for row in rows:
+            place = self._place.pop(row.number)
+            line, said = int(self._line[place]), int(self._said[place])
+            row.tokens, row.logprobs = self._tokens[line, :said].copy(), self._logprobs[line, :said].copy()
+            self._free.append(line)
+
+    def _nothing_ends(self, tokens: Indices, logprobs: Floats) -> bool:
+        """Whether this step needs only to be written: it ends no row, and no row reads anew."""
+        return (
+            self._even
+            and not self._watching
+            and self._steps < self._free_steps
+            and len(self._waiting) < _TOGETHER
+            and not any((tokens == end).any() for end in self._ends)
+            and math.isfinite(logprobs.sum())
+        )
+
+    def _write(self) -> None:
+        """Nothing waits any more."""
+        if not self._waiting:
+            return
+        tokens, logprobs = (np.stack(parts, 1) for parts in zip(*self._waiting, strict=True))
+        self._waiting = []
+        count = tokens.shape[1]
+        self._longest += count
+        self._reach(self._longest)
+        lines, at = self._line[:, None], self._said[:, None] + np.arange(count)
+        self._tokens[lines, at], self._logprobs[lines, at] = tokens, logprobs
+        self._said += count
+        self._read += count
+
+    def _say(self, at: Indices | slice, tokens: Indices, logprobs: Floats) -> npt.NDArray[np.bool_]:
+        """Append a token to the rows at these places; for each of them whether it ends the row."""
+        if not math.isfinite(logprobs.sum()):  # nor is the sum of numbers of which one is not
+            raise JobFailedError(
+                "policy logits must be finite, got NaN or infinity while sampling; the policy has diverged"
+            )
+        said, lines = self._said[at], self._line[at]
+        self._longest += 1
+        self._reach(self._longest)
+        self._tokens[lines, said], self._logprobs[lines, said] = tokens, logprobs
+        self._said[at] += 1
+        ended = np.zeros(len(tokens), np.bool_)
+        for end in self._ends:
+            ended |= tokens == end
+        ended &= self._heeding[at]
+        over: npt.NDArray[np.bool_] = ended | (self._said[at] >= self._limit[at])
+        if not (self._watching or ended.any()):
+            return over
+        rows = self.rows if isinstance(at, slice) else [self.rows[place] for place in at.tolist()]
+        for place in np.flatnonzero((self._watches[at] > 0) & ~ended).tolist():
+            row = rows[place]
+            if row.tail is not None and row.tail.ends(int(tokens[place])):
+                row.stopped = ended[place] = over[place] = True
+        for place in np.flatnonzero(ended).tolist():
+            rows[place].ended = True
+        return over
+
+    def _reach(self, columns: int) -> None:
+        """There are so many columns."""
+        while columns > self._tokens.shape[1]:
+            self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)], 1)
+            self._logprobs = np.concatenate([self._logprobs, np.zeros_like(self._logprobs)], 1)
+
+    def _more_lines(self, lacking: int) -> None:
+        if lacking <= 0:
+            return
+        have, columns = self._tokens.shape
+        more = max(have, lacking)
+        self._tokens = np.concatenate([self._tokens, np.zeros((more, columns), np.int32)])
+        self._logprobs = np.concatenate([self._logprobs, np.zeros((more, columns), np.float32)])
+        self._free += range(have + more - 1, have - 1, -1)

@@ -1,4 +1,7 @@
-"""The rollout role: samples responses, from the policy's own weights where it stands beside them, else from a copy."""
+"""The rollout role: samples responses, from the policy's own weights where it stands beside them, else from a copy.
+
+Choosing the rollout engine for a model.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,49 @@ from typing import final
 
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.engine.batch import Provenance
-from posttrain.engine.groups.port import Stored
-from posttrain.engine.groups.rank_context import RankContext
-from posttrain.engine.models.exported import Layout, Shard, layout_of, put
+from posttrain.engine.groups.port import RankContext, Stored
 from posttrain.engine.models.language_model import LanguageModel
-from posttrain.engine.models.loading import load_tokenizer
-from posttrain.engine.models.source import ModelSource
-from posttrain.engine.rollout.batches import PromptBatch, Rollouts
+from posttrain.engine.models.loading import ModelSource, load_tokenizer
+from posttrain.engine.models.sharding import Layout, Shard, layout_of, put
+from posttrain.engine.rollout.backends.module import ModuleRollout
+from posttrain.engine.rollout.backends.native import NativeRollout
+from posttrain.engine.rollout.decoding import StopStrings
 from posttrain.engine.rollout.generating import PATIENCE, answers, generate, plan_generations
-from posttrain.engine.rollout.opening import decoding_fallbacks, open_rollout
-from posttrain.engine.rollout.port import Generation, RolloutEngine, SamplingParams
-from posttrain.engine.rollout.stopping import StopStrings
+from posttrain.engine.rollout.llama_decoder import why_attention_is_plain, why_not_fusable
+from posttrain.engine.rollout.port import Generation, PromptBatch, RolloutEngine, Rollouts, SamplingParams
 from posttrain.engine.samples import Group, Trajectory, groups_of
 from posttrain.engine.weights.attestation import Attestation, attest_views, differing_aliases
-from posttrain.engine.weights.stream import Bucket, Everything, WeightSource, exchange
-from posttrain.engine.weights.view import PolicyVersion, Standing, View
+from posttrain.engine.weights.stream import Bucket, Everything, PolicyVersion, Standing, View, WeightSource, exchange
 
 _LOOK = 0.25  # seconds until more prompts can be taken on, where nothing ends
 _Rows = dict[int, dict[int, Trajectory]]  # key → number of a sample → what has come
 _Answered = list[tuple[Generation, Trajectory]]
+
+
+def open_rollout(
+    model: LanguageModel, kv_cache: int | None = None, *, texts: StopStrings | None = None
+) -> RolloutEngine:
+    """The native zero-copy decoder where it computes what the module computes, otherwise the module itself.
+
+    Args:
+        kv_cache: bytes that keys and values may take (`runtime.kv_cache`); None: as many as the rows of a call need.
+        texts: what the model's tokens say; None: generations with stop strings are refused.
+    """
+    native = why_not_fusable(model.module) is None
+    return NativeRollout(model, kv_cache, texts=texts) if native else ModuleRollout(model, kv_cache, texts=texts)
+
+
+def decoding_fallbacks(model: LanguageModel) -> dict[str, str]:
+    """What is slower, and why.
+
+    `module_decoder`, where `open_rollout` takes the module itself; `plain_attention`, where the native decoder attends
+    with plain torch on CUDA.
+    """
+    why = why_not_fusable(model.module)
+    if why is not None:
+        return {"module_decoder": f"responses come from the module's own forward: {why}"}
+    plain = why_attention_is_plain(model)
+    return {} if plain is None else {"plain_attention": f"responses attend by plain torch: {plain}"}
 
 
 @final

@@ -25,7 +25,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from posttrain.engine.models.exported import Shard
+from posttrain.engine.models.sharding import Shard
 
 _MASK = (1 << 64) - 1
 _CHUNK = {"cpu": 1 << 16}  # elements that are widened to 64 bits at a time; stays in the L2 cache

@@ -6,24 +6,27 @@
                         bucket 1 …       no more than one of them exists at a sender, and one at a reader
 
 A bucket is one stretch of memory, so it travels as one message. A tensor that is larger lies in several, cut by rows.
+
+Which state of the policy a reader has, and what was found of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.models.exported import Layout, Shard, dtypes_of
+from posttrain.engine.models.sharding import Layout, Shard, dtypes_of
 from posttrain.engine.weights.attestation import Attestation, attest
 
 BUCKET_BYTES = 64 << 20  # a host with 8 ranks holds 1 GB of them at the most: one sent and one taken by each
 _ALIGNED = 16  # bytes; any type can be read in place
+View = Literal["alias", "neighbour", "copy"]
 
 
 @final
@@ -224,3 +227,36 @@ def _arrived(mine: Tensor | None, pieces: tuple[Piece, ...], rank: int, device: 
     data = torch.empty(size, dtype=torch.uint8, device=device) if mine is None else mine
     dist.broadcast(data, rank)
     return Bucket(pieces, data)
+
+
+"""How a rollout reads the policy's weights:
+
+`alias`      where they are: nothing moves; only unsharded weights, only in the policy's own process.
+`neighbour`  a copy, in the same processes as the policy's shards: buckets go from rank to rank of their process group.
+`copy`       a copy, in processes of its own: buckets go there through the object store, past the controller.
+"""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PolicyVersion:
+    """A state of the policy: `PolicyVersion(incarnation=0, step=12)`.
+
+    A restart from a checkpoint raises the incarnation: a version that was rolled back is not taken for its successor.
+    """
+
+    incarnation: int = 0
+    step: int = 0  # optimiser steps of the stage completed
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}.{self.step}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What one rank of the rollout decodes with, as its engine found it."""
+
+    found: Attestation
+    before: str | None  # the version that it served before; None: weights that nobody published
+    changed: bool  # since then

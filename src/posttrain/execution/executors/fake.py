@@ -24,7 +24,7 @@ from posttrain.domain.jobs import (
     Unknown,
 )
 from posttrain.domain.requests import JobRef, JobRequest, Listed
-from posttrain.execution.logs import read_log
+from posttrain.execution.environment import read_log
 from posttrain.store.attempts import AttemptFolder
 
 _TERMINATED, _NODE = -15, "somewhere"

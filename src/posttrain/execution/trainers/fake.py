@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from posttrain.domain.canonical import digest_json
-from posttrain.domain.contracts import StageContract
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder, JobResult, JobSpec
-from posttrain.domain.kinds import kind_of
-from posttrain.domain.measures import RATE, ItemRange
+from posttrain.domain.kinds import RATE, ItemRange, StageContract, kind_of
 from posttrain.store.attempts import AttemptFolder
 
 _INPUTS = {"model": "model", "data": "dataset", "reward": "reward"}  # parameter → asset kind

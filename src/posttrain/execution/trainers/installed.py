@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.domain.canonical import digest_json
-from posttrain.domain.contracts import StageContract, refuse_malformed
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder, JobResult, JobSpec
-from posttrain.domain.kinds import CONTROL
+from posttrain.domain.kinds import CONTROL, StageContract, refuse_malformed
 from posttrain.domain.plugins import TRAINERS, Plugin, find_plugin, plugin_names
 from posttrain.execution.ports import Trainer
 from posttrain.store.attempts import AttemptFolder

@@ -18,11 +18,19 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ValidationError
 
 from posttrain.domain.canonical import digest_bytes, digest_json
-from posttrain.domain.contracts import Length, RowNeeds, StageContract, refuse_malformed
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import JobOrder, JobResult, JobSpec
-from posttrain.domain.kinds import OWN, installed_kind, kind_names, kind_of
-from posttrain.domain.measures import ItemRange
+from posttrain.domain.kinds import (
+    OWN,
+    ItemRange,
+    Length,
+    RowNeeds,
+    StageContract,
+    installed_kind,
+    kind_names,
+    kind_of,
+    refuse_malformed,
+)
 from posttrain.domain.placement import COLLOCATED, Placement
 from posttrain.domain.rewards import JUDGES
 from posttrain.domain.validation import explain, unknown_kind
@@ -36,17 +44,15 @@ from posttrain.engine.config import (
     TrainingConfig,
     config_class,
 )
-from posttrain.engine.loads import load_of
+from posttrain.engine.config.stages import load_of
 from posttrain.store.attempts import AttemptFolder
 
 # Model and reward sources enter by digest; these are the sources and libraries that decide results besides.
 _DECIDING_ROOMS = (
-    *("engine", "jobs", "data/files.py", "data/rows.py", "domain/amounts.py"),
-    *("domain/canonical.py", "domain/kinds.py"),
-    *("domain/measures.py", "domain/placement.py", "domain/rendering.py", "domain/rewards.py", "domain/seeds.py"),
-    "domain/weights.py",
-    *("pacing/admission.py", "pacing/balancing.py", "planner/feasibility.py", "planner/residency.py"),
-    *("planner/deadlines.py", "planner/size.py", "planner/sizes.py"),
+    *("engine", "jobs", "sandbox", "data/files.py", "data/rows.py"),
+    *("domain/canonical.py", "domain/kinds.py", "domain/placement.py", "domain/rendering.py", "domain/rewards.py"),
+    *("domain/weights.py", "pacing/admission.py", "pacing/balancing.py"),
+    *("planner/residency.py", "planner/sizes.py", "planner/size.py"),
 )
 # torch's version names its build (2.13.0+cpu, +cu130); jinja2 renders chat templates, pyarrow reads
 # Parquet rows, regex reads answers.

@@ -33,14 +33,13 @@ from posttrain.engine.evaluation.evaluate import (
 )
 from posttrain.engine.memory import peak_memory
 from posttrain.engine.models.language_model import LanguageModel
-from posttrain.engine.models.loading import load_tokenizer
-from posttrain.engine.models.source import ModelSource
-from posttrain.engine.rollout.opening import decoding_fallbacks, open_rollout
+from posttrain.engine.models.loading import ModelSource, load_tokenizer
+from posttrain.engine.rollout.decoding import StopStrings
 from posttrain.engine.rollout.port import RolloutEngine
-from posttrain.engine.rollout.stopping import StopStrings
+from posttrain.engine.rollout.worker import decoding_fallbacks, open_rollout
 from posttrain.engine.settings import InferenceRuntimeConfig
-from posttrain.jobs.bodies.pools import choose, settled_device, tell_sizes
 from posttrain.jobs.bodies.rewards import open_rewards
+from posttrain.jobs.bodies.training import choose, settled_device, tell_sizes
 from posttrain.jobs.entry import Job, failed
 from posttrain.planner.sizes import reward_seconds
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
+from posttrain.domain.canonical import derive_seed
 from posttrain.domain.facts import Progress
 from posttrain.domain.jobs import JobResult, Output
-from posttrain.domain.seeds import derive_seed
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.loading import character_tokenizer, initial_model, save_model

@@ -12,11 +12,10 @@ from urllib.parse import unquote, urlsplit
 from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Note
 from posttrain.domain.rewards import reward_slots
-from posttrain.engine.rewards.layout import Provision
-from posttrain.engine.rewards.parallel import ParallelReward, WeightedReward
-from posttrain.engine.rewards.port import RewardFunction
-from posttrain.engine.rewards.process import open_reward
 from posttrain.jobs.entry import Job
+from posttrain.sandbox.layout import Provision
+from posttrain.sandbox.port import RewardFunction
+from posttrain.sandbox.process import ParallelReward, WeightedReward, open_reward
 
 
 def open_rewards(
@@ -31,7 +30,7 @@ def open_rewards(
         ranks: processes of each function.
 
     Raises:
-        InputError, RewardError, InfrastructureError: see `engine.rewards.process.open_reward`.
+        InputError, RewardError, InfrastructureError: see `sandbox.process.open_reward`.
     """
     opened = {
         place: _open(job, place, name, stack, timeout, ranks) for place, (_, name) in reward_slots(slot, reward).items()

@@ -12,16 +12,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.domain.seeds import derive_seed
+from posttrain.domain.canonical import derive_seed
 from posttrain.engine.models.chat import decode_response, encode_prompts
-from posttrain.engine.models.loading import load_tokenizer
-from posttrain.engine.models.source import ModelSource
+from posttrain.engine.models.loading import ModelSource, load_tokenizer
+from posttrain.engine.rollout.decoding import StopStrings
 from posttrain.engine.rollout.generating import generate
-from posttrain.engine.rollout.opening import decoding_fallbacks, open_rollout
 from posttrain.engine.rollout.port import SamplingParams
-from posttrain.engine.rollout.stopping import StopStrings
+from posttrain.engine.rollout.worker import decoding_fallbacks, open_rollout
 from posttrain.engine.settings import InferenceRuntimeConfig
-from posttrain.jobs.bodies.pools import settled_device
+from posttrain.jobs.bodies.training import settled_device
 
 _USUAL_TOKENS = 256
 _ROWS_PER_CALL = 64  # responses between two answers

@@ -27,7 +27,7 @@ from posttrain._version import __version__
 from posttrain.access.authenticators import session
 from posttrain.access.authenticators.token import TokenAuthenticator
 from posttrain.domain.errors import AccessError, AuthenticationError, InputError, PosttrainError
-from posttrain.domain.principals import Role
+from posttrain.domain.ids import Role
 from posttrain.server.console import CONSOLE
 from posttrain.server.entrance import Asker
 from posttrain.server.logs import logged_problem

@@ -11,32 +11,48 @@ that does more than add writes itself.
 
 from __future__ import annotations
 
-from posttrain.store.schema.access import principals, projects, roles, sinks, tokens
 from posttrain.store.schema.assets import artifacts, asset_status, assets, edges, holds
-from posttrain.store.schema.channels import (
-    approval_requests,
-    approvals,
-    channels,
-    deployments,
-    looks,
-    quarantine,
-    releases,
-)
 from posttrain.store.schema.columns import JsonText, UnreadableColumnError, metadata
-from posttrain.store.schema.log import chain_head, events, events_before, leaves, payloads, tiles, tree_head, unsealed
-from posttrain.store.schema.runs import attempts, notes, runs, signals, stage_cache, stages
-from posttrain.store.schema.upkeep import (
+from posttrain.store.schema.log import (
+    chain_head,
     cursors,
+    events,
+    events_before,
     grants,
     hosts,
+    leaves,
     operations,
     parts,
+    payloads,
+    principals,
+    projects,
     requests,
+    roles,
     schema_versions,
     sessions,
+    sinks,
+    tiles,
+    tokens,
+    tree_head,
+    unsealed,
     uploads,
     watches,
     work,
+)
+from posttrain.store.schema.runs import (
+    approval_requests,
+    approvals,
+    attempts,
+    channels,
+    deployments,
+    looks,
+    notes,
+    quarantine,
+    releases,
+    runs,
+    signals,
+    stage_cache,
+    stages,
 )
 
 SCHEMA_VERSION = "0005"  # revisions are counted, so they compare as text

@@ -12,11 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, final
 
-from posttrain.domain.errors import InputError
-from posttrain.domain.workers import blame
-from posttrain.engine.groups.failures import WorkerLostError
-from posttrain.engine.groups.port import Answer, Call, Flow, Process, Stored
-from posttrain.engine.groups.rank_context import RankContext
+from posttrain.domain.errors import InputError, blame
+from posttrain.engine.groups.port import Answer, Call, Flow, Process, RankContext, Stored, WorkerLostError
 
 R = TypeVar("R")
 

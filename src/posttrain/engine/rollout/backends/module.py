@@ -11,12 +11,11 @@ from torch import Tensor
 
 from posttrain.engine.models import LanguageModel
 from posttrain.engine.models.backbone import key_value_bytes
-from posttrain.engine.models.exported import module_views
 from posttrain.engine.models.language_model import HALF
+from posttrain.engine.models.sharding import module_views
 from posttrain.engine.rollout.batched import BatchedEngine
-from posttrain.engine.rollout.decoding import Rows, decode_batch
+from posttrain.engine.rollout.decoding import Rows, StopStrings, decode_batch
 from posttrain.engine.rollout.port import Generation
-from posttrain.engine.rollout.stopping import StopStrings
 from posttrain.engine.samples import Trajectory
 
 _DROP_SHARE = 0.15  # the cache is copied when rows are dropped, so it pays for several at a time

@@ -10,6 +10,8 @@ The loop of `completed`, until a row has ended::
 
 A preempted row waits at the head of the queue. When its turn comes its prompt is computed again, and the model reads
 what the row had said token by token in the same steps as the others: so it goes on as if nothing had happened.
+
+Prompts that were computed and wait for rows that begin with them; long ones are computed in chunks.
 """
 
 from __future__ import annotations
@@ -18,31 +20,101 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from typing import final
 
 import torch
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.heap import keep_freed_memory
-from posttrain.engine.memory import free_bytes
+from posttrain.engine.memory import free_bytes, keep_freed_memory
 from posttrain.engine.models import LanguageModel
-from posttrain.engine.rollout.fused_weights import fuse_weights, why_not_fusable
-from posttrain.engine.rollout.kept_prompts import KeptPrompts
+from posttrain.engine.rollout.decoding import StopStrings
 from posttrain.engine.rollout.kv_pages import GraphedSteps, PageStore, Run, cuda_recorder
 from posttrain.engine.rollout.kv_slots import SlotStore
 from posttrain.engine.rollout.kv_store import KVShape, KVStore, Prompt
-from posttrain.engine.rollout.llama_decoder import LlamaDecoder
+from posttrain.engine.rollout.llama_decoder import LlamaDecoder, Prefix, fuse_weights, why_not_fusable
 from posttrain.engine.rollout.port import Completion, Generation, InFlight, prompt_segments
-from posttrain.engine.rollout.row_table import Indices, RowTable
 from posttrain.engine.rollout.sampling import RowDraws, generation_keys
-from posttrain.engine.rollout.scheduling import Intake, RolloutCounters, Row, Schedule
-from posttrain.engine.rollout.stopping import StopStrings
+from posttrain.engine.rollout.scheduling import Indices, Intake, RolloutCounters, Row, RowTable, Schedule
 from posttrain.engine.samples import Floats
 
 _PREFILL_TOKENS = 8192  # of prompts between two decoding steps
 _RESERVE_SHARE = 16  # a 16th of the budget is left to rows that grow
 _UNSEEN = 16  # steps between two looks, at most
 _AHEAD = 64  # tokens whose random numbers are made at a time
+
+
+@final
+class KeptPrompts:
+    """Their keys and values are in the store, their last hidden states here.
+
+    Args:
+        counters: told what is computed.
+    """
+
+    def __init__(self, decoder: LlamaDecoder, store: KVStore, counters: RolloutCounters) -> None:
+        self._decoder, self._store, self._counters = decoder, store, counters
+        self._hidden: dict[Prompt, Tensor] = {}  # [1, hidden] after each
+        self._begun: tuple[Prompt, Prefix] | None = None  # the beginning of a long one
+
+    def __contains__(self, prompt: Prompt) -> bool:
+        return prompt in self._hidden
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(list(self._hidden))
+
+    @property
+    def any(self) -> bool:
+        """Whether something is held, if only the beginning of a prompt."""
+        return bool(self._hidden or self._begun)
+
+    @property
+    def begun_bytes(self) -> int:
+        """Of the beginning of a long prompt, which the store does not hold yet."""
+        return 0 if self._begun is None else self._decoder.shape.position_bytes * len(self._begun[1].pairs[0])
+
+    def logits(self, prompts: Sequence[Prompt]) -> Tensor:
+        """[prompts, vocabulary] after each."""
+        return self._decoder.logits(torch.cat([self._hidden[prompt] for prompt in prompts]))
+
+    def is_long(self, prompt: Prompt) -> bool:
+        """Whether it is computed in chunks."""
+        return len(prompt) > self._decoder.chunk(0)
+
+    def compute(self, prompts: Sequence[Prompt]) -> None:
+        """All of these together."""
+        if prompts:
+            self._counters.prefilled_tokens += sum(len(prompt) for prompt in prompts)
+            self._keep(prompts, self._decoder.prefill(prompts))
+
+    def advance(self, prompt: Prompt) -> bool:
+        """Compute the next chunk of a long prompt; whether it was the last."""
+        past = self._begun[1] if self._begun is not None and self._begun[0] == prompt else None
+        begin = past.spans[0][1] if past is not None else 0
+        piece = prompt[begin : begin + self._decoder.chunk(begin)]
+        prefix = self._decoder.prefill([piece], past)
+        self._counters.prefilled_tokens += len(piece)
+        if begin + len(piece) < len(prompt):
+            self._begun = (prompt, prefix)
+            return False
+        self._begun = None
+        self._keep([prompt], prefix)
+        return True
+
+    def forget(self, prompts: Collection[Prompt]) -> None:
+        """Rows that begin with these stay."""
+        self._store.forget(prompts)
+        for prompt in prompts:
+            del self._hidden[prompt]
+
+    def forget_all(self) -> None:
+        """Also the beginning of a long one."""
+        self.forget(list(self._hidden))
+        self._begun = None
+
+    def _keep(self, prompts: Sequence[Prompt], computed: Prefix) -> None:
+        self._store.keep(dict(zip(prompts, computed.spans, strict=True)), computed.pairs)
+        self._hidden |= {prompt: computed.hidden[at : at + 1] for at, prompt in enumerate(prompts)}
 
 
 class NativeRollout:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from posttrain.engine.rollout.batched import BatchedEngine
+from posttrain.engine.rollout.decoding import StopStrings
 from posttrain.engine.rollout.port import Generation
-from posttrain.engine.rollout.stopping import StopStrings
 from posttrain.engine.samples import Trajectory
 
 Script = Callable[[tuple[int, ...], int], Sequence[int]]

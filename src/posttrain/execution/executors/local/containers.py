@@ -13,6 +13,10 @@ stand in no command line. No process in it can make a symbolic link, a device or
 run reads the folder, and follows what lies there.
 
 Only the standard library, and rooms of ours that keep to it: the supervisor imports this.
+
+How podman is asked, and how an image is fetched: again and again while its registry is away, within a time.
+
+Only the standard library, and rooms of ours that keep to it: the supervisor imports this.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import math
 import os
 import re
 import secrets
@@ -27,6 +32,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -34,38 +40,215 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import unquote, urlsplit
 
-from posttrain.domain.errors import InputError
+from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.requests import WORKSPACE, JobRequest
-from posttrain.execution.executors.local.podman import fetch_seconds, fetched, one_line, podman, variables
-from posttrain.store.atomic import write_json
+from posttrain.store.atomic import open_plain, write_json
 from posttrain.store.reaching import INSIDE, PRIVATE_CACHE, SOCKETS
 
+FETCH_VARIABLE = "POSTTRAIN_IMAGE_FETCH_SECONDS"  # of whoever drives: how long one attempt waits for its image
+FETCH_SECONDS = 1800.0  # tens of GB come in that time; a registry that is away is waited for
+_PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)  # seconds before an image is asked for again
 SPEC = "container"  # the key of spec.json
 _COVERED = ("spec.json", "request.json", "supervisor.json", "supervisor.lock")  # what supervisors go by
 _READ = ("job.json",)
 _OLDEST = 4
+
+
+_FINAL = re.compile(  # what podman says where another try fetches nothing either
+    r"manifest unknown|name unknown|not found|unauthorized|authentication required|denied|forbidden|invalid reference",
+    re.IGNORECASE,
+)
+
+
+_FRAMED = re.compile(r'level=\w+ msg="(.*)"$')  # what it says while it tries again by itself
+
+
+_WORDS = 400  # characters of what podman said, the last ones: there is the cause
+
+
+_LINE = 1200
+
+
+_TAIL = 8192  # bytes of a log in which its last words are
+
+
+_VARIABLES = (  # of whoever starts podman, that it needs
+    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "TMPDIR", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME"),
+    *("CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF", "CONTAINERS_REGISTRIES_CONF", "REGISTRY_AUTH_FILE"),
+    "DBUS_SESSION_BUS_ADDRESS",
+)
+
+
+_SECONDS = 60.0  # for one word with podman on a busy machine
+
+
+def variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """What podman needs of an environment, beside what jobs get of it."""
+    return {name: environment[name] for name in _VARIABLES if name in environment}
+
+
+def podman(*words: str) -> subprocess.CompletedProcess[str]:
+    """What podman answers to a short question. Raises as `subprocess.run`."""
+    return subprocess.run(
+        ["podman", *words], capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL, check=False,
+        env=variables(os.environ), cwd="/",
+    )  # fmt: skip
+
+
+def fetch_seconds(job: str) -> float:
+    """How long a job waits for its image.
+
+    Raises:
+        InputError: whoever drives says what is no time.
+    """
+    said = os.environ.get(FETCH_VARIABLE, "")
+    try:
+        seconds = float(said or FETCH_SECONDS)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < math.inf:
+        raise InputError(f"job {job}: {FETCH_VARIABLE} must be a number of seconds above 0, got {said[:80]!r}")
+    return seconds
+
+
+def fetched(image: str, seconds: float, pause: Callable[[float], None] = time.sleep) -> str:
+    """Fetch an image, as often as that takes a registry that is away; why it is not here, with podman's last words.
+
+    Args:
+        seconds: within which it must come.
+    """
+    until, tried = time.monotonic() + seconds, 0
+    while True:
+        code, words = _pulled(image, max(0.0, until - time.monotonic()))
+        if code == 0:
+            return ""
+        words = _cause(words, image) or ("nothing" if code is None else f"exit code {code}")
+        if code is None:
+            return _late(image, seconds, words)
+        if _FINAL.search(words):
+            return f"image {image} cannot be fetched, podman says: {words}; mend that, then posttrain retry"
+        wait = _PAUSES[min(tried, len(_PAUSES) - 1)]
+        if time.monotonic() + wait >= until:
+            return _late(image, seconds, words)
+        print(f"image {image} cannot be fetched, podman says: {words}; trying again in {wait:g} s", file=sys.stderr)
+        sys.stderr.flush()
+        pause(wait)
+        tried += 1
+
+
+def _pulled(image: str, seconds: float) -> tuple[int | None, str]:
+    """Exit code of podman, None: it did not come to an end in time; and its last words.
+
+    They go into a file: whatever it started, and is still there, would hold a pipe.
+    """
+    with tempfile.TemporaryFile() as said:
+        try:
+            done = subprocess.run(
+                ["podman", "pull", "--quiet", image], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said,
+                timeout=seconds, check=False, env=variables(os.environ), cwd="/",
+            )  # fmt: skip
+            code: int | None = done.returncode
+        except subprocess.TimeoutExpired:
+            code = None
+        said.seek(max(0, os.fstat(said.fileno()).st_size - _TAIL))
+        return code, _last(said.read(_TAIL).decode(errors="replace"))
+
+
+def _late(image: str, seconds: float, words: str) -> str:
+    return (
+        f"image {image} could not be fetched within {seconds:g} s, podman says: {words}; see that its registry "
+        f"answers, or raise {FETCH_VARIABLE}, then posttrain retry"
+    )
+
+
+def _last(words: str) -> str:
+    """Podman's last line, which says what was wrong."""
+    lines = [line for line in words.splitlines() if line.strip()]
+    return one_line(lines[-1]) if lines else ""
+
+
+def _cause(words: str, image: str) -> str:
+    """What podman said, without the name of the image, in which there may be any word, and without a log's frame."""
+    framed = _FRAMED.search(words)
+    found = (framed[1] if framed else words).replace(f"docker://{image}", "it")
+    return found.replace(image, "it").replace(image.partition("@")[0], "it")[-_WORDS:]
+
+
+def one_line(words: str) -> str:
+    """Some of what podman said, as one line."""
+    return " ".join(words.split())[:_LINE]
+
+
+def last_words(folder: Path) -> str:
+    """What podman, or whoever starts it, said last of a container that it did not start; empty: nothing is there.
+
+    A job may have written there as well: it is a line for a person, and decides nothing.
+    """
+    with suppress(PosttrainError, OSError), open_plain(folder / "log.txt") as log:
+        log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL))
+        lines = log.read(_TAIL).decode(errors="replace").splitlines()
+        return next((one_line(line) for line in reversed(lines) if line.startswith(("image ", "Error: "))), "")
+    return ""
+
+
 _LATE_SECONDS = 60  # after which podman itself ends what should have been ended
+
+
 _AGAIN_SECONDS = 0.5  # between two tries to remove a container
+
+
 _PLACE_DIGITS = 12  # of what tells a workspace from others whose runs have the same names
+
+
 _SHARED_MEMORY = "2g"
+
+
 _PROFILES = (Path("/etc/containers/seccomp.json"), Path("/usr/share/containers/seccomp.json"))
+
+
 _PROFILE = "seccomp.json"  # in the attempt's folder
+
+
 _NEVER = frozenset(
     {"symlink", "symlinkat", "mknod", "mknodat", "io_uring_setup", "io_uring_enter", "io_uring_register"}
     | {"unshare", "setns", "mount", "mount_setattr", "umount", "umount2", "fsopen", "fsconfig", "fsmount", "fspick"}
     | {"move_mount", "open_tree", "pivot_root", "keyctl", "add_key", "request_key", "ptrace", "bpf", "userfaultfd"}
 )
+
+
 _FLAGGED = frozenset({"clone", "clone3", "renameat2"})
+
+
 _WHITEOUT = 4  # of renameat2: leaves a device
+
+
 _NAMESPACES = 0x7E020000  # of clone: every CLONE_NEW… flag
+
+
 _RUNTIME = "runc"  # crun obeys annotations, which an image brings: they would replace the profile
+
+
 _NO_SUCH = 1  # exit code of `podman container exists`
+
+
 _SIGNALLED = 128  # beyond it podman says which signal ended the job
+
+
 _RAN = ("exited", "stopped")
+
+
 REFUSED = 125  # as podman ends where it starts nothing
+
+
 _ORDERS = "run.oci."  # annotations that tell an OCI runtime what to do
+
+
 _SHARE = 0.9  # of the machine's memory, for a job that names none
+
+
 _PROCESSES = 16384  # with threads
+
+
 _TEMPORARY = "4g"  # of memory
 
 

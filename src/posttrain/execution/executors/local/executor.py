@@ -35,11 +35,12 @@ from posttrain.domain.jobs import (
 )
 from posttrain.domain.requests import JobRef, JobRequest, Listed
 from posttrain.execution import processes
-from posttrain.execution.executors.local import containers, podman
+from posttrain.execution.environment import read_log
+from posttrain.execution.executors.local import containers
+from posttrain.execution.executors.local import containers as podman
 from posttrain.execution.executors.local.devices import FOLDER_VARIABLE, Devices, holders
 from posttrain.execution.executors.local.forkserver import ForkServer
 from posttrain.execution.executors.local.supervisor import ALREADY_CLAIMED, NO_DEVICE, job_environment, private
-from posttrain.execution.logs import read_log
 from posttrain.execution.processes import HEARTBEAT_SECONDS
 from posttrain.store.atomic import create_json, make_folder, read_json, unwritable, write_json
 from posttrain.store.attempts import AttemptFolder, unclaimed

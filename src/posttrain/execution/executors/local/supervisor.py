@@ -160,7 +160,7 @@ def _supervise(
     box = spec.get(_BOX)
     if box:
         from posttrain.execution.executors.local import containers  # here: other jobs need none of it
-        from posttrain.execution.executors.local.podman import last_words
+        from posttrain.execution.executors.local.containers import last_words
 
         code = containers.code_of(box, code)
         said = last_words(folder) if code == containers.REFUSED else ""

@@ -1,1 +1,0 @@
-"""Function rewards, evaluated in a killable worker process."""

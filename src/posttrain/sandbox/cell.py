@@ -1,0 +1,541 @@
+"""The cell in which a reward's code runs. It reaches nothing, and nothing it starts outlives it.
+
+::
+
+    job ── keeper ── init ── reward      the kernel gives namespaces: `init` is pid 1 of one of its own
+    job ── keeper ────────── reward      it does not: the keeper adopts what the reward detaches
+
+The keeper runs none of the reward's code. It waits for SIGTERM, which the job sends to close the cell and the kernel
+sends when the job dies, or for the end of its child; then it kills everything below it, waits until that is gone, and
+ends with its child's exit code (128 + n for signal n). With a PID namespace the kernel itself kills all that is in it
+with its pid 1; without one the keeper is a child subreaper: what loses its parent becomes the keeper's child. Where no
+cgroup bounds the cell's memory and processes, the keeper looks at both ten times a second.
+
+With namespaces the reward has a root of its own (`root`), no network but declared hosts, no other process and no
+shared memory of others in sight. Without them Landlock and a filter of system calls hold back what they can
+(`barriers`), and `Confinement.whole` is false: `plan` refuses that unless the workspace trusts its rewards.
+
+Standard library only; single-threaded, because it forks.
+
+The file system of a reward: a root of its own that holds, read-only, what it needs and nothing else.
+
+::
+
+    /usr /bin /lib …       the system's programs and libraries          read-only
+    sys.prefix …           the interpreter and its environment          read-only, at their own paths
+    /reward                its source and the files that the run declares  read-only
+    /etc                   a few files made here, certificates, time zone  read-only
+    /dev                   null, zero, full, random, urandom; shm of its own
+    /proc                  its own PID namespace's                      read-only; empty where the kernel refuses one
+    /tmp                   its scratch: home and working folder         bounded in bytes
+
+Built by pid 1 of the cell, with the capabilities that its user namespace gives; standard library only.
+
+The way from a cell to the hosts that its reward declares: the job connects for it, and to nothing else.
+
+The listening sockets belong to the cell's network namespace, which has no other way out; accepting and connecting
+happen in the job, one thread per direction. The reward names the host as usual (`/etc/hosts` of the cell leads it
+here), so TLS sees the name that it asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import resource
+import shutil
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from posttrain.sandbox.barriers import INTERVAL, Group, Watch, fence_files, filter_calls, give_up_privileges
+
+HOME, SOURCE = "/tmp", "/reward"  # in the cell
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+SETTINGS = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/ssl/certs", "/etc/ssl/openssl.cnf")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_SHARED_MEMORY = 256 * 2**20  # bytes of /dev/shm
+_INODES = 65536
+_MOUNT = 0x00020000  # CLONE_NEWNS
+_READ_ONLY, _NO_SUID, _NO_DEVICES, _NO_EXEC = 1, 2, 4, 8  # MS_… and MOUNT_ATTR_… alike
+_REMOUNT, _BIND, _RECURSIVE, _PRIVATE, _DETACH = 32, 4096, 16384, 1 << 18, 2
+_SET_ATTRIBUTES, _PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
+_WHOLE_TREE = 0x8000  # AT_RECURSIVE
+_UTS, _IPC, _USER, _PID, _NET = 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000  # CLONE_NEW…
+_CGROUP = 0x02000000
+_NAMESPACES = _UTS | _IPC | _PID | _NET | _CGROUP
+_PDEATHSIG, _DUMPABLE, _SUBREAPER = 1, 4, 36  # PR_SET_…
+_EXITING = 4  # PF_EXITING, among the flags of /proc/PID/stat
+_INTERFACE_FLAGS, _SET_INTERFACE_FLAGS, _UP = 0x8913, 0x8914, 1  # SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP
+_NAMES = ("/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf")
+_RESOLVER = ("/etc/resolv.conf", "/etc/gai.conf", "/etc/host.conf")
+_AWAITED = {signal.SIGTERM, signal.SIGCHLD}
+_CONNECT_SECONDS = 10.0
+_MOST = 64  # connections at a time
+_CHUNK = 1 << 16
+
+
+def move_in(
+    libc: Any,
+    base: str,
+    *,
+    readable: Sequence[str],
+    hidden: Sequence[str],
+    source: str,
+    scratch: int,
+    hosts: Mapping[str, str],
+) -> list[str]:
+    """Build the root over the folder `base`, move into it, and lose sight of the machine's own.
+
+    Args:
+        base: an empty folder.
+        readable: existing files and folders that the reward needs, at their own paths.
+        hidden: folders that are empty for it where they lie in a readable one.
+        source: the folder that becomes `/reward`.
+        scratch: bytes of `/tmp`.
+        hosts: name → address, for `/etc/hosts`.
+
+    Returns:
+        What is missing, in words.
+
+    Raises:
+        OSError: the kernel refuses a step; this process has a mount namespace of its own by then, or none.
+    """
+    _done(libc.unshare(_MOUNT), "unshare")
+    _mount(libc, None, "/", None, _RECURSIVE | _PRIVATE)
+    _mount(libc, "tmpfs", base, "tmpfs", _NO_SUID | _NO_DEVICES, f"size=1m,nr_inodes={_INODES},mode=755")
+    root = Path(base)
+    (root / HOME[1:]).mkdir()  # before what is shown: an environment may lie in it
+    options = f"size={scratch},nr_inodes={_INODES},mode=700"
+    _mount(libc, "tmpfs", str(root / HOME[1:]), "tmpfs", _NO_SUID | _NO_DEVICES, options)
+    for path in (*SYSTEM, *SETTINGS, *readable):
+        _show(libc, root, path)
+    for folder in hidden:
+        if (root / folder[1:]).is_dir():
+            _mount(libc, "tmpfs", str(root / folder[1:]), "tmpfs", _READ_ONLY | _NO_SUID, "size=4k,mode=0")
+    _bind(libc, source, root / SOURCE[1:])
+    _devices(libc, root)
+    _settings(root, hosts)
+    (root / "proc").mkdir(exist_ok=True)
+    inert = _READ_ONLY | _NO_SUID | _NO_DEVICES | _NO_EXEC  # as root even /proc/sys is writable by its owner
+    missing = libc.mount(b"proc", os.fsencode(root / "proc"), b"proc", inert, None)
+    _mount(libc, None, base, None, _REMOUNT | _BIND | _READ_ONLY | _NO_SUID | _NO_DEVICES)
+    _enter(libc, base)
+    return ["the reward finds /proc empty: the kernel refuses one of its own here"] if missing else []
+
+
+def _enter(libc: Any, base: str) -> None:
+    os.chdir(base)
+    number = _PIVOT_ROOT.get(os.uname().machine)
+    if number is None:
+        raise OSError(f"pivot_root: unknown on {os.uname().machine}")
+    _done(libc.syscall(number, b".", b"."), "pivot_root")  # the old root now lies over the new one
+    _done(libc.umount2(b".", _DETACH), "umount")
+    os.chdir(HOME)
+
+
+def _show(libc: Any, root: Path, path: str) -> None:
+    """A path of the machine at the same place; links stay links."""
+    place = root / path[1:]
+    if not os.path.lexists(path) or os.path.lexists(place):
+        return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.islink(path):
+        place.symlink_to(os.readlink(path))
+    else:
+        _bind(libc, path, place)
+
+
+def _bind(libc: Any, path: str, place: Path) -> None:
+    """A read-only view without devices and set-user-id programs, of everything mounted below too."""
+    if os.path.isdir(path):
+        place.mkdir(parents=True, exist_ok=True)
+    else:
+        place.touch()
+    _mount(libc, path, str(place), None, _BIND | _RECURSIVE)
+    flags = struct.pack("QQQQ", _READ_ONLY | _NO_SUID | _NO_DEVICES, 0, 0, 0)
+    there, size = os.fsencode(place), ctypes.c_size_t(len(flags))
+    if not libc.syscall(_SET_ATTRIBUTES, -100, there, _WHOLE_TREE, flags, size):
+        return
+    for mount in _mounts_below(str(place)):  # before Linux 5.12
+        kept = os.statvfs(mount).f_flag & (_NO_SUID | _NO_DEVICES | _NO_EXEC)
+        _mount(libc, None, mount, None, _REMOUNT | _BIND | _READ_ONLY | _NO_SUID | _NO_DEVICES | kept)
+
+
+def _mounts_below(place: str) -> list[str]:
+    points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    plain = [point.encode().decode("unicode_escape") for point in points]  # a blank is \040
+    return [point for point in plain if point == place or point.startswith(place + "/")]
+
+
+def _devices(libc: Any, root: Path) -> None:
+    folder = root / "dev"
+    (folder / "shm").mkdir(parents=True)
+    for name in _DEVICES:
+        (folder / name).touch()
+        _mount(libc, f"/dev/{name}", str(folder / name), None, _BIND)
+        # writing to a device needs no writable mount, changing its mode does: root would change the machine's
+        _mount(libc, None, str(folder / name), None, _REMOUNT | _BIND | _READ_ONLY | _NO_SUID | _NO_EXEC)
+    for name, target in (("fd", "self/fd"), ("stdin", "self/fd/0"), ("stdout", "self/fd/1"), ("stderr", "self/fd/2")):
+        (folder / name).symlink_to(f"/proc/{target}")
+    options = f"size={_SHARED_MEMORY},nr_inodes=4096,mode=700"
+    _mount(libc, "tmpfs", str(folder / "shm"), "tmpfs", _NO_SUID | _NO_DEVICES | _NO_EXEC, options)
+
+
+def _settings(root: Path, hosts: Mapping[str, str]) -> None:
+    """Names for the own user, the own machine and the declared hosts, and no others."""
+    folder = root / "etc"
+    folder.mkdir(exist_ok=True)
+    user, group = os.getuid(), os.getgid()
+    (folder / "passwd").write_text(f"reward:x:{user}:{group}::{HOME}:/bin/sh\n")
+    (folder / "group").write_text(f"reward:x:{group}:\n")
+    (folder / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
+    names = {"localhost": "127.0.0.1", **hosts}
+    (folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in names.items()))
+
+
+def _mount(
+    libc: Any, source: str | None, target: str, kind: str | None, flags: int, options: str | None = None
+) -> None:
+    words = [None if word is None else os.fsencode(word) for word in (source, target, kind)]
+    data = None if options is None else options.encode()
+    _done(libc.mount(*words, ctypes.c_ulong(flags), data), f"mount {target}")
+
+
+def _done(result: int, what: str) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+
+
+@dataclass(frozen=True, slots=True)
+class CellPlan:
+    """What a cell is made of; JSON values, for it goes to the worker as an argument."""
+
+    base: str  # an empty folder of the job's, over which the root is mounted
+    source: str  # a folder with the reward's source and declared files
+    scratch: str  # a folder of the job's, in which the reward works where it can have no root of its own
+    readable: Sequence[str]  # interpreter, environment
+    hidden: Sequence[str]  # empty for the reward where they lie in a readable one
+    limits: Mapping[str, int]  # RLIMIT_… → value, of each process
+    memory: int  # bytes of all its processes and its scratch
+    processes: int  # with threads
+    scratch_bytes: int
+    hosts: Mapping[str, str]  # declared hosts → their address in the cell
+    ports: Sequence[tuple[str, int]] = ()  # (address, port) in the cell, to be relayed by the job
+
+
+@dataclass(frozen=True, slots=True)
+class Confinement:
+    """What came of it."""
+
+    whole: bool  # namespaces and a root of its own; else notes say what is missing
+    notes: tuple[str, ...]
+    home: str  # its scratch
+    source: str  # where the folder `source` is now
+    listeners: tuple[socket.socket, ...] = ()  # one per port
+
+
+def enter(parent: int, plan: CellPlan) -> Confinement:
+    """Go on as the confined process; the calling process stays behind as its keeper and never returns.
+
+    Args:
+        parent: the process that must outlive this one.
+        plan: what the reward needs.
+    """
+    if sys.platform != "linux":
+        notes = ("the reward can read, write and reach what its user can: cells need Linux", *_limit(plan.limits))
+        return Confinement(False, notes, plan.scratch, plan.source)
+    libc = ctypes.CDLL(None, use_errno=True)
+    tasks = plan.processes + _own_tasks()  # counted while user ids still mean something
+    signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    group = Group.make(plan.memory, plan.processes)
+    notes = _unshare(libc)
+    apart = not notes
+    libc.prctl(_SUBREAPER, 1, 0, 0, 0)
+    libc.prctl(_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # after unshare: a change of credentials clears it
+    if os.getppid() != parent:
+        os._exit(1)  # it died before prctl took effect
+    watch = None if group else Watch(os.getpid(), plan.memory, plan.processes)
+    left = Path(plan.base).parent
+    _fork(libc, lambda child: _keep(child, apart, group, watch, lambda: _sweep(parent, left)))
+    if group:
+        with contextlib.suppress(OSError):
+            group.join()
+    rooted = apart
+    listeners = _listeners(plan.ports) if apart else ()
+    if apart:
+        try:
+            notes += move_in(
+                libc,
+                plan.base,
+                readable=plan.readable,
+                hidden=plan.hidden,
+                source=plan.source,
+                scratch=plan.scratch_bytes,
+                hosts=plan.hosts,
+            )
+        except OSError as error:
+            rooted = False
+            notes.append(f"the reward has no root of its own: {error}")
+        libc.prctl(_DUMPABLE, 0, 0, 0, 0)
+        _fork(libc, _reap)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+    notes += _confine(libc, plan, apart, rooted, {**plan.limits, "RLIMIT_NPROC": tasks})
+    home, source = (HOME, SOURCE) if rooted else (plan.scratch, plan.source)
+    return Confinement(apart and rooted, tuple(notes), home, source, listeners)
+
+
+def _confine(libc: Any, plan: CellPlan, apart: bool, rooted: bool, limits: Mapping[str, int]) -> list[str]:
+    """The last steps, in the process that will run the reward's code; what is missing, in words."""
+    give_up_privileges(libc)
+    libc.prctl(_DUMPABLE, 1, 0, 0, 0)  # its own /proc/self
+    notes = []
+    if not rooted:
+        ports = () if apart else tuple(port for _, port in plan.ports)
+        readable = (*SYSTEM, *SETTINGS, *_NAMES, *(_RESOLVER if ports else ()), *plan.readable, plan.source)
+        notes = fence_files(libc, readable, [plan.scratch], ports)
+        if plan.ports and apart:
+            notes.append("the reward cannot reach the hosts that it declares: they need a root of its own")
+        notes.append("the reward can fill the disk: its scratch has no bound without a root of its own")
+        notes.append("the reward can change modes, times and limits of what its user owns")
+    notes += filter_calls(libc, apart=apart, sockets=apart or bool(plan.ports))
+    return notes + _limit(limits)
+
+
+def _unshare(libc: Any) -> list[str]:
+    """All namespaces or none: with a user namespace (no privilege needed), else as root; what is missing, in words."""
+    trial = os.fork()
+    if not trial:  # a namespace that is half made cannot be left
+        os._exit(_unshare_as_user(libc))
+    why = os.waitstatus_to_exitcode(os.waitpid(trial, 0)[1])
+    if not why:
+        return [] if not _unshare_as_user(libc) else ["the reward shares this machine's processes, network and files"]
+    if not libc.unshare(_NAMESPACES):
+        return []
+    return [
+        f"the reward shares this machine's processes, network and files, but for what Landlock and a filter of system "
+        f"calls hold back: no namespaces ({os.strerror(why)})"
+    ]
+
+
+def _unshare_as_user(libc: Any) -> int:
+    """Every namespace, below a user namespace in which the own numbers are the same; the error's number, or 0."""
+    user, group = os.getuid(), os.getgid()
+    if libc.unshare(_USER | _NAMESPACES):
+        return ctypes.get_errno()
+    try:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    except OSError as error:  # root without the capability to give its number away
+        return error.errno or errno.EPERM
+    return 0
+
+
+def _listeners(ports: Sequence[tuple[str, int]]) -> tuple[socket.socket, ...]:
+    """Sockets of this network namespace, for the job to accept from."""
+    if not ports:
+        return ()
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        request = struct.pack("16sH14x", b"lo", 0)
+        flags = struct.unpack("16sH14x", fcntl.ioctl(control, _INTERFACE_FLAGS, request))[1]
+        fcntl.ioctl(control, _SET_INTERFACE_FLAGS, struct.pack("16sH14x", b"lo", flags | _UP))
+    return tuple(socket.create_server((address, port), backlog=16) for address, port in ports)
+
+
+def _fork(libc: Any, stay: Callable[[int], NoReturn]) -> None:
+    """Go on in a child that dies with this process, which stays with `stay(child)`."""
+    this = os.getpid()
+    child = os.fork()
+    if child:
+        stay(child)
+    libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() not in (this, 0):  # 0: it is in another PID namespace
+        os._exit(1)
+
+
+def _keep(child: int, apart: bool, group: Group | None, watch: Watch | None, last: Callable[[], None]) -> NoReturn:
+    """Wait for an order, a bound passed or the child's end, then leave nothing behind.
+
+    Where the child is pid 1 of its own namespace, it is the only one to kill: the numbers of others are theirs.
+    """
+    code = _wait(child, watch)
+    while True:
+        for pid in ([] if apart else _children()) or _unreaped(child):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)  # what this orphans becomes a child of this process, for the next round
+        except ChildProcessError:
+            break
+    if group:
+        code = group.passed() or code
+        group.remove()
+    last()
+    os._exit(code)
+
+
+def _sweep(job: int, folder: Path) -> None:
+    """Remove what a job that died, or is about to, cannot: its pipes close a while before it has another parent."""
+    said = _stat(Path("/proc", str(job)))
+    if os.getppid() != job or (said and int(said[6]) & _EXITING):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _reap(child: int) -> NoReturn:
+    """Pid 1: collect the dead; end with the child, and the kernel ends all else in the namespace."""
+    os._exit(_wait(child, None))
+
+
+def _wait(child: int, watch: Watch | None) -> int:
+    while True:
+        if watch is None:
+            came: int | None = signal.sigwait(_AWAITED)
+        else:
+            told = signal.sigtimedwait(_AWAITED, INTERVAL)
+            came = told.si_signo if told else None
+        if came == signal.SIGTERM:
+            return 128 + signal.SIGTERM
+        ended = _collect(child) if came else None
+        if ended is None and watch:
+            ended = watch.over()
+        if ended is not None:
+            return ended
+
+
+def _collect(child: int) -> int | None:
+    """Reap whoever has ended; the child's exit code when it is among them."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return 1
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+        if not pid:
+            return None
+
+
+def _unreaped(child: int) -> list[int]:
+    """The child, unless it has been waited for: its number may be another process's then."""
+    try:
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return []
+    return [child]
+
+
+def _children() -> list[int]:
+    """Direct children, by /proc (ps-style: `pid (name) state ppid …`)."""
+    this, found = os.getpid(), []
+    for entry in Path("/proc").glob("[0-9]*"):
+        fields = _stat(entry)
+        if fields and int(fields[1]) == this:
+            found.append(int(entry.name))
+    return found
+
+
+def _own_tasks() -> int:
+    """Processes and threads of this user."""
+    uid, total = os.getuid(), 0
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            mine = entry.stat().st_uid == uid
+        except OSError:
+            continue
+        fields = _stat(entry) if mine else []
+        total += int(fields[17]) if fields else 0
+    return total
+
+
+def _stat(process: Path) -> list[str]:
+    """/proc/PID/stat from the state on; empty for a process that is gone."""
+    try:
+        return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _limit(limits: Mapping[str, int]) -> list[str]:
+    notes = []
+    for name, value in (*limits.items(), ("RLIMIT_CORE", 0)):
+        which = getattr(resource, name)
+        hard = resource.getrlimit(which)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        try:
+            resource.setrlimit(which, (value, value))
+        except (OSError, ValueError) as error:
+            notes.append(f"the reward runs without {name}: {error}")
+    return notes
+
+
+class Relay:
+    """Accepts in the cell, connects outside.
+
+    Args:
+        listeners: one per destination.
+        destinations: `host:port`.
+    """
+
+    def __init__(self, listeners: Sequence[socket.socket], destinations: Sequence[str]) -> None:
+        self._listeners = tuple(listeners)
+        self._places = threading.BoundedSemaphore(_MOST)
+        self._open: set[socket.socket] = set()
+        for listener, destination in zip(listeners, destinations, strict=True):
+            threading.Thread(target=self._accept, args=(listener, destination), daemon=True).start()
+
+    def close(self) -> None:
+        """End every connection, and accept no more."""
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            listener.close()
+        for one in list(self._open):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)  # wakes the threads that read
+
+    def _accept(self, listener: socket.socket, destination: str) -> None:
+        host, _, port = destination.rpartition(":")
+        while True:
+            try:
+                inside, _ = listener.accept()
+            except OSError:
+                return
+            if not self._places.acquire(blocking=False):
+                inside.close()
+                continue
+            threading.Thread(target=self._serve, args=(inside, (host, int(port))), daemon=True).start()
+
+    def _serve(self, inside: socket.socket, destination: tuple[str, int]) -> None:
+        try:
+            with inside, socket.create_connection(destination, _CONNECT_SECONDS) as outside:
+                outside.settimeout(None)
+                self._open |= {inside, outside}
+                back = threading.Thread(target=_pump, args=(outside, inside), daemon=True)
+                back.start()
+                _pump(inside, outside)
+                back.join()
+                self._open -= {inside, outside}
+        except OSError:
+            return  # refused or unknown: the reward sees its connection closed
+        finally:
+            self._places.release()
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while chunk := source.recv(_CHUNK):
+            target.sendall(chunk)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)

@@ -1,0 +1,238 @@
+"""What every reward is, whatever runs it: one call in, one score per completion out.
+
+The fake reward: a Python callable in the own process. For tests of what uses rewards; it cannot be killed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Protocol
+
+from posttrain.domain.errors import InputError, JobFailedError
+
+
+class RewardError(JobFailedError):
+    """The reward's own code failed; the message names its file and line, or the time-out it passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardCall:
+    """Completions to score; every field holds one entry per completion, members of a group side by side.
+
+    Example: `RewardCall(prompts=["Q: sort 31"], completions=["A: 13"], rows=[{"prompt": …, "answer": "13"}])`
+    """
+
+    prompts: Sequence[str]  # what the model read, as text
+    completions: Sequence[str]  # what it wrote, without the end-of-sequence token
+    rows: Sequence[Mapping[str, Any]]  # the data set row each completion belongs to: JSON values
+    prompt_ids: Sequence[Sequence[int]] | None = None  # for dialects that ask for token ids
+    completion_ids: Sequence[Sequence[int]] | None = None
+    turns: Sequence[Sequence[str]] | None = None  # what the policy said in turn; None: each completion is one turn
+    # where each of them lies among the response's tokens: [first, the one after the last]
+    turn_spans: Sequence[Sequence[Sequence[int]]] | None = None
+
+    def __post_init__(self) -> None:
+        wanted = len(self.completions)
+        for name in ("prompts", "rows", "prompt_ids", "completion_ids", "turns", "turn_spans"):
+            value = getattr(self, name)
+            if value is not None and len(value) != wanted:
+                raise InputError(f"RewardCall.{name} must hold one entry per completion ({wanted}), got {len(value)}")
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+
+Status = Literal["ok", "error", "timeout", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One completion's reward: `Score(0.5)`, `Score(None)` (the function declined), `Score.failed("error", "…")`.
+
+    A completion without a score is left out of its group; it is not a zero. What of a score does not stand `at` a token
+    was earned by the response as a whole, and stands at its last token.
+    """
+
+    score: float | None
+    components: Mapping[str, float] = field(default_factory=dict)
+    status: Status = "ok"  # none: no score and no failure; error: it raised, died or answered with no number
+    message: str = ""  # of a failure: one line
+    parts: Mapping[str, Score] = field(default_factory=dict)  # of several with weights: each one's own
+    at: Mapping[int, float] = field(default_factory=dict)  # response token → what of the score was earned there
+
+    def __post_init__(self) -> None:
+        if self.score is None and self.status == "ok":
+            object.__setattr__(self, "status", "none")
+
+    @classmethod
+    def failure(cls, status: Literal["error", "timeout"], message: str) -> Score:
+        """A completion that could not be scored."""
+        return cls(None, {}, status, message)
+
+    @property
+    def failed(self) -> bool:
+        """Whether scoring it went wrong."""
+        return self.status in ("error", "timeout")
+
+
+class RewardFunction(Protocol):
+    """Scores completions.
+
+    Every implementation: returns exactly one `Score` per completion, in order, each finite or None. A completion on
+    which the reward's code raises, hangs, dies or answers with no number has the status `error` or `timeout`, and the
+    others are scored all the same; a batched function that raises is called again with fewer completions until those
+    that fail stand alone. Raises `RewardError` (never a made-up zero) when more than `allowed` completions fail, when
+    all do, and when what it answers belongs to no completion; `InputError` when there is no such function; and
+    `InfrastructureError` when its process is killed from outside again and again. The same call gives the same scores,
+    or a resumed run would differ from an undisturbed one: a reward must not depend on earlier calls, the clock or the
+    network. `close` may be called twice; scoring after it is an `InputError`.
+    """
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know about how it runs, e.g. that the network could not be cut off."""
+
+    def score(self, call: RewardCall, allowed: int = 0, places: Sequence[int] | None = None) -> list[Score]:
+        """Score one batch, of which at most `allowed` completions may fail.
+
+        Args:
+            places: where its completions stand in the step of which it is a part; then whoever asks judges whether all
+                failed. None: it is the whole step.
+        """
+
+    def close(self) -> None:
+        """Release what it holds; kills a worker."""
+
+
+def refuse_failures(scores: Iterable[Score], total: int | None, allowed: int) -> None:
+    """End what cannot go on: too many completions failed, or all of them.
+
+    Args:
+        scores: those known so far.
+        total: completions of the step; None where only a part of it is known.
+        allowed: how many may fail.
+
+    Raises:
+        RewardError: with the first failure's line.
+    """
+    failed = [score for score in scores if score.failed]
+    if failed and (len(failed) > allowed or len(failed) == total):
+        of = "" if total is None else f" of {total}"
+        many = f"{len(failed)}{of} completions" if of else f"{len(failed)} completions of this step so far"
+        more = f"; {many} failed, at most {allowed} may (reward_errors_max)"
+        raise RewardError(failed[0].message + (more if total != 1 else ""))
+
+
+def part_of(call: RewardCall, chosen: Sequence[int]) -> RewardCall:
+    """The call on some of its completions."""
+    given = ((column.name, getattr(call, column.name)) for column in fields(call))
+    kept: dict[str, Any] = {name: None if column is None else [column[i] for i in chosen] for name, column in given}
+    return RewardCall(**kept)
+
+
+def groups_of(call: RewardCall, chosen: Sequence[int]) -> list[list[int]]:
+    """Completions of one prompt, which lie side by side."""
+    groups: list[list[int]] = []
+    for i in chosen:
+        last = groups[-1][-1] if groups else i
+        if groups and call.prompts[i] == call.prompts[last] and call.rows[i] == call.rows[last]:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def shortened(text: str, limit: int = 60) -> str:
+    """`text` as one quoted line of at most about `limit` characters."""
+    return repr(text if len(text) <= limit else text[: limit - 1] + "…")
+
+
+def probe_call(
+    prompts: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    prompt_ids: Sequence[Sequence[int]],
+    encode: Callable[[str], Sequence[int]] = lambda text: [0] * (len(text) + 1),
+    *,
+    turns: int = 1,
+    count: int = 4,
+) -> RewardCall:
+    """A call on the first rows, answered with the rows' own answers: scored before step 1, a broken reward fails within
+    seconds instead of after an hour. The scores themselves mean nothing; of several turns each says the answer.
+
+    Args:
+        encode: a response as tokens, at least one; by default as many as it has characters, and an end.
+    """
+    answers = ["" if row.get("answer") is None else str(row["answer"]) for row in rows[:count]]
+    ids = [list(encode(answer)) for answer in answers]
+    said: dict[str, Any] = {}
+    if turns > 1:
+        spans = [[[0, len(one)]] * turns for one in ids]
+        said = {"turns": [[answer] * turns for answer in answers], "turn_spans": spans}
+    return RewardCall(list(prompts[:count]), answers, list(rows[:count]), list(prompt_ids[:count]), ids, **said)
+
+
+def try_out(reward: RewardFunction, call: RewardCall) -> None:
+    """Refuse a reward that fails on all of a call which was made up (`probe_call`).
+
+    Raises:
+        RewardError: with the first failure's line.
+    """
+    scores = reward.score(call, len(call), range(len(call)))
+    if scores and all(score.failed for score in scores):
+        raise RewardError(
+            f"{scores[0].message}; so it was with all {len(call)} tries before the stage begins, whose responses are "
+            "the rows' own answers"
+        )
+
+
+Answer = float | Score | None
+
+
+class ScriptedReward:
+    """Scores by calling `function(call)`; remembers the calls.
+
+    Example: `ScriptedReward(lambda call: [float(c == r["answer"]) for c, r in zip(call.completions, call.rows)])`
+    """
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, function: Callable[[RewardCall], Sequence[Answer]]) -> None:
+        self._function = function
+        self._closed = False
+        self.calls: list[RewardCall] = []
+
+    def score(self, call: RewardCall, allowed: int = 0, places: Sequence[int] | None = None) -> list[Score]:
+        """See `RewardFunction.score`."""
+        if self._closed:
+            raise InputError("reward scripted is closed; open it again to score")
+        self.calls.append(call)
+        scores = self._scored(call, list(range(len(call))))
+        refuse_failures(scores, len(call) if places is None else None, allowed)
+        return scores
+
+    def _scored(self, call: RewardCall, chosen: list[int]) -> list[Score]:
+        """Together; where that raises, one by one."""
+        try:
+            answers = list(self._function(part_of(call, chosen)))
+        except Exception as error:
+            if len(chosen) > 1:
+                return [score for i in chosen for score in self._scored(call, [i])]
+            where = f"completion {chosen[0]} {shortened(call.completions[chosen[0]])}"
+            return [Score.failure("error", f"reward scripted raised {type(error).__name__}: {error} on {where}")]
+        if len(answers) != len(chosen):
+            raise RewardError(f"scripted must return one score per completion ({len(chosen)}), got {len(answers)}")
+        return [self._plain(answer, call, i) for i, answer in zip(chosen, answers, strict=True)]
+
+    def _plain(self, answer: Answer, call: RewardCall, index: int) -> Score:
+        if isinstance(answer, Score):
+            return answer
+        if answer is None or math.isfinite(answer):
+            return Score(None if answer is None else float(answer))
+        where = f"completion {index} {shortened(call.completions[index])}"
+        return Score.failure("error", f"scripted must return finite numbers, got {answer} as score of {where}")
+
+    def close(self) -> None:
+        """See `RewardFunction.close`."""
+        self._closed = True

@@ -1,0 +1,95 @@
+"""`python -m posttrain.sandbox.probe`: whether this machine confines rewards, as one JSON object.
+
+`{"whole": true, "notes": []}`: a worker is started and confined as every reward's is, and runs nobody's code. Exit code
+1 where it did not come so far, which says nothing of the machine.
+
+With `imports`, it imports rewards and dataflows, each in a cell of its own, and prints a JSON list with a line for each
+that cannot be imported, else an empty text. Standard input has a list of `{"name", "place", "entry", "dialect",
+"source", "network", "secrets", "files", "recipe"}`, where a place is a path and a secret the name of a variable;
+`{"hidden"}` are folders that they find empty.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.domain.errors import InputError
+from posttrain.sandbox.layout import Provision, lay_out
+from posttrain.sandbox.port import RewardError
+from posttrain.sandbox.process import LOAD_TIMEOUT, open_reward
+from posttrain.sandbox.protocol import Fault
+from posttrain.sandbox.session import EndedError, LateError, NotConfinedError, Session
+
+_RECIPE_TIMEOUT = 120.0  # seconds: it imports the engine
+
+
+def main() -> int:
+    """Print what came of a cell, or of imports."""
+    if sys.argv[1:] == ["imports"]:
+        given = json.load(sys.stdin)
+        hidden = [Path(folder) for folder in given["hidden"]]
+        print(json.dumps([_imported(one, hidden) for one in given["asked"]]))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="posttrain-reward-") as scratch:
+        source = Path(scratch, "reward.py")
+        source.touch()
+        try:
+            session = _session(source, scratch, [])
+        except (NotConfinedError, EndedError) as error:
+            print(error, file=sys.stderr)
+            return 1
+        session.close()
+        print(json.dumps({"whole": session.confined, "notes": session.notes}))
+    return 0
+
+
+def _session(source: Path, scratch: str, hidden: list[Path]) -> Session:
+    place = Path(scratch, "cell")
+    place.mkdir()
+    return Session(lay_out(place, source, source.name, whole=False, hidden=hidden, provision=Provision({})))
+
+
+def _imported(asked: Mapping[str, Any], hidden: list[Path]) -> str:
+    """Why it cannot be imported, in one line; empty where it can. What the cell alone forbids is no reason."""
+    place = Path(asked["place"])
+    try:
+        if asked["recipe"]:
+            return _recipe(place, asked["entry"], hidden)
+        secrets = {name: os.environ[name] for name in asked["secrets"]}
+        files = {name: Path(path) for name, path in asked["files"].items()}
+        open_reward(
+            place,
+            asked["entry"],
+            timeout=LOAD_TIMEOUT,
+            dialect=asked["dialect"],
+            name=asked["name"],
+            source=asked["source"],
+            hidden=hidden,
+            provision=Provision(files, tuple(asked["network"]), secrets),
+            confined=True,
+        ).close()
+    except (InputError, RewardError) as error:
+        return str(error)
+    return ""
+
+
+def _recipe(place: Path, entry: str, hidden: list[Path]) -> str:
+    with tempfile.TemporaryDirectory(prefix="posttrain-reward-") as scratch:
+        session = _session(place, scratch, hidden)
+        try:
+            answer = next(session.ask({"op": "import", "file": place.name, "entry": entry}, _RECIPE_TIMEOUT))
+        except (EndedError, LateError):  # the cell has less memory and time than the job that imports it
+            return ""
+        finally:
+            session.close()
+    return f"recipe {answer.message}" if isinstance(answer, Fault) and answer.kind != "memory" else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,460 @@
+"""The reward function in its own process: killed when it passes its deadline, started again when it was killed.
+
+A reward function in several processes side by side: what `placement: {reward: {cpus: 8}}` asks for.
+
+Several rewards as one: what `reward: {right: 1.0, brief: 0.2}` asks for. Total = Σ wᵢ · rᵢ.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self, final
+
+from posttrain.domain.errors import InfrastructureError, InputError
+from posttrain.pacing.balancing import balance
+from posttrain.sandbox.dialects import BATCHED
+from posttrain.sandbox.layout import Provision, Scratch, lay_out, source_file
+from posttrain.sandbox.port import (
+    RewardCall,
+    RewardError,
+    RewardFunction,
+    Score,
+    groups_of,
+    part_of,
+    refuse_failures,
+    shortened,
+)
+from posttrain.sandbox.protocol import Answers, End, Fault, MalformedError, Opened
+from posttrain.sandbox.session import EndedError, LateError, Log, NotConfinedError, Session
+
+TRUST = "let the kernel give namespaces, or say that the workspace trusts its rewards: posttrain init --rewards trusted"
+LOAD_TIMEOUT = 30.0  # seconds that importing the reward's source may take, on a busy machine
+_KILLED_MOST = 3  # times in a row that its process may be killed from outside
+_PAUSE = 0.2  # seconds before it is started again
+
+
+class ProcessReward:
+    """A reward function in a worker process; see `open_reward`."""
+
+    def __init__(
+        self,
+        path: Path,
+        entry: str | None,
+        timeout: float,
+        dialect: str,
+        name: str,
+        source: str = "",
+        hidden: Sequence[Path] = (),
+        provision: Provision | None = None,
+        confined: bool = False,
+    ) -> None:
+        file, _, function = (entry or "").rpartition(":")
+        found = source_file(path, file)
+        self._timeout, self._entry, self._wanted = timeout, function or None, None if dialect == "auto" else dialect
+        self._file = found.name if found.suffix == ".py" else Path(source or "reward.py").name
+        self._name = name or f"reward {source or found.name}"
+        self._scratch = Scratch()
+        self._closed, self._killed = False, 0
+        self._fatal = ""  # what ended it
+        self._killed_at: list[int] = []
+        self._places: list[int] = []
+        self._log = Log()
+        self._session: Session | None = None
+        try:
+            given = provision or Provision({})
+            self._network, self._secrets = given.network, given.secrets
+            self._plan = lay_out(
+                self._scratch.path, found, self._file, whole=path.is_dir(), hidden=hidden, provision=given
+            )
+            self._must_be_confined = confined
+            self._opened()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What could not be confined, in words."""
+        return self._notes
+
+    @property
+    def confined(self) -> bool:
+        """Whether it has namespaces and a root of its own."""
+        return self._confined
+
+    def score(self, call: RewardCall, allowed: int = 0, places: Sequence[int] | None = None) -> list[Score]:
+        """Score one batch, within the time-out for what is asked at once; see `RewardFunction.score`.
+
+        Raises:
+            RewardError: more than `allowed` completions failed, or all; an answer that belongs to none.
+            InfrastructureError: its process was killed from outside again and again.
+        """
+        if not len(call):
+            return []
+        if self._fatal:  # whoever asks next hears what ended it
+            raise RewardError(self._fatal)
+        if self._closed:
+            raise InputError(f"{self._name} is closed; open it again to score")
+        found: dict[int, Score] = {}
+        self._places = list(range(len(call)) if places is None else places)
+        parts = deque([list(range(len(call)))])
+        while parts:
+            part = parts.popleft()
+            fault = self._ask(call, part, found)
+            if fault:
+                left = [i for i in part if i not in found]
+                parts.extendleft(reversed(self._again(call, left, fault, found)))
+            refuse_failures(found.values(), len(call) if places is None else None, allowed)
+        return [found[i] for i in range(len(call))]
+
+    def close(self) -> None:
+        """Kill the worker and everything it started, detached or not; remove its scratch folder."""
+        self._closed = True
+        if self._session:
+            self._session.close()
+            self._session = None
+        self._scratch.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- one request --------------------------------------------------------------------------------------------------
+
+    def _ask(self, call: RewardCall, part: list[int], found: dict[int, Score]) -> _Fault | None:
+        """Score a part; what is known goes into `found`. None when all is, else why the rest is not.
+
+        A worker that was killed from outside is started again, and asked the same.
+        """
+        while True:
+            chosen = [i for i in part if i not in found]
+            given = part_of(call, chosen)
+            columns = {field.name: getattr(given, field.name) for field in fields(given)}
+            session = self._opened()
+            waiting = {self._places[i]: i for i in chosen}  # by the numbers that worker and errors use
+            at = list(waiting)
+            try:
+                for message in session.ask({"op": "score", "at": at, **columns}, self._timeout):
+                    self._take(message, waiting, found)
+                self._killed, self._killed_at = 0, []
+                return None
+            except _PartFailedError as fault:
+                return _Fault(fault.score, session.at, at[0])
+            except LateError:
+                self._session = None
+                late = f"{self._name} took longer than its time-out of {self._timeout:g} s"
+                return _Fault(Score.failure("timeout", late), session.at, at[0])
+            except EndedError as error:
+                self._session = None
+                self._killed_at.append(session.at)
+                own = self._killed_at[-3:] == [session.at] * 3 and session.at in at  # thrice at one completion
+                if not error.killed or (own and self.dialect not in BATCHED):
+                    return _Fault(Score.failure("error", f"{self._name} {error}"), session.at, at[0])
+                for i in chosen:  # asked all over again, so that it draws the same random numbers
+                    found.pop(i, None)
+                self._count_kill(error)
+            except MalformedError as error:
+                raise self._ended(f"answered {error}; it must not write to its worker's socket") from None
+            except (ValueError, TypeError) as error:
+                raise self._ended(f"was given what is not JSON: {error}; mend the data set") from None
+
+    def _take(self, message: Any, waiting: dict[int, int], found: dict[int, Score]) -> None:
+        if isinstance(message, Answers):
+            for answer in message.answers:
+                if answer.at not in waiting:
+                    raise MalformedError("a completion that was not asked for, or twice")
+                failed = answer.error is not None
+                found[waiting.pop(answer.at)] = (
+                    Score.failure("error", f"{self._name}: {answer.error}")
+                    if failed
+                    else Score(answer.score, answer.components, at=answer.placed)
+                )
+        elif isinstance(message, Fault):
+            if message.kind == "load":
+                raise InputError(f"{self._name}: {message.message}")
+            if message.kind == "answer":
+                raise RewardError(f"{self._name}: {message.message}")
+            raise _PartFailedError(Score.failure("error", f"{self._name}: {message.message}"))
+        elif not isinstance(message, End):
+            raise MalformedError("something else than answers")
+        elif waiting:
+            raise MalformedError("an end before every completion was answered")
+
+    def _again(self, call: RewardCall, left: list[int], fault: _Fault, found: dict[int, Score]) -> list[list[int]]:
+        """What to ask next after a failure: smaller parts, until those that fail stand alone.
+
+        Of a function that scores one completion after the other the worker says which one it was at; a batched one is
+        asked by prompt, then one by one. A slow batch is no hanging completion: one at which it stopped in the middle
+        of a part is asked alone, with all the time there is.
+        """
+        if self.dialect not in BATCHED:
+            culprit = next((i for i in left if self._places[i] == fault.at), None)
+            if culprit is None and len(left) > 1 and fault.score.status == "timeout":  # it was at none of them
+                return [[i] for i in left]
+            culprit = left[0] if culprit is None else culprit
+            rest = [i for i in left if i != culprit]
+            if fault.score.status == "timeout" and self._places[culprit] != fault.first:
+                return [[culprit], rest] if rest else [[culprit]]
+            found[culprit] = self._located(fault, call, culprit)
+            return [rest] if rest else []
+        if len(left) == 1:
+            found[left[0]] = self._located(fault, call, left[0])
+            return []
+        groups = groups_of(call, left)
+        return groups if len(groups) > 1 else [[i] for i in left]
+
+    def _located(self, fault: _Fault, call: RewardCall, index: int) -> Score:
+        place, message = self._places[index], fault.score.message
+        where = f"completion {place} {shortened(call.completions[index])}"
+        if fault.score.status == "timeout":
+            act = "keep nothing of what it scored before, which may be why, make it faster or raise reward_timeout"
+            return Score.failure("timeout", f"{message} to score {where} and was killed; {act}")
+        known = f"completion {place} " in message
+        return Score.failure("error", message if known else f"{message} on {where}")
+
+    # --- the worker ---------------------------------------------------------------------------------------------------
+
+    def _opened(self) -> Session:
+        """The worker with the reward loaded, started where there is none."""
+        while self._session is None:
+            if self._closed:
+                raise InputError(f"{self._name} is closed; open it again to score")
+            try:
+                session = Session(self._plan, self._network, self._log, self._secrets)
+                if self._must_be_confined and not session.confined:
+                    session.close()
+                    raise InputError(f"{self._name} must be confined: {'; '.join(session.notes)}; {TRUST}")
+                message = self._loaded(session)
+            except EndedError as error:
+                if not error.killed:
+                    raise RewardError(f"{self._name} {error} while it was imported") from None
+                self._count_kill(error)
+                continue
+            except NotConfinedError as error:
+                raise InfrastructureError(f"{self._name}: {error}; try again") from None
+            except LateError:
+                raise RewardError(
+                    f"{self._name} took longer than its time-out of {max(self._timeout, LOAD_TIMEOUT):g} s to load and "
+                    "was killed; make it faster or raise reward_timeout"
+                ) from None
+            except MalformedError as error:
+                raise RewardError(f"{self._name} answered {error}; it must not write to its worker's socket") from None
+            if self._closed:  # by another thread, meanwhile
+                session.close()
+                raise InputError(f"{self._name} is closed; open it again to score")
+            self._session, self._confined, self._notes = session, session.confined, session.notes
+            self.dialect, self.where = message.dialect, message.where
+        return self._session
+
+    def _ended(self, why: str) -> RewardError:
+        """Its worker is not asked again."""
+        self.close()
+        self._fatal = f"{self._name} {why}"
+        return RewardError(self._fatal)
+
+    def _loaded(self, session: Session) -> Opened:
+        order = {"op": "open", "file": self._file, "entry": self._entry, "dialect": self._wanted}
+        try:
+            answer = next(session.ask(order, max(self._timeout, LOAD_TIMEOUT)))
+            if isinstance(answer, Fault):
+                kind = InputError if answer.kind == "load" else RewardError
+                raise kind(f"{self._name}: {answer.message}")
+            if not isinstance(answer, Opened):
+                raise MalformedError("something else than that it is loaded")
+        except BaseException:
+            session.close()
+            raise
+        return answer
+
+    def _count_kill(self, error: EndedError) -> None:
+        self._killed += 1
+        if self._killed > _KILLED_MOST:
+            raise InfrastructureError(
+                f"{self._name} {error}, {self._killed} times in a row; look at the machine's memory, then retry"
+            ) from None
+        time.sleep(_PAUSE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """Why a part could not be scored as a whole."""
+
+    score: Score
+    at: int  # the completion that the worker says it was at
+    first: int  # the first one of the part
+
+
+class _PartFailedError(Exception):
+    """The part of a call as a whole could not be scored."""
+
+    def __init__(self, score: Score) -> None:
+        super().__init__(score.message)
+        self.score = score
+
+
+def open_reward(
+    path: Path,
+    entry: str | None = None,
+    *,
+    timeout: float,
+    dialect: str | None = "auto",
+    name: str = "",
+    source: str = "",
+    hidden: Sequence[Path] = (),
+    provision: Provision | None = None,
+    confined: bool = False,
+) -> ProcessReward:
+    """Start a worker for one reward function; close it when the job ends.
+
+    The function may be written in any dialect of `sandbox.dialects`. It runs with a minimal environment in a
+    cell (`sandbox.cell`): a read-only root with the interpreter, its environment, its own source and declared
+    files; a bounded scratch as home; no network but declared hosts, no other processes; bounds on memory, processes and
+    output. `notes` says what the kernel does not give, `confined` whether it gives all. It ends, with everything it
+    started, when it is closed, when it passes its time-out, and when the thread that opened it ends. It must give the
+    same scores for the same call; Python's and numpy's global generators are seeded from the call for that.
+
+    Args:
+        path: the source file, or a folder that is the reward.
+        entry: `function`, `file.py:function` or `file.py:`; without a function name it is `score`, `compute_score` or
+            the only public function; without a file name a folder must hold `reward.py` or one Python file.
+        timeout: seconds that what is asked at once may take.
+        dialect: one of `DIALECTS` when the parameter names do not tell; `auto` reads them.
+        name: how errors call it, e.g. `reward:exact@1`.
+        source: the file's original name for error messages, when `path` is a blob called by its digest.
+        hidden: folders the reward finds empty wherever they lie, such as the workspace.
+        provision: what the run declares that it gets besides.
+        confined: refuse to run its code where the kernel cannot confine it.
+
+    Raises:
+        InputError: no such file or function, not Python, parameters of no dialect, an unknown dialect; not confined.
+        RewardError: its code raises or hangs while it is imported.
+        InfrastructureError: its process is killed from outside again and again.
+    """
+    return ProcessReward(path, entry, timeout, dialect or "auto", name, source, hidden, provision, confined)
+
+
+@final
+class ParallelReward:
+    """`RewardFunction` over equal ones, each in a process of its own.
+
+    Completions of one prompt stay together, because a function may compare them; so what a function sees of *other*
+    prompts depends on how many processes there are, and a score should not.
+
+    Args:
+        functions: at least one; closed with this one.
+    """
+
+    def __init__(self, functions: Sequence[RewardFunction]) -> None:
+        self._functions = tuple(functions)
+        self._threads = ThreadPoolExecutor(len(self._functions), thread_name_prefix="reward")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know; said once."""
+        return self._functions[0].notes
+
+    def score(self, call: RewardCall, allowed: int = 0, places: Sequence[int] | None = None) -> list[Score]:
+        """Score one batch, of which at most `allowed` completions may fail; the first process's error is raised.
+
+        Raises:
+            RewardError, InputError: see `RewardFunction`.
+        """
+        if len(self._functions) == 1:
+            return self._functions[0].score(call, allowed, places)
+        groups = groups_of(call, range(len(call)))
+        shards = balance([sum(len(call.completions[i]) + 1 for i in g) for g in groups], len(self._functions)).shards
+        chosen = [[i for group in shard for i in groups[group]] for shard in shards]
+        asked = [
+            (mine, self._threads.submit(function.score, part_of(call, mine), allowed, _placed(mine, places)))
+            for function, mine in zip(self._functions, chosen, strict=True)
+            if mine
+        ]
+        wait([answer for _, answer in asked])  # where one fails, the others are still at work: nobody asks them twice
+        scores: dict[int, Score] = {}
+        for mine, answer in asked:
+            scores |= zip(mine, answer.result(), strict=True)
+        refuse_failures(scores.values(), len(call) if places is None else None, allowed)
+        return [scores[i] for i in range(len(call))]
+
+    def close(self) -> None:
+        """Kill every process."""
+        for function in self._functions:
+            function.close()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _placed(mine: Sequence[int], places: Sequence[int] | None) -> Sequence[int]:
+    return mine if places is None else [places[i] for i in mine]
+
+
+@final
+class WeightedReward:
+    """`RewardFunction` over several, each asked about every completion, one after the other.
+
+    A completion on which one of them fails has no score, whatever the others say. One that has no opinion (`None`) adds
+    nothing, as in TRL; where none has one there is no score. The sum is rounded once (`math.fsum`), so the order of
+    writing decides nothing, and one reward with weight 1 scores as it does alone, bit for bit.
+
+    Args:
+        parts: name → weight and function; at least one; closed with this one.
+    """
+
+    def __init__(self, parts: Mapping[str, tuple[float, RewardFunction]]) -> None:
+        self._parts = {name: parts[name] for name in sorted(parts)}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know of any of them, each line once."""
+        return tuple(dict.fromkeys(note for _, function in self._parts.values() for note in function.notes))
+
+    def score(self, call: RewardCall, allowed: int = 0, places: Sequence[int] | None = None) -> list[Score]:
+        """Score one batch; a completion that several rewards fail on counts once.
+
+        Raises:
+            RewardError, InputError: see `RewardFunction`.
+        """
+        told = {name: function.score(call, allowed, places) for name, (_, function) in self._parts.items()}
+        totals = [self._total({name: scores[i] for name, scores in told.items()}) for i in range(len(call))]
+        refuse_failures(totals, len(call) if places is None else None, allowed)
+        return totals
+
+    def _total(self, parts: Mapping[str, Score]) -> Score:
+        known = {name: one.score for name, one in parts.items() if one.score is not None}
+        components = dict(known)
+        for name, one in parts.items():
+            components |= {f"{name}/{inner}": value for inner, value in one.components.items()}
+        failed = next((one for one in parts.values() if one.failed), None)
+        if failed is not None:
+            return Score(None, components, failed.status, failed.message, parts)
+        if not known:
+            return Score(None, components, parts=parts)
+        weighed = [self._parts[name][0] * value for name, value in known.items()]
+        try:
+            total = math.fsum(weighed)
+        except (OverflowError, ValueError):  # beyond what a float holds, or infinities of both signs
+            total = math.inf
+        if math.isfinite(total):
+            return Score(total, components, parts=parts, at=self._at(parts))
+        terms = " + ".join(f"{self._parts[name][0]:g} · {value:g}" for name, value in known.items())
+        return Score(None, components, "error", f"the weighted sum of rewards must be finite, got {terms}", parts)
+
+    def _at(self, parts: Mapping[str, Score]) -> dict[int, float]:
+        """Where the parts say that they were earned, each with its weight."""
+        found: dict[int, list[float]] = {}
+        for name, one in parts.items():
+            for token, value in one.at.items():
+                found.setdefault(token, []).append(self._parts[name][0] * value)
+        return {token: math.fsum(values) for token, values in sorted(found.items())}
+
+    def close(self) -> None:
+        """Close every one of them."""
+        for _, function in self._parts.values():
+            function.close()

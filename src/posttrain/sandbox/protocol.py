@@ -1,0 +1,432 @@
+"""What job and reward worker say to each other: JSON behind an 8-byte big-endian length, over a socket pair.
+
+::
+
+    worker: {"id": 0, "notes": […], "whole": true}               once it is confined, before any code of the user's
+    job:    {"id": 1, "op": "open", "file", "entry", "dialect"}   ─▶    {"id": 1, "dialect", "where"} | fault
+    job:    {"id": 2, "op": "score", "at": [0, 1, …], "prompts", …} ─▶  {"id": 2, "answers": [answer, …]}, repeated,
+                                                                        then {"id": 2, "end": true} | fault
+    answer: {"at": 0, "score": 0.5 | null, "components": {…}, "placed": [[7, 0.25], …]} | {"at": 1, "error": "one line"}
+    fault:  {"id": 2, "fault": "load" | "raised" | "answer" | "memory", "message": "one line"}
+
+The reward's code can write to the socket as well as the worker can, so the job believes nothing: an answer is bounded
+in bytes, must be of one of these shapes, and carries the id of the request; what does not is malformed, and ends the
+worker. Beside the socket the two share eight bytes, in which the worker says which completion it is at: whom to blame
+when it dies or hangs. Standard library only.
+
+What a reward's code answers about one completion, as numbers: its score, components, and where it was earned.
+
+Standard library only: this runs inside the reward worker, and in part again in the job, which believes no worker.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from posttrain.domain.requests import SHORTEST_SECRET
+
+TURNS, TOKENS = "turn_scores", "token_scores"
+OWN = ("score", TURNS, TOKENS)  # of a mapping; its other numbers are components
+MAX_COMPONENTS = 64
+MAX_PLACES = 2**16  # tokens of one completion at which something was earned
+MOST = 1e30  # of a score: with the largest weights float32 holds it
+_LAST = 10**7  # token of a response whose length nobody told
+Spans = Sequence[Sequence[int]]  # [first token, token after the last] of every turn; empty: one turn, of unknown length
+MAX_REQUEST = 256 * 2**20  # bytes
+MAX_ANSWER = 4 * 2**20  # bytes of one message: places of a long response
+FULL = 2**16  # bytes of answers that are worth a message
+MAX_TEXT = 1000  # characters of a line
+FAULTS = ("load", "raised", "answer", "memory")
+
+
+class AnswerError(ValueError):
+    """An answer that is none; the text goes on after "FUNCTION must return"."""
+
+
+def plain(answer: Any, subject: str, spans: Spans) -> dict[str, Any]:
+    """Score, components and places out of a number, None, or a mapping with `score`, `turn_scores` or `token_scores`.
+
+    Args:
+        answer: what the reward's code gave; its own methods are that code too.
+        subject: the completion, in words.
+        spans: where its turns lie among the response's tokens.
+
+    Raises:
+        AnswerError: it is something else, not finite, or stands where nothing can be earned.
+    """
+    components: dict[str, float] = {}
+    at: dict[int, float] = {}
+    if isinstance(answer, Mapping):
+        answer, components, at = _read(dict(answer), subject, spans)
+    value = _number_of(answer)
+    if value is None and (answer is not None or at):
+        wanted = "a number" if at else "a number or None"
+        raise AnswerError(f"{wanted} for {subject}, got {type(answer).__name__}")
+    for name, number in (("score", value), *components.items()):
+        if number is not None and not math.isfinite(number):
+            raise AnswerError(
+                f"finite numbers, got {number} as {name} of {subject}; return None for a completion that cannot be "
+                "scored"
+            )
+    if value is not None and abs(value) > MOST:
+        raise AnswerError(f"a score within ±{MOST:g} for {subject}, got {value:g}; scale it")
+    return {"score": value, "components": components, **({"placed": list(at.items())} if at else {})}
+
+
+def refuse_places(at: Mapping[int, float], sampled: Sequence[bool]) -> None:
+    """Hold places against a response, whatever a worker said.
+
+    Args:
+        sampled: [r] which of its tokens the policy decided.
+
+    Raises:
+        AnswerError: a token that it does not have, or that the policy did not sample.
+    """
+    for token in at:
+        if not 0 <= token < len(sampled):
+            raise AnswerError(f"{TOKENS} of tokens 0 to {len(sampled) - 1}, got one of token {token}")
+        if not sampled[token]:
+            raise AnswerError(f"{TOKENS} of tokens that the policy sampled, got one of token {token}, an observation's")
+
+
+def _read(answer: dict[Any, Any], subject: str, spans: Spans) -> tuple[Any, dict[str, float], dict[int, float]]:
+    """What a mapping says that a completion is worth, its components, and token → what of it was earned there."""
+    others = {str(name)[:200]: _number_of(value) for name, value in answer.items() if name not in OWN}
+    components = {name: value for name, value in others.items() if value is not None}
+    if len(components) > MAX_COMPONENTS:
+        raise AnswerError(f"at most {MAX_COMPONENTS} components, got {len(components)}")
+    turns, tokens = answer.get(TURNS), answer.get(TOKENS)
+    earned = _by_turn(turns, subject, spans) if turns is not None else []
+    if tokens is not None:
+        earned += _by_token(tokens, subject, spans)
+    if "score" not in answer and turns is None and tokens is None:
+        names = list(map(str, answer))[:9]
+        raise AnswerError(f"`score`, `{TURNS}` or `{TOKENS}` in its mapping for {subject}, got {names}")
+    whole = answer["score"] if "score" in answer else math.fsum(value for _, value in earned)
+    found: dict[int, list[float]] = {}
+    for token, value in earned:
+        if token is not None:
+            found.setdefault(token, []).append(value)
+    if len(found) > MAX_PLACES:
+        raise AnswerError(f"scores of at most {MAX_PLACES} tokens of {subject}, got {len(found)}")
+    return whole, components, {token: math.fsum(values) for token, values in sorted(found.items())}
+
+
+def _by_turn(given: Any, subject: str, spans: Spans) -> list[tuple[int | None, float]]:
+    """The last token of each turn and its score; of one turn alone no token: all of it stands at the end."""
+    scores, turns = given.tolist() if hasattr(given, "tolist") else given, max(len(spans), 1)
+    if not isinstance(scores, list | tuple):
+        raise AnswerError(f"{TURNS} as a list of numbers for {subject}, got {type(scores).__name__}")
+    if len(scores) != turns:
+        raise AnswerError(f"{TURNS} for each turn of {subject} ({turns}), got {len(scores)}")
+    ends: list[int | None] = [None] if turns == 1 else [int(stop) - 1 for _, stop in spans]
+    return [(end, _finite(TURNS, score, subject)) for end, score in zip(ends, scores, strict=True)]
+
+
+def _by_token(given: Any, subject: str, spans: Spans) -> list[tuple[int | None, float]]:
+    if not isinstance(given, Mapping):
+        raise AnswerError(f"{TOKENS} as a map of tokens to numbers for {subject}, got {type(given).__name__}")
+    return [(_token(at, subject, spans), _finite(TOKENS, score, subject)) for at, score in dict(given).items()]
+
+
+def _token(at: Any, subject: str, spans: Spans) -> int:
+    try:
+        token = int(at)
+        whole = token == float(at) and token >= 0
+    except (TypeError, ValueError, OverflowError):
+        whole = False
+    if not whole:
+        raise AnswerError(f"{TOKENS} of tokens by number from 0 for {subject}, got {at!r:.40}")
+    last = spans[-1][1] if spans else _LAST
+    if token >= last:
+        raise AnswerError(f"{TOKENS} of tokens 0 to {last - 1} of {subject}, got one of token {token!r:.40}")
+    if spans and not any(start <= token < stop for start, stop in spans):
+        raise AnswerError(
+            f"{TOKENS} of tokens that the policy sampled for {subject}, got one of token {token}, observed"
+        )
+    return token
+
+
+def _finite(name: str, given: Any, subject: str) -> float:
+    value = _number_of(given)
+    if value is None or not abs(value) <= MOST:  # which no NaN is
+        shown = type(given).__name__ if value is None else f"{value:g}"
+        raise AnswerError(f"finite numbers within ±{MOST:g} as {name} of {subject}, got {shown}")
+    return value
+
+
+def _number_of(value: Any) -> float | None:
+    """A Python float of any real scalar, numpy's and torch's too; None for everything else."""
+    if hasattr(value, "item") and getattr(value, "shape", None) in ((), (1,)):
+        value = value.item()
+    try:
+        return float(value) if isinstance(value, (int, float)) else None
+    except OverflowError:
+        return math.inf
+
+
+class MalformedError(Exception):
+    """An answer that is none; the text says why."""
+
+
+class Channel(Protocol):
+    """The two methods of a connected socket that messages need."""
+
+    def sendall(self, data: bytes, /) -> None:
+        """Write everything."""
+
+    def recv(self, count: int, /) -> bytes:
+        """Read at most `count` bytes; none at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The worker is confined."""
+
+    whole: bool
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The reward is loaded."""
+
+    dialect: str
+    where: str  # file.py:12 (score)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One completion's: a score, or one line on why there is none."""
+
+    at: int
+    score: float | None
+    components: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+    placed: Mapping[int, float] = field(default_factory=dict)  # see `Score.at`
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Those of some completions."""
+
+    answers: Sequence[Answer]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """All completions of the request have been answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The request as a whole failed."""
+
+    kind: str
+    message: str
+
+
+class Redactor:
+    """Puts the names of secrets in the place of their values, in whatever a reward prints or answers.
+
+    A value is found as it is, with its whitespace collapsed, each of its longer lines, and any of these as JSON, as
+    `repr` and as JSON of `repr`, whichever quotes stand around it.
+    """
+
+    def __init__(self, secrets: Mapping[str, str]) -> None:
+        written = {
+            form: f"[{name}]"
+            for name, value in secrets.items()
+            for text in (value, *filter(_is_telling, (" ".join(value.split()), *map(str.strip, value.splitlines()))))
+            for once in (text, repr(text)[1:-1], repr(text + "'\"")[1:-4], json.dumps(text)[1:-1])
+            for form in (once, repr(once)[1:-1], json.dumps(once)[1:-1])
+        }
+        self._texts = [(form, written[form]) for form in sorted(filter(None, written), key=len)[::-1]]
+        self._forms = [(form.encode(errors="surrogateescape"), name.encode()) for form, name in self._texts]
+        self.held = max((len(form) for form, _ in self._forms), default=1) - 1  # bytes that may begin a value
+
+    def __call__(self, data: bytes) -> bytes:
+        for form, name in self._forms:
+            data = data.replace(form, name)
+        return data
+
+    def text(self, text: str) -> str:
+        """As of bytes, before anything of the text is cut or collapsed."""
+        for form, name in self._texts:
+            text = text.replace(form, name)
+        return text
+
+
+def _is_telling(line: str) -> bool:
+    return len(line) >= SHORTEST_SECRET
+
+
+Message = Ready | Opened | Answers | End | Fault
+
+
+def send(channel: Channel, value: Any) -> None:
+    """Write one message."""
+    data = json.dumps(value).encode()
+    channel.sendall(struct.pack(">Q", len(data)) + data)
+
+
+def send_answers(channel: Channel, request: int, answers: Iterator[Mapping[str, Any]], seconds: float = 0.02) -> None:
+    """Write answers as they come, those of a while in one message."""
+    held: list[bytes] = []
+    size, due = 0, time.monotonic() + seconds
+    try:
+        for answer in answers:
+            held.append(json.dumps(answer).encode())
+            size += len(held[-1])
+            if size > FULL or time.monotonic() > due:
+                _send_held(channel, request, held)
+                held, size, due = [], 0, time.monotonic() + seconds
+    finally:
+        _send_held(channel, request, held)
+
+
+def _send_held(channel: Channel, request: int, held: Sequence[bytes]) -> None:
+    if held:
+        data = b'{"id": %d, "answers": [%s]}' % (request, b", ".join(held))
+        channel.sendall(struct.pack(">Q", len(data)) + data)
+
+
+def receive_request(channel: Channel) -> Any:
+    """Read one request.
+
+    Raises:
+        EOFError: the other end closed.
+        ValueError: too long, or not JSON.
+    """
+    return json.loads(_frame(channel, MAX_REQUEST))
+
+
+def receive(channel: Channel, expected: int, clean: Callable[[bytes], bytes] = lambda data: data) -> Message:
+    """Read one answer to the request `expected`.
+
+    Args:
+        clean: what is done with its bytes before they are read.
+
+    Raises:
+        EOFError: the other end closed.
+        MalformedError: too long, not JSON, of no known shape, or an answer to another request.
+    """
+    try:
+        value = json.loads(clean(_frame(channel, MAX_ANSWER)))
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"what is not JSON or too large: {_line(error)}") from None
+    if not isinstance(value, dict):
+        raise MalformedError(f"a {type(value).__name__}, expected a JSON object")
+    if type(value.get("id")) is not int or value["id"] != expected:
+        raise MalformedError(
+            f"request {value.get('id')!r:.40} while request {expected} was asked, as a process that it forked may"
+        )
+    return _message(value)
+
+
+def _message(value: dict[str, Any]) -> Message:
+    keys = value.keys() - {"id"}
+    if keys == {"notes", "whole"}:
+        return Ready(value["whole"] is True, tuple(_text(note) for note in _list(value["notes"])))
+    if keys == {"dialect", "where"}:
+        return Opened(_text(value["dialect"]), _text(value["where"]))
+    if keys == {"end"}:
+        return End()
+    if keys == {"fault", "message"} and value["fault"] in FAULTS:
+        return Fault(value["fault"], _text(value["message"]))
+    if keys == {"answers"} and isinstance(value["answers"], list):
+        return Answers([_answer(item) for item in value["answers"]])
+    raise _unknown(keys)
+
+
+def _answer(value: Any) -> Answer:
+    keys = value.keys() if isinstance(value, dict) else set()
+    if keys == {"at", "error"}:
+        return Answer(_index(value["at"]), None, error=_text(value["error"]))
+    if keys - {"placed"} == {"at", "score", "components"}:
+        score = None if value["score"] is None else _worth(value["score"])
+        components = {} if value["components"] == {} else _components(value["components"])
+        return Answer(_index(value["at"]), score, components, placed=_placed(value.get("placed", [])))
+    raise _unknown(keys)
+
+
+def _unknown(keys: Iterable[str]) -> MalformedError:
+    return MalformedError(f"an object of unknown shape with the keys {', '.join(sorted(map(str, keys)))[:200]}")
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list) or len(value) > MAX_COMPONENTS:
+        raise MalformedError("something that must be a short list and is not")
+    return value
+
+
+def _components(value: Any) -> dict[str, float]:
+    if not isinstance(value, dict) or len(value) > MAX_COMPONENTS:
+        raise MalformedError(f"components that are no map of at most {MAX_COMPONENTS} numbers")
+    return {name[:MAX_TEXT]: _number(number) for name, number in value.items()}
+
+
+def _placed(value: Any) -> dict[int, float]:
+    pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
+    if not pairs or len(value) > MAX_PLACES:
+        raise MalformedError(f"places that are no list of at most {MAX_PLACES} pairs")
+    return {_index(token): _worth(score) for token, score in value}
+
+
+def _worth(value: Any) -> float:
+    number = _number(value)
+    if abs(number) > MOST:
+        raise MalformedError(f"the score {number:g}, expected one within ±{MOST:g}")
+    return number
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise MalformedError(f"a {type(value).__name__} where a number is expected")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise MalformedError("a number that no float holds") from None
+    if not math.isfinite(number):
+        raise MalformedError(f"{number} where a finite number is expected")
+    return number
+
+
+def _index(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise MalformedError(f"the completion {value!r:.40}, expected its number")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise MalformedError(f"a {type(value).__name__} where a text is expected")
+    readable = value[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8")  # half of a surrogate pair is no text
+    return " ".join(readable.split())
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _frame(channel: Channel, most: int) -> bytes:
+    (length,) = struct.unpack(">Q", _exactly(channel, 8))
+    if length > most:
+        raise ValueError(f"message of {length} bytes is longer than {most}")
+    return _exactly(channel, length)
+
+
+def _exactly(channel: Channel, count: int) -> bytes:
+    chunks = bytearray()
+    while len(chunks) < count:
+        chunk = channel.recv(min(count - len(chunks), 1 << 20))
+        if not chunk:
+            raise EOFError("the other end closed the socket")
+        chunks += chunk
+    return bytes(chunks)

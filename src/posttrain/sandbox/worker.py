@@ -1,0 +1,387 @@
+"""The process in which a reward's own code runs: `python -m posttrain.sandbox.worker FD CELL PARENT`.
+
+Standard library only, so that it starts in tens of milliseconds and holds nothing worth stealing. It enters its cell
+first (`sandbox.cell`), says so, then has one loop: read a request from the socket `FD`, run the function, answer
+(`sandbox.protocol`). It waits for nothing but its parent; the parent waits with a deadline and closes the cell
+when it passes. When the parent dies the cell closes by itself. Whatever the reward prints goes to stderr, which the job
+copies into its log up to a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import inspect
+import json
+import linecache
+import mmap
+import os
+import random
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from posttrain.domain.errors import InputError
+from posttrain.domain.rewards import DIALECTS, SignatureError, detect, entry_name
+from posttrain.sandbox.cell import CellPlan, Confinement, enter
+from posttrain.sandbox.dialects import BATCHED, SINGLE, Binder, NoRewardError, as_function
+from posttrain.sandbox.protocol import AnswerError, Redactor, Spans, plain, receive_request, send, send_answers
+
+PACKAGES = Path(__file__).resolve().parents[3]  # the folder that holds posttrain
+
+
+MAX_LINE = 900  # characters of an error
+_SECRETS: dict[str, str] = {}  # variable → value, as they were before the reward's code ran
+
+
+class ReportedError(Exception):
+    """Something to answer as an error: `kind` load | raised | answer, and one line."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+# --- the reward's source ----------------------------------------------------------------------------------------------
+
+
+def load(path: Path) -> ModuleType:
+    """Execute a reward's source file.
+
+    Raises:
+        ReportedError: it cannot be read or parsed, or raises while it is imported.
+    """
+    sys.path.insert(0, str(path.parent))  # its own sibling modules
+    loader = importlib.machinery.SourceFileLoader("posttrain_reward", str(path))  # the file may have lost its suffix
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    if spec is None:
+        raise ReportedError("load", f"{path.name} cannot be loaded as a Python module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[loader.name] = module
+    try:
+        loader.exec_module(module)
+    except SyntaxError as error:
+        raise ReportedError("load", f"{path.name}:{error.lineno} is not valid Python: {error.msg}") from error
+    except OSError as error:
+        raise ReportedError("load", f"{path.name} cannot be read: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ReportedError("raised", f"{place(error, path)} raised {one_line(error)} while it was imported") from error
+    return module
+
+
+def try_import(path: Path, entry: str) -> None:
+    """Execute a dataflow's source, which a job would import outside of a cell: files and hosts that it does not find
+    here are no fault.
+
+    Raises:
+        ReportedError: it cannot be imported, or lacks the entry.
+    """
+    try:
+        module = load(path)
+    except ReportedError as error:
+        if isinstance(error.__cause__, OSError):
+            return
+        raise
+    if not hasattr(module, entry):
+        raise ReportedError("load", f"{path.name} has no {entry!r}")
+
+
+def entry_value(module: ModuleType, path: Path, entry: str | None) -> Any:
+    """What `entry` names; without a name: `score`, `compute_score`, or the only public function.
+
+    Raises:
+        ReportedError: there is nothing of that name.
+    """
+    own = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    rubrics = [name for name, value in vars(module).items() if hasattr(value, "score_rollout") and not callable(value)]
+    try:
+        entry = entry or entry_name(own, path.name, rubrics, vars(module).keys())
+    except InputError as error:
+        raise ReportedError("load", str(error)) from error
+    if getattr(module, entry, None) is None:
+        known = ", ".join(own) or "no function"
+        raise ReportedError("load", f"{path.name} has no function {entry!r}; it defines {known}")
+    return getattr(module, entry)
+
+
+def entry_function(module: ModuleType, path: Path, entry: str | None) -> tuple[Callable[..., Any], str | None]:
+    """The function of a reward's entry, and the dialect that it speaks for certain (`sandbox.dialects`).
+
+    Raises:
+        ReportedError: there is none, or making it raises.
+    """
+    value = entry_value(module, path, entry)
+    try:
+        return as_function(value, vars(module))
+    except NoRewardError as error:
+        raise ReportedError("load", f"{path.name}: {entry or 'its entry'}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ReportedError("raised", f"{place(error, path)} raised {one_line(error)} while it was made") from error
+
+
+def place(error: BaseException, path: Path) -> str:
+    """`file:line` of the innermost frame in the reward's own folder."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if Path(frame.filename).parent == path.parent:
+            return f"{Path(frame.filename).name}:{frame.lineno}"
+    return path.name
+
+
+def one_line(error: BaseException) -> str:
+    """`ValueError: text` without line breaks, and without what the reward must keep to itself."""
+    return " ".join(_without_secrets(f"{type(error).__name__}: {error}").split())[:300].rstrip(": ")
+
+
+def _without_secrets(value: Any) -> Any:
+    """A text, or the texts of nested maps, before anything cuts them."""
+    if isinstance(value, str):
+        return Redactor(_SECRETS).text(value)
+    if isinstance(value, Mapping):
+        return {_without_secrets(name): _without_secrets(inner) for name, inner in dict(value).items()}
+    return value
+
+
+# --- scoring ----------------------------------------------------------------------------------------------------------
+
+
+class Scorer:
+    """A loaded reward function and how it is called."""
+
+    def __init__(self, path: Path, entry: str | None, dialect: str | None, marker: mmap.mmap) -> None:
+        self.path, self.marker = path, marker
+        self.function, spoken = entry_function(load(path), path, entry)
+        self.name = getattr(self.function, "__name__", entry or "reward")
+        try:
+            self.binder = Binder(self.function)
+            self.dialect = dialect or spoken or detect(self.binder.signature)
+        except (SignatureError, ValueError) as error:  # the second: a function of C without a signature
+            raise ReportedError("load", f"{self.where}: {error}") from error
+        if self.dialect not in DIALECTS:
+            raise ReportedError("load", f"dialect must be one of {', '.join(DIALECTS)}, got {self.dialect!r}")
+
+    @property
+    def where(self) -> str:
+        """`file.py:12 (score)`: the line of its definition."""
+        function = inspect.unwrap(self.function)
+        code = getattr(getattr(function, "func", function), "__code__", None)
+        line = f":{code.co_firstlineno}" if code else ""
+        return f"{self.path.name}{line} ({self.name})"
+
+    def score(self, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """One answer for every completion of the call, in order, as soon as it is known.
+
+        Raises:
+            ReportedError: a batched function raised or returned no list of this length; a parameter that nobody offers.
+        """
+        SEEDS.sow(json.dumps([call[name] for name in ("prompts", "completions", "at")]))
+        if self.dialect in BATCHED:
+            yield from self._score_together(call)
+            return
+        for i, (number, text) in enumerate(zip(call["at"], call["completions"], strict=True)):
+            self.marker[:] = number.to_bytes(8, "big")
+            subject = f"completion {number} {text[:60]!r}"
+            try:
+                answer = self.checked(self.run(SINGLE[self.dialect](call, i), subject), subject, _spans(call, i))
+            except ReportedError as fault:
+                if fault.kind == "load":
+                    raise
+                answer = {"error": str(fault)[:MAX_LINE]}
+            yield {"at": number, **answer}
+
+    def _score_together(self, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        count = len(call["completions"])
+        one = f"completion {call['at'][0]} {call['completions'][0][:60]!r}" if count == 1 else ""
+        subject = one or f"a batch of {count}"
+        scores = self.batch(self.run(BATCHED[self.dialect](call), subject))
+        if len(scores) != count:
+            raise ReportedError(
+                "answer",
+                f"{self.where} must return one score per completion ({count}), got {len(scores)}; fix its return",
+            )
+        for i, number in enumerate(call["at"]):
+            try:
+                answer = self.checked(
+                    scores[i], f"completion {number} {call['completions'][i][:60]!r}", _spans(call, i)
+                )
+            except ReportedError as fault:
+                answer = {"error": str(fault)[:MAX_LINE]}
+            yield {"at": number, **answer}
+
+    def run(self, offered: dict[str, Any], subject: str) -> Any:
+        """Call the function, awaiting it when it is asynchronous."""
+        try:
+            arguments = self.binder.bind(offered)
+        except SignatureError as error:
+            raise ReportedError("load", f"{self.where}: {error}") from error
+        try:
+            answer = self.function(**arguments)
+            return asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
+        except BaseException as error:  # whatever it is: this loop goes on with the next completion
+            traceback.print_exc()
+            raise ReportedError("raised", f"{place(error, self.path)} raised {one_line(error)} on {subject}") from error
+
+    def batch(self, answer: Any) -> list[Any]:
+        """The list a batched function returned."""
+        if isinstance(answer, Mapping):
+            answer = answer.get("rewards", answer.get("scores"))
+        if hasattr(answer, "tolist"):
+            answer = answer.tolist()
+        if not isinstance(answer, (list, tuple)):
+            raise ReportedError("answer", f"{self.where} must return a list of scores, got {type(answer).__name__}")
+        return list(answer)
+
+    def checked(self, answer: Any, subject: str, spans: Spans) -> dict[str, Any]:
+        """`plain`, whatever the answer is: its own methods are the reward's code too."""
+        try:
+            if self.dialect == "verl" and isinstance(answer, (list, tuple)) and answer:
+                answer = answer[0]  # as verl takes it: what follows is for its own log
+            return plain(_without_secrets(answer) if _SECRETS else answer, subject, spans)
+        except AnswerError as error:
+            raise ReportedError("answer", f"{self.where} must return {error}") from error
+        except Exception as error:
+            raise ReportedError(
+                "answer", f"{self.where} must return a score for {subject}: {one_line(error)}"
+            ) from error
+
+
+def _spans(call: Mapping[str, Any], index: int) -> Spans:
+    """Where the turns of a completion lie; one of unknown length where nobody told its tokens."""
+    told, ids = call.get("turn_spans"), call.get("completion_ids")
+    if told is not None:
+        found: Spans = told[index]
+        return found
+    return () if ids is None else [[0, len(ids[index])]]
+
+
+async def _awaited(answer: Any) -> Any:
+    return await answer
+
+
+class Seeds(importlib.abc.MetaPathFinder):
+    """The global generators' seed, for numpy's as well when it is imported in the middle of a call."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def sow(self, scored: str) -> None:
+        """Seed from what is scored, so that a resumed run draws what the undisturbed run drew."""
+        self.now = int.from_bytes(hashlib.sha256(scored.encode(errors="surrogatepass")).digest()[:4], "big")
+        random.seed(self.now)
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None:
+            numpy.seed(self.now)
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Notice the import of numpy's generators."""
+        if name != "numpy.random":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec and spec.loader:
+            execute = spec.loader.exec_module
+
+            def seeded(module: ModuleType) -> None:
+                execute(module)
+                module.seed(self.now)
+
+            spec.loader.exec_module = seeded  # type: ignore[method-assign]
+        return spec
+
+
+SEEDS = Seeds()
+
+
+def serve(channel: socket.socket, marker: mmap.mmap, source: str) -> None:
+    """Answer requests until the parent closes the socket.
+
+    Args:
+        marker: says which completion is being scored.
+        source: the folder that holds the reward's file.
+    """
+    scorer: Scorer | None = None
+    own = os.getpid()
+    while True:
+        try:
+            request = receive_request(channel)
+        except EOFError:
+            return
+        linecache.checkcache()
+        try:
+            if request["op"] == "open":
+                scorer = Scorer(Path(source, request["file"]), request["entry"], request["dialect"], marker)
+                answers: Iterator[dict[str, Any]] = iter([{"dialect": scorer.dialect, "where": scorer.where}])
+            elif request["op"] == "import":
+                try_import(Path(source, request["file"]), request["entry"])
+                answers = iter([{"dialect": "", "where": ""}])
+            elif scorer is None:
+                raise ReportedError("load", "no reward is open")
+            else:
+                answers = _own(scorer.score(request), own)
+            if request["op"] in ("open", "import"):
+                send(channel, {"id": request["id"], **next(answers)})
+            else:
+                send_answers(channel, request["id"], answers)
+                send(channel, {"id": request["id"], "end": True})
+        except ReportedError as fault:
+            _leave_forks(own)
+            send(channel, {"id": request["id"], "fault": fault.kind, "message": str(fault)[:MAX_LINE]})
+        except MemoryError:
+            _leave_forks(own)
+            message = "the reward ran out of the memory it may use (MemoryError)"
+            send(channel, {"id": request["id"], "fault": "memory", "message": message})
+
+
+def _own(answers: Iterator[dict[str, Any]], own: int) -> Iterator[dict[str, Any]]:
+    """The answers, in this process only."""
+    for answer in answers:
+        _leave_forks(own)
+        yield answer
+    _leave_forks(own)
+
+
+def _leave_forks(own: int) -> None:
+    """A process that the reward forked and that came back from it must not answer beside this one."""
+    if os.getpid() != own:
+        os._exit(0)
+
+
+def confine(parent: int, cell: str) -> Confinement:
+    """Enter the cell that the job planned; the scratch becomes home and working folder."""
+    found = enter(parent, CellPlan(**json.loads(cell)))
+    os.environ.update({"HOME": found.home, "TMPDIR": found.home})
+    os.chdir(found.home)
+    return found
+
+
+def main() -> None:
+    """Entry point. Arguments: descriptors of socket and marker, a `CellPlan` as JSON, the parent's process id,
+    names of secrets."""
+    os.dup2(2, 1)
+    descriptor, shared, cell, parent, *secrets = sys.argv[1:]
+    _SECRETS.update((name, os.environ[name]) for name in secrets)
+    marker = mmap.mmap(int(shared), 8)
+    sys.meta_path.insert(0, SEEDS)
+    os.close(int(shared))
+    found = confine(int(parent), cell)
+    channel = socket.socket(fileno=int(descriptor))
+    send(channel, {"id": 0, "notes": list(found.notes), "whole": found.whole})
+    if found.listeners:
+        socket.send_fds(channel, [b"L"], [listener.fileno() for listener in found.listeners])
+        for listener in found.listeners:
+            listener.close()  # the job accepts; a reward that did would talk to itself
+    serve(channel, marker, found.source)
+
+
+if __name__ == "__main__":
+    main()
