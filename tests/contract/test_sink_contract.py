@@ -125,8 +125,6 @@ def test_everything_arrives_in_its_order(bench: Bench) -> None:
     for first in (1, 1 + bench.sink.most):
         bench.sink.send([notice(number) for number in range(first, first + bench.sink.most)])
     assert bench.arrived() == sent(*range(1, 1 + 2 * bench.sink.most))
-    bench.sink.close()
-    bench.sink.close()
 
 
 def test_what_comes_again_has_the_same_id(bench: Bench) -> None:

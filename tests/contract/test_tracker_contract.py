@@ -68,7 +68,7 @@ def float32(value: float) -> str:
 def write(bench: Bench, rows: Sequence[Row], ending: Ending | None = None, *, about: TrackedRun = ABOUT) -> None:
     """What a process writes that reads all the rows there are, and ends well."""
     tracker = bench.tracker()
-    cursor = dict(tracker.begin(about))
+    cursor = tracker.begin(about)
     named = (Row(r.stage, r.step, r.at, {tracker.name(m): v for m, v in r.values.items()}) for r in rows)
     fresh = list(missing(named, cursor))
     for row in fresh:

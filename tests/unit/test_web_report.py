@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.control.comparing import Difference
 from posttrain.control.scores import Answered, Before, Response, Score, Scores
 from posttrain.decision.gates import Estimate, Paired
 from posttrain.domain.errors import WorkspaceError
@@ -18,7 +19,6 @@ from posttrain.web.pages import MOST_BYTES, duration, excerpt, number
 from posttrain.web.panels import CurveSeries
 from posttrain.web.report import (
     BudgetRow,
-    ChangeRow,
     RunReport,
     SampledStep,
     StageCurves,
@@ -97,7 +97,7 @@ REPORT = RunReport(
     budgets=(BudgetRow("tokens", 1234567, 2000000), BudgetRow("seconds", 99, 60), BudgetRow("cost", 0.125)),
     warnings=("reward:sort@2 is not the version that prod was trained on",),
     compared_with="r-0001",
-    changes=(ChangeRow("stages.grpo.inputs.reward", "reward:sort@1", "reward:sort@2", ("guideline: a → b",)),),
+    changes=(Difference("stages.grpo.inputs.reward", "reward:sort@1", "reward:sort@2", ("guideline: a → b",)),),
     scores=SCORES,
     curves=(curves("grpo", 5, 40),),
     samples=(StageSamples("grpo", (SampledStep(12, 8, (sample("the response"),)),)),),
@@ -180,7 +180,7 @@ def test_hostile_strings_are_text() -> None:
         REPORT, run_id=evil, name=evil, state=evil, owner=evil, manifest_digest=evil, reason=evil, next_action=evil,
         stages=(StageRow(evil, evil, evil, evil, 1, 1.0, 1, evil),), gates=(verdict,), lineage=(evil,),
         budgets=(BudgetRow(evil, 1, 2),), warnings=(evil,), compared_with=evil,
-        changes=(ChangeRow(evil, evil, evil, (evil,)),),
+        changes=(Difference(evil, evil, evil, (evil,)),),
         scores=Scores((Score(evil, evil, evil, evil, ESTIMATE, (Before(evil, evil, ESTIMATE, None, evil),)),), (evil,)),
         curves=(StageCurves(evil, evil, {evil: CurveSeries(evil, evil, (0, 1), (0, 1), metric=evil)}, evil),),
         samples=(StageSamples(evil, (SampledStep(0, 1, (replace(sample(evil), id=evil, components={evil: 1.0}),)),)),),
@@ -240,7 +240,7 @@ def test_a_page_stays_small_whatever_the_run(tmp_path: Path) -> None:
         samples=tuple(StageSamples(f"s{n}", (SampledStep(1, 8, (sample(text),) * 4),) * 5) for n in range(80)),
         answers=tuple(replace(suite(text, 24), stage="evaluate", suite=f"s{n}", of="grpo") for n in range(40)),
         lineage=(text,) * 5_000,
-        changes=(ChangeRow(text, text, text, (text,)),) * 2_000,
+        changes=(Difference(text, text, text, (text,)),) * 2_000,
         stages=(StageRow("grpo", "grpo", "succeeded"),) * 3_000,
         scores=Scores(SCORES.rows * 500),
         parameters=tuple(StageParameters(f"s{n}", "grpo", (), ((f"p{n}", text),) * 300) for n in range(300)),

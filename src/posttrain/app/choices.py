@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.trackers.tracking import check_trackers, describe, of_workspace, parse_choice, parse_trackers, resolved
+from posttrain.trackers.tracking import check_trackers, describe, of_workspace, parse_trackers, resolved
+from posttrain.trackers.tracking import read_choice as read_choice
 
 if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace
-
-
-def read_choice(words: Sequence[str]) -> dict[str, Any]:
-    """What `--tracker` says, valid and with paths that do not depend on where a later command is typed.
-
-    Raises:
-        InputError: an unknown tracker, one named twice, or a target that it cannot have.
-    """
-    return parse_choice(words, Path.cwd())
 
 
 def refuse_unwritable_choice(chosen: dict[str, Any], folder: Path | None) -> None:

@@ -135,7 +135,7 @@ def trackers(workspace: Workspace, run_id: str, wait: float = 0.0) -> list[Track
 def track(workspace: Workspace, run_id: str, chosen: Mapping[str, Any]) -> list[TrackerState]:
     if chosen:
         refuse_afar("track: a server writes the trackers of its workspace; choose none")
-        from posttrain.trackers.adding import track_more
+        from posttrain.trackers.following import track_more
 
         return track_more(workspace, run_id, chosen)
     from posttrain.trackers.following import track

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,10 +19,18 @@ from posttrain.domain.sinks import BY_PERSON, Cursor, Rule, SinkRecord, SinkView
 from posttrain.events.admitting import public, refuse_foreign_secrets, refuse_resolved
 from posttrain.events.bus import Deliverer
 from posttrain.events.messages import trial
-from posttrain.events.ports import Sink, anywhere
+from posttrain.events.ports import Admit, Sink, anywhere
+from posttrain.events.sinks.email import EmailSink
+from posttrain.events.sinks.jsonl import JsonLinesSink
+from posttrain.events.sinks.webhook import WebhookSink
 from posttrain.workspace.opened import OpenWorkspace
 
-KINDS = ("webhook", "jsonl", "email")
+_OPENS: Mapping[str, Callable[[Mapping[str, Any], Callable[[], float], Admit], Sink]] = {
+    "webhook": WebhookSink,
+    "jsonl": lambda settings, _now, _admit: JsonLinesSink(settings),
+    "email": lambda settings, _now, admit: EmailSink(settings, admit),
+}
+KINDS = tuple(_OPENS)
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 _ENDS = 8  # random bytes of a test's id
 
@@ -39,19 +47,9 @@ def open_sink(workspace: OpenWorkspace, record: SinkRecord, *, served: bool = Fa
     admit = public() if served else anywhere
     if served:
         refuse_foreign_secrets(workspace.ledger.project, record.name, record.settings)
-    if record.kind == "webhook":
-        from posttrain.events.sinks.webhook import WebhookSink
-
-        return WebhookSink(record.settings, workspace.ledger.clock.now, admit)
-    if record.kind == "jsonl":
-        from posttrain.events.sinks.jsonl import JsonLinesSink
-
-        return JsonLinesSink(record.settings)
-    if record.kind == "email":
-        from posttrain.events.sinks.email import EmailSink
-
-        return EmailSink(record.settings, admit)
-    raise InputError(f"sink {record.name}: kind must be of {', '.join(KINDS)}, got {record.kind!r}")
+    if record.kind not in _OPENS:
+        raise InputError(f"sink {record.name}: kind must be of {', '.join(KINDS)}, got {record.kind!r}")
+    return _OPENS[record.kind](record.settings, workspace.ledger.clock.now, admit)
 
 
 def deliverer(workspace: OpenWorkspace, *, served: bool = False) -> Deliverer:
@@ -134,7 +132,7 @@ def add_sink(
     if workspace.ledger.auth != OS:
         _refuse_files(name, kind, settings)
     record = SinkRecord(name, kind, dict(settings), (Rule.of(rule),), 0.0, workspace.actor)
-    open_sink(workspace, record, served=is_confined()).close()
+    open_sink(workspace, record, served=is_confined())
     if is_confined():
         host = urlsplit(str(settings.get("url") or "")).hostname or str(settings.get("host") or "")
         refuse_resolved(host, public(), f"sink {name}")
@@ -169,10 +167,7 @@ def test_sink(workspace: OpenWorkspace, name: str) -> str:
     with ledger.snapshot() as now:
         record = now.sink(name)
     sink = open_sink(workspace, record, served=is_confined())
-    try:
-        sink.send([trial(name, ledger.project, ledger.entropy(_ENDS).hex(), ledger.clock.now())])
-    finally:
-        sink.close()
+    sink.send([trial(name, ledger.project, ledger.entropy(_ENDS).hex(), ledger.clock.now())])
     return sink.where
 
 

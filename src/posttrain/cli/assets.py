@@ -17,10 +17,10 @@ from posttrain.cli.console import (
     Output,
     OutputOption,
     ago,
+    answer_json,
     aside,
     console,
     digest,
-    emit_json,
     lazily,
     moment,
     open_control,
@@ -93,7 +93,6 @@ def add(
     else:
         asset = control.add_reward(path[0], name, entry=entry, dialect=dialect, guideline=guideline)
     say(f"{asset.ref}  {digest(asset.digest)}  {summary(asset)}")
-    control.close()
 
 
 def _now_and_then() -> Callable[[str], None]:
@@ -139,7 +138,6 @@ def create(
     with said_after(_QUIET, f"making {ref} by a run of one stage; the first job loads the engine, up to a minute"):
         asset, run_id = control.create_model(name, config, seed)
     say(f"{asset.ref}  {digest(asset.digest)}  {summary(asset)}  by run {run_id}")
-    control.close()
 
 
 @app.command("ls")
@@ -155,10 +153,7 @@ def ls(
     control = open_control()
     found = control.assets(kind)
     said = {_key(one): one for one in control.asset_status()}
-    control.close()
-    if output is Output.JSON:
-        emit_json([as_json(asset) | _status(said.get(_key(asset))) for asset in found])
-        return
+    answer_json(output, lambda: [as_json(asset) | _status(said.get(_key(asset))) for asset in found])
     if not found:
         say("no assets yet; next: posttrain asset add KIND:NAME PATH")
         return
@@ -185,18 +180,16 @@ def get(
     asset = control.asset(ref)
     curves = control.curves(asset.ref) if asset.kind == "history" else []
     said = next((one for one in control.asset_status() if _key(one) == _key(asset)), None)
-    control.close()
-    if output is Output.JSON:
-        emit_json(as_json(asset) | _status(said) | ({"curves": [asdict(curve) for curve in curves]} if curves else {}))
-        return
+    answer_json(
+        output,
+        lambda: as_json(asset) | _status(said) | ({"curves": [asdict(curve) for curve in curves]} if curves else {}),
+    )
     say(asset.ref, f"  digest      {asset.digest} ({asset.form})")
     say(f"  registered  {moment(asset.created_at)} by {asset.created_by}")
     if said is not None:
         say(f"  status      {said.words} ({moment(said.at)})")
-    for parent in asset.parents:
-        say(f"  made from   {parent}")
-    for key, value in asset.meta.items():
-        say(f"  {key:11s} {' '.join(str(value).split())}")
+    say(*(f"  made from   {parent}" for parent in asset.parents))
+    say(*(f"  {key:11s} {' '.join(str(value).split())}" for key, value in asset.meta.items()))
     if "imported" in asset.meta:
         say(f"  came from an outside run; next: posttrain lineage {asset.ref}")
     if "stage" in asset.meta:
@@ -227,9 +220,7 @@ def restore(ref: RefArgument, reason: ReasonOption = "") -> None:
 
 
 def _mark(ref: str, status: str, reason: str) -> None:
-    control = open_control()
-    asset, marked = control.mark(ref, status, reason)
-    control.close()
+    asset, marked = open_control().mark(ref, status, reason)
     if not status:
         say(f"{asset.ref} is neither approved nor recalled")
     if marked.still is not None:
@@ -242,8 +233,7 @@ def _mark(ref: str, status: str, reason: str) -> None:
     if status == "recalled":
         count, live = len(marked.runs), ", ".join(channel for channel, _ in marked.live)
         say(f"  used by {count} run{'s' * (count != 1)}, live on {live or 'no channel'}")
-        for run_id in marked.running:
-            say(f"  run {run_id} goes on with it; posttrain stop {run_id} ends it")
+        say(*(f"  run {run_id} goes on with it; posttrain stop {run_id} ends it" for run_id in marked.running))
         for channel, earlier in marked.live:
             back = f"posttrain rollback {channel} --to {earlier}" if earlier else "no earlier release may come back"
             say(f"  channel {channel} serves what was made from it; {back}")
@@ -316,8 +306,7 @@ def trl_output(
 ) -> None:
     """Register the model at DIR's root, else its best or newest checkpoint, with the metrics of trainer_state.json."""
     control = open_control()
-    imported = control.import_trl_output(folder, name)
-    _tell(control, imported, output)
+    _tell(control, control.import_trl_output(folder, name), output)
 
 
 @imports.command("mlflow")
@@ -333,8 +322,7 @@ def mlflow(
 ) -> None:
     """Register a run of an MLflow store: metrics, parameters, data sets, the model among its artifacts."""
     control = open_control()
-    imported = control.import_mlflow(where, run, name)
-    _tell(control, imported, output)
+    _tell(control, control.import_mlflow(where, run, name), output)
 
 
 @imports.command("wandb-export")
@@ -348,30 +336,26 @@ def wandb_export(
 ) -> None:
     """Register a W&B run's files: metrics, configuration, the model if it is there."""
     control = open_control()
-    imported = control.import_wandb_export(folder, name)
-    _tell(control, imported, output)
+    _tell(control, control.import_wandb_export(folder, name), output)
 
 
 def _tell(control: Control, imported: Imported, output: Output) -> None:
-    control.close()
     record = imported.record
-    if output is Output.JSON:
-        emit_json(
-            {
-                "from": record["from"],
-                "of": record["of"],
-                "record": imported.digest,
-                "assets": [as_json(asset) for asset in imported.assets],
-                "named": record["named"],
-                "withheld": record["withheld"],
-                "left_out": record["left_out"],
-                "notes": record["notes"],
-                "unknown": imported.unknown,
-            }
-        )
-        return
-    for asset in imported.assets:
-        say(f"{asset.ref}  {digest(asset.digest)}  {summary(asset)}")
+    answer_json(
+        output,
+        lambda: {
+            "from": record["from"],
+            "of": record["of"],
+            "record": imported.digest,
+            "assets": [as_json(asset) for asset in imported.assets],
+            "named": record["named"],
+            "withheld": record["withheld"],
+            "left_out": record["left_out"],
+            "notes": record["notes"],
+            "unknown": imported.unknown,
+        },
+    )
+    say(*(f"{asset.ref}  {digest(asset.digest)}  {summary(asset)}" for asset in imported.assets))
     if "model" in record:
         say(f"model: {record['model']['place']}")
     if record.get("history", {}).get("not_finite"):

@@ -10,9 +10,9 @@ import typer
 from posttrain.cli.console import (
     Output,
     OutputOption,
+    answer_json,
     aside,
     digest,
-    emit_json,
     harmless,
     lazily,
     moment,
@@ -45,12 +45,10 @@ def policy(
     """Print a channel's policy, as a file that `set-policy` takes."""
     control = open_control()
     pinned, told = control.policy(channel, asked), control.policies(channel) if history else []
-    control.close()
-    if output is Output.JSON:
-        shown: dict[str, Any] = {"channel": channel, "digest": pinned.digest if pinned else None}
-        shown |= {"policy": pinned.policy.to_json() if pinned else None}
-        emit_json(shown | ({"history": [_set_by(event) for event in told]} if history else {}))
-    elif history:
+    shown = {"digest": pinned.digest, "policy": pinned.policy.to_json()} if pinned else {"digest": None, "policy": None}
+    past = {"history": [_set_by(event) for event in told]} if history else {}
+    answer_json(output, lambda: {"channel": channel, **shown, **past})
+    if history:
         say(*(_history_line(event) for event in told))
         if not told:
             say(f"channel {channel} never had a policy")
@@ -70,9 +68,7 @@ def set_policy(
     before = control.channel_record(channel)
     pinned, notes = control.set_policy(channel, file)
     now = control.channel(channel)
-    control.close()
-    for note in notes:
-        aside(f"warning: {note}")
+    aside(*(f"warning: {note}" for note in notes))
     if now.record == before:
         say(f"channel {channel} has this policy already ({digest(pinned.digest)})")
         return
@@ -89,25 +85,20 @@ def remove_policy(channel: ChannelArgument) -> None:
     control = open_control()
     had = control.channel_record(channel).policy
     control.remove_policy(channel)
-    control.close()
     say(f"channel {channel} has no policy{f' any more; it was {digest(had)}' if had else ''}")
 
 
 @app.command("protect")
 def protect(channel: ChannelArgument, reason: ReasonOption = "") -> None:
     """Make releases to a channel, and changes of its policy and quarantine, wait for another person's approval."""
-    control = open_control()
-    control.protect(channel, protected=True, why=reason)
-    control.close()
+    open_control().protect(channel, protected=True, why=reason)
     say(f"channel {channel} is protected: releases and changes of its policy wait for another person's approval")
 
 
 @app.command("unprotect")
 def unprotect(channel: ChannelArgument, reason: ReasonOption = "") -> None:
     """End the protection of a channel; another person approves that first."""
-    control = open_control()
-    control.protect(channel, protected=False, why=reason)
-    control.close()
+    open_control().protect(channel, protected=False, why=reason)
     say(f"channel {channel} is not protected")
 
 
@@ -124,7 +115,6 @@ def freeze(
     before = control.channel_record(channel)
     after = control.freeze(channel, rollbacks=rollbacks, why=reason)
     told = control.channel(channel).frozen
-    control.close()
     still = "rollbacks are stopped too" if rollbacks else "rollbacks go on"
     if after == before and told is not None:
         say(f"channel {channel} was frozen already, {frozen_by(told)}; {still}")
@@ -140,7 +130,6 @@ def unfreeze(channel: ChannelArgument, reason: ReasonOption = "") -> None:
     control = open_control()
     before = control.channel_record(channel)
     after = control.unfreeze(channel, why=reason)
-    control.close()
     if after == before:
         say(f"channel {channel} was not frozen")
         return

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,8 @@ def examples(incomplete: str) -> list[str]:
 
 def _complete(incomplete: str, known: Callable[[Control], Iterable[str]]) -> list[str]:
     try:
-        control = open_control()
-        try:
+        with closing(open_control()) as control:  # no command ends here
             return [word for word in dict.fromkeys(known(control)) if word.startswith(incomplete)]
-        finally:
-            control.close()
     except (PosttrainError, OSError):
         return []
 
@@ -110,8 +108,7 @@ def _run_ids(control: Control) -> list[str]:
 
 
 def _stages(control: Control, run: str) -> list[str]:
-    status = control.status(control.run(run.removeprefix("run:")).id)
-    rows = [stage.record for stage in status.stages]
+    rows = [stage.record for stage in control.status(control.run(run.removeprefix("run:")).id).stages]
     models = {"model": "", "best": "/best"}
     return [f"{run}/{row.name}{end}" for row in rows for output, end in models.items() if output in row.outputs]
 

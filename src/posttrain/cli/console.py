@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
@@ -36,6 +36,7 @@ _UNSHOWN = (
 )  # C1 controls, writing directions, lone surrogates
 _PICTURES = {**_C0, 0x7F: 0x2421, **dict.fromkeys(_UNSHOWN, 0xFFFD)}
 _COMMANDS = re.compile("[" + "".join(map(chr, (0x7F, *_UNSHOWN))) + "]")  # what JSON does not escape by itself
+OPENED = ExitStack()  # what the command of this process opened: it is closed when that ends
 PIPE_WIDTH = 1_000_000  # columns where there is no terminal: whoever reads a pipe cuts for himself
 
 
@@ -89,10 +90,12 @@ _PLAIN_GLYPHS = {"✔": "+", "●": "*", "◌": "-", "■": "-", "✘": "x", "�
 
 
 def open_control() -> Control:
-    """Open the `Control` of `app.control`, whose imports wait until a command asks."""
+    """Open the `Control` of `app.control`, whose imports wait until a command asks; it is closed when that ends."""
     from posttrain.app.control import open_control as opened
 
-    return opened()
+    control = opened()
+    OPENED.callback(control.close)
+    return control
 
 
 def console() -> Console:
@@ -149,9 +152,10 @@ def say(*lines: str, quoted: bool = False) -> None:
         typer.echo(harmless(line if quoted else as_typed(line)))
 
 
-def aside(line: str) -> None:
-    """A line beside what was asked for: on stderr."""
-    typer.echo(harmless(as_typed(line)), err=True)
+def aside(*lines: str) -> None:
+    """Lines beside what was asked for: on stderr."""
+    for line in lines:
+        typer.echo(harmless(as_typed(line)), err=True)
 
 
 def ask_at(options: Mapping[str, str | None], verbs: Iterable[str]) -> None:
@@ -199,6 +203,17 @@ def emit_json(value: Any) -> None:
     """One JSON document on stdout. NaN and infinities become null: JSON has no word for them."""
     text = json.dumps(_finite(value), indent=2, ensure_ascii=False, default=str)
     typer.echo(_COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+
+
+def answer_json(output: Output, value: Callable[[], Any]) -> None:
+    """Answer with JSON where it is asked for, which ends the command.
+
+    Raises:
+        typer.Exit: it is asked for.
+    """
+    if output is Output.JSON:
+        emit_json(value())
+        raise typer.Exit
 
 
 def style(state: str) -> str:

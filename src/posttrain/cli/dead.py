@@ -6,13 +6,8 @@ from typing import Annotated
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, ago, console, emit_json, harmless, lazily, open_control, say
+from posttrain.cli.console import Output, OutputOption, ago, answer_json, console, harmless, lazily, open_control, say
 from posttrain.domain.errors import InputError
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("dead")(dead)
 
 
 def dead(
@@ -41,25 +36,20 @@ def dead(
     control = open_control()
     if assume_dead and name:
         attempt = control.assume_dead(name)
-        control.close()
-        if output is Output.JSON:
-            emit_json(asdict(attempt))
-        else:
-            say(f"{attempt.name} is taken for dead", f"next: posttrain attach {attempt.run_id}")
+        answer_json(output, lambda: asdict(attempt))
+        say(f"{attempt.name} is taken for dead", f"next: posttrain attach {attempt.run_id}")
         return
     found = control.look_again(name) if retry and name else control.dead(name)
-    if output is Output.JSON:
-        emit_json([asdict(one) for one in found])
-    elif retry:
+    answer_json(output, lambda: [asdict(one) for one in found])
+    if retry:
         run = found[0].object.partition("/")[0]
         say(*(f"{one.object}: will be looked at again" for one in found), f"next: posttrain attach {run}")
     elif not found:
         say("nothing was set aside")
-    for one in found if output is Output.TEXT and not retry else ():
+    for one in found if not retry else ():
         console().print(
             f"{one.object}: {one.tries} tries, set aside {ago(one.set_aside_at)}: {one.error}", markup=False
         )
         if name:
             say(*harmless(one.traceback).splitlines(), quoted=True)
         say(f"  → posttrain dead {one.object} --retry")
-    control.close()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, duration, emit_json, lazily, open_control, say
+from posttrain.cli.console import Output, OutputOption, answer_json, duration, lazily, open_control, say
 from posttrain.domain.errors import AccessError, InputError, WorkspaceError
 from posttrain.domain.ids import Role
 
@@ -26,12 +26,6 @@ FOLDER = ".demo"
 _MARKER = ".posttrain-demo"  # a file with this text in a folder: a demo made it, so a demo may empty it
 _MADE_BY = "made by `posttrain demo`, which empties this folder when it plays again\n"
 _VARIABLE, _SERVER = "POSTTRAIN_WORKSPACE", "POSTTRAIN_SERVER"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("demo")(demo)
-    app.command("examples")(examples)
 
 
 def demo(
@@ -74,8 +68,12 @@ def demo(
         return
     picture = _overlay(workspace, stage.ids, plan.title)
     say("", f"done in {duration(time.monotonic() - started)}")
-    for label, run_id in stage.ids.items():
-        say(f"  run {label}   {run_id}: {workspace}/.posttrain/runs/{run_id}/report.html")
+    say(
+        *(
+            f"  run {label}   {run_id}: {workspace}/.posttrain/runs/{run_id}/report.html"
+            for label, run_id in stage.ids.items()
+        )
+    )
     say(f"  curves  {picture}", f"  look around: cd {workspace} && posttrain ls")
 
 
@@ -96,9 +94,7 @@ def examples(
         if to is not None:
             raise InputError(f"examples: --to needs the example that goes to {to}; posttrain examples lists them")
         plans = {folder.name: shelf.load_demo(folder) for folder in shelf.examples()}
-        if output is Output.JSON:
-            emit_json([{"name": name, "title": plan.title} for name, plan in plans.items()])
-            return
+        answer_json(output, lambda: [{"name": name, "title": plan.title} for name, plan in plans.items()])
         width = max(map(len, plans), default=0)
         say(*(f"{name:{width}s}  {plan.title}" for name, plan in plans.items()))
         say("next:   posttrain examples NAME copies one here, posttrain demo --task NAME plays it")
@@ -109,9 +105,7 @@ def examples(
     plan = shelf.load_demo(target)
     steps = [["posttrain", "init"], *shelf.preparation(plan, str(target), plan.seed)]
     steps.append(["posttrain", "run", f"{target}/{plan.runs[0].file}"])
-    if output is Output.JSON:
-        emit_json({"name": folder.name, "folder": str(target), "files": files, "steps": steps})
-        return
+    answer_json(output, lambda: {"name": folder.name, "folder": str(target), "files": files, "steps": steps})
     say(f"{folder.name}: {plan.title}; {len(files)} files in {target}/", "play it by hand:")
     say(*(f"  {' '.join(step)}" for step in steps))
 
@@ -206,9 +200,7 @@ def _refuse_lesser() -> None:
     Raises:
         AccessError: whoever plays it may not do that on the server.
     """
-    control = open_control()
-    found = control.whoami()
-    control.close()
+    found = open_control().whoami()
     if found.role not in (Role.APPROVER, Role.ADMIN):
         raise AccessError(
             f"demo: rolls back at its end, which needs the role approver of {found.project}, {found.principal} is "

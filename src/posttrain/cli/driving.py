@@ -159,12 +159,6 @@ DetachOption = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    for command in (run, attach, stop, retry):
-        app.command(command.__name__)(command)
-
-
 def run(
     file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="A run file, or a manifest written by lock.")],
     again: Annotated[
@@ -236,7 +230,6 @@ def stop(run: RunArgument) -> None:
     say(f"run {run_id}: asked to stop; its jobs checkpoint and end")
     record = control.drive(run_id, timeout=_STOP_SECONDS)
     say(f"run {run_id}: {record.state}; next: {record.next_action or f'posttrain get {run_id}'}")
-    control.close()
 
 
 def drive(control: Control, run_id: str, timeout: float | None, reattach: str, output: Output) -> None:
@@ -265,7 +258,6 @@ def drive(control: Control, run_id: str, timeout: float | None, reattach: str, o
     status = control.status(run_id)
     emit_json(run_json(control, status)) if output is Output.JSON else _summary(control, status)
     error = status.outcome
-    control.close()
     if error:  # its line says the reason and the next action
         raise error
     if output is Output.TEXT:
@@ -286,14 +278,12 @@ def give_away(control: Control, found: Submitted, output: Output) -> bool:
     if is_final("run", found.run.state):
         return False
     driver = control.detach(run_id)
-    for warning in found.warnings:
-        aside(f"warning: {warning}")
+    aside(*(f"warning: {warning}" for warning in found.warnings))
     who = f"driven {driver.words}" if not driver.nobody else "driven to its end already"
     if output is Output.JSON:
         emit_json(run_json(control, control.status(run_id)))
     else:
         say(f"run {run_id} detached, {who}; posttrain attach {run_id} returns to it")
-    control.close()
     return True
 
 
@@ -325,8 +315,7 @@ def greet(found: Submitted, again: str = "", output: Output = Output.TEXT) -> No
         tell(f"attached to run {record.id}: {record.state} {ago(record.finished_at)}{again}")
     else:
         tell(f"attached to run {record.id}: {record.state}, submitted {ago(record.created_at)}")
-    for warning in found.warnings:
-        tell(f"warning: {warning}")
+    tell(*(f"warning: {warning}" for warning in found.warnings))
 
 
 def _summary(control: Control, status: RunStatus) -> None:
@@ -342,8 +331,7 @@ def _summary(control: Control, status: RunStatus) -> None:
     screen, run_id = console(), status.run.id
     found = control.why(run_id)
     screen.print(*regression_lines(found.scores), stage_table(status), sep="\n")
-    verdicts = verdict_lines(found.report.verdicts if found.report else ())
-    for line in (*verdicts, *score_lines(found.scores)):
+    for line in (*verdict_lines(found.report.verdicts if found.report else ()), *score_lines(found.scores)):
         screen.print(line)
     screen.print(*warning_lines(status), sep="\n", end="\n" if status.warnings else "")
     say(f"run {run_id}: {status.run.state} after {duration(status.seconds)}")

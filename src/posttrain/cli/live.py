@@ -66,11 +66,9 @@ class TableDisplay:
 
     def __call__(self, run: RunRecord) -> None:
         """Redraw, if it is time."""
-        now = time.monotonic()
-        if now - self._drawn < _REDRAW:
+        if time.monotonic() - self._drawn < _REDRAW:
             return
-        status = self._watcher.read()
-        self._live.update(run_table(status, self._console.width), refresh=True)
+        self._live.update(run_table(self._watcher.read(), self._console.width), refresh=True)
         self._drawn = time.monotonic()
 
     def __enter__(self) -> TableDisplay:

@@ -38,8 +38,7 @@ from posttrain.cli import (
     trace,
     workspace,
 )
-from posttrain.cli import sinks as tracking
-from posttrain.cli.console import aside, ask_at, harmless
+from posttrain.cli.console import OPENED, aside, ask_at, harmless
 from posttrain.domain.errors import ConflictError, InputError, PosttrainError, unwritable
 
 _BUG = 1
@@ -67,7 +66,8 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
         try:
-            return super().invoke(ctx)
+            with OPENED:
+                return super().invoke(ctx)
         except PosttrainError as error:
             if os.environ.get("POSTTRAIN_DEBUG"):
                 traceback.print_exc()
@@ -177,22 +177,16 @@ def options(
     ask_at({"--server": server, "--project": project}, [verb for verb in _VERBS if verb not in _OF_A_MACHINE])
 
 
-for room in (
-    workspace,
-    demo,
-    plans,
-    driving,
-    signals,
-    dead,
-    sweep,
-    runs,
-    models,
-    releases,
-    trace,
-    tracking,
-    serving,
+for command in (
+    *(workspace.init, workspace.erase, workspace.doctor, workspace.gc, workspace.backup, workspace.restore),
+    *(demo.demo, demo.examples, plans.plan, plans.lock, driving.run, driving.attach, driving.stop, driving.retry),
+    *(signals.signal, dead.dead, sweep.sweep, sweep.compare),
+    *(runs.ls, runs.get, runs.logs, runs.why, runs.diff, runs.note),
+    *(models.sample, models.evaluate, models.export, releases.promote, releases.rollback, releases.lineage),
+    *(releases.verify, releases.approve, releases.reject, trace.trace, sinks.track),
+    *(serving.serve, serving.login, serving.logout, serving.whoami),
 ):
-    room.register(app)
+    app.command("eval" if command is models.evaluate else command.__name__)(command)
 for named, group in (("", app), ("asset ", assets.app)):
     for verb in group.registered_commands:
         typed = EXAMPLES.get(f"{named}{verb.name or getattr(verb.callback, '__name__', '')}")

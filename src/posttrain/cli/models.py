@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from posttrain.cli import driving
-from posttrain.cli.console import Output, OutputOption, aside, digest, emit_json, lazily, open_control, say
+from posttrain.cli.console import Output, OutputOption, answer_json, aside, digest, emit_json, lazily, open_control, say
 from posttrain.cli.driving import TimeoutOption
 from posttrain.domain.errors import InputError
 
@@ -73,13 +73,6 @@ RewardTimeout = Annotated[float | None, typer.Option(help="Reward: seconds for o
 _STDIN = "-"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("sample")(sample)
-    app.command("eval")(evaluate)
-    app.command("export")(export)
-
-
 def sample(
     model: ModelArgument,
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Texts; - reads one from stdin.")],
@@ -108,8 +101,7 @@ def sample(
     if _STDIN in prompts and sys.stdin is None:
         raise InputError("sample: - reads standard input, and it is closed; write the prompt")
     texts = [sys.stdin.read().rstrip("\n") if text == _STDIN else text for text in prompts]
-    control = open_control()
-    asked = control.ask(
+    asked = open_control().ask(
         model,
         texts,
         samples=samples,
@@ -132,7 +124,6 @@ def sample(
         answers.append(found)
         if output is Output.TEXT:
             _show(texts, found, many=samples > 1 or len(texts) > 1)
-    control.close()
     if output is Output.JSON:
         said = [{**asdict(answer), "prompt": texts[answer.prompt], "prompt_index": answer.prompt} for answer in answers]
         emit_json({"model": asked.name, "digest": asked.digest, "form": asked.form, "answers": said})
@@ -168,8 +159,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 def _show(texts: list[str], answer: Answer, *, many: bool) -> None:
     if many and answer.sample == 0:
         say(f"── {' '.join(texts[answer.prompt].split())[:100]}", quoted=True)
-    cut = f" … (cut at {answer.tokens} tokens)" if answer.truncated else ""
-    say(answer.text + cut, quoted=True)
+    say(answer.text + (f" … (cut at {answer.tokens} tokens)" if answer.truncated else ""), quoted=True)
 
 
 def evaluate(
@@ -211,7 +201,6 @@ def evaluate(
     found = control.evaluate(model, suites, settings=settings, runtime=runtime, reward=judge, seed=seed, again=again)
     if output is Output.JSON:
         _measured_json(control, found, timeout)
-        control.close()
         return
     driving.greet(found, again=" (--again measures anew)")
     if max_new_tokens is None:
@@ -234,8 +223,7 @@ def _judge(reward: str | None, called: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _measured_json(control: Control, found: Submitted, timeout: float | None) -> None:
-    for warning in found.warnings:
-        aside(f"warning: {warning}")
+    aside(*(f"warning: {warning}" for warning in found.warnings))
     aside(f"run {found.run.id}; posttrain get {found.run.id} --watch shows how far it is")
     record = control.drive(found.run.id, timeout=timeout)
     status = control.status(record.id)
@@ -264,12 +252,9 @@ def export(
     with _ended_by_sigterm():
         done = control.export(model, folder, dtype=dtype, progress=_progress(model, folder))
     recall = control.recalled(done.digest).get(done.digest)
-    control.close()
     if recall:
         aside(f"warning: it comes from {recall.kind}:{recall.name}@{recall.version}, {recall.words}")
-    if output is Output.JSON:
-        emit_json(asdict(done))
-        return
+    answer_json(output, lambda: asdict(done))
     how = f"converted to {done.dtype}" if done.cast else f"{done.dtype}, byte for byte"
     say(f"{done.name} {digest(done.digest)}: {len(done.files)} files, {done.bytes / 2**20:.1f} MiB, {how}")
     say(f"  {done.folder}", *(["  README.md says how it was made and judged"] if done.card else []))

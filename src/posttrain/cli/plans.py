@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, console, emit_json, lazily, open_control, say
+from posttrain.cli.console import Output, OutputOption, answer_json, console, lazily, open_control, say
 from posttrain.domain.overrides import single
 
 FileArgument = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="A run file.")]
@@ -31,22 +31,12 @@ def changes(seed: int | None, sets: Sequence[str] | None) -> str:
     return "".join(f" {word}" for word in (*words, *(f"--set {shlex.quote(one)}" for one in sets or ())))
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    for command in (plan, lock):
-        app.command(command.__name__)(command)
-
-
 def plan(
     file: FileArgument, seed: SeedOption = None, sets: SetOption = None, output: OutputOption = Output.TEXT
 ) -> None:
     """Validate a run file; show stages, cache, cost, power. Writes nothing."""
-    control = open_control()
-    view = control.plan(file, seed=seed, setting=single(sets or ()))
-    control.close()
-    if output is Output.JSON:
-        emit_json(view.to_json())
-        return
+    view = open_control().plan(file, seed=seed, setting=single(sets or ()))
+    answer_json(output, view.to_json)
     from posttrain.cli.screens import plan_lines, plan_tree
 
     screen = console()
@@ -67,18 +57,14 @@ def lock(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Write the immutable manifest. The SHA-256 of the file is the run's identity."""
-    control = open_control()
-    planned = control.lock(file, seed=seed, setting=single(sets or ()))
+    planned = open_control().lock(file, seed=seed, setting=single(sets or ()))
     manifest = planned.manifest
-    control.close()
     path = out or planned.place
     planned.write(path)
-    if output is Output.JSON:
-        emit_json({"digest": manifest.digest, "path": str(path)})
-    else:
-        say(f"{manifest.digest}  {path}", *(f"warning: {warning}" for warning in planned.warnings))
-        again = [f"{change} and lock again" for change in planned.changes[-1:]]
-        say(f"next: {_first((*planned.changes[:-1], *again), f'posttrain run {path}')}")
+    answer_json(output, lambda: {"digest": manifest.digest, "path": str(path)})
+    say(f"{manifest.digest}  {path}", *(f"warning: {warning}" for warning in planned.warnings))
+    again = [f"{change} and lock again" for change in planned.changes[-1:]]
+    say(f"next: {_first((*planned.changes[:-1], *again), f'posttrain run {path}')}")
 
 
 def _first(changes: Sequence[str], command: str) -> str:

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, branch, console, digest, emit_json, lazily, open_control, say
+from posttrain.cli.console import (
+    Output,
+    OutputOption,
+    answer_json,
+    branch,
+    console,
+    digest,
+    emit_json,
+    lazily,
+    open_control,
+    say,
+)
 from posttrain.cli.driving import RunArgument
 from posttrain.domain.approvals import WITHDRAWN
 from posttrain.domain.canonical import DIGEST_PREFIX
@@ -34,12 +45,6 @@ ChannelOption = Annotated[str | None, typer.Option(help="Of a run, another one t
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; kept in the log.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    for command in (promote, rollback, lineage, verify, approve, reject):
-        app.command(command.__name__)(command)
-
-
 def promote(
     run: RunArgument,
     channel: Annotated[str | None, typer.Option(help="By default the channel its run file names.")] = None,
@@ -58,10 +63,7 @@ def promote(
         raise InputError(f"promote {run_id}: its run file names no channel; say which with --channel")
     name = channel or (release.channel if release else "")
     entry = control.promote(run_id, name, lift)
-    control.close()
-    if output is Output.JSON:
-        emit_json(asdict(entry))
-        return
+    answer_json(output, lambda: asdict(entry))
     say(f"{name} points at {digest(entry.model_digest)} of run {entry.run_id} (release {entry.sequence})")
 
 
@@ -93,13 +95,9 @@ def rollback(
     control = open_control()
     before = control.channel(channel).live
     entry = control.rollback(channel, to, since, reason, lift)
-    if output is Output.JSON:
-        control.close()
-        emit_json(asdict(entry))
-        return
+    answer_json(output, lambda: asdict(entry))
     if before and before.sequence == entry.sequence:
         say(f"{channel} already serves {digest(entry.model_digest)} (release {entry.sequence}); nothing changed")
-        control.close()
         return
     now = control.channel(channel)
     frozen = now.record.frozen
@@ -111,7 +109,6 @@ def rollback(
         say(f"{digest(before.model_digest)} is quarantined there; only {back} brings it back")
     if frozen:
         say(f"it stays frozen: nothing is released to it until posttrain channel unfreeze {channel}")
-    control.close()
 
 
 def lineage(
@@ -128,11 +125,8 @@ def lineage(
     control = open_control()
     found = control.downstream(target, limit) if downstream else None
     node = found.tree if found else control.lineage(target)
-    control.close()
-    if output is Output.JSON:
-        names = ("runs", "releases", "live", "left_off") if found else ()
-        emit_json({**_as_json(node), **{name: getattr(found, name) for name in names}})
-        return
+    names = ("runs", "releases", "live", "left_off") if found else ()
+    answer_json(output, lambda: {**_as_json(node), **{name: getattr(found, name) for name in names}})
     console().print(_tree(node))
     if found:
         say(found.words)
@@ -151,9 +145,7 @@ def verify(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Hash a lineage and the event log again. Exit code 8 when something does not match."""
-    control = open_control()
-    report = control.verify(target or "")
-    control.close()
+    report = open_control().verify(target or "")
     target = target or (f"channels {', '.join(report.channels)}" if report.channels else "no channel has a release")
     if output is Output.JSON:
         emit_json({**asdict(report), "ok": not report.problems})
@@ -210,10 +202,7 @@ def approve(
     named = _named(control, what)
     card = None if output is Output.JSON or named.startswith(DIGEST_PREFIX) else control.why(named)  # before it is said
     found = control.approve(named, channel, reason)
-    control.close()
-    if output is Output.JSON:
-        emit_json(found.to_json())
-        return
+    answer_json(output, found.to_json)
     from posttrain.cli.screens import card_lines
 
     console().print(*card_lines(card), sep="\n", end="\n" if card else "")
@@ -228,10 +217,7 @@ def reject(
     """Reject a release, or another request: the release stage that waits for it ends. `approve` takes it back."""
     control = open_control()
     found = control.reject(_named(control, what), channel, reason)
-    control.close()
-    if output is Output.JSON:
-        emit_json(found.to_json())
-        return
+    answer_json(output, found.to_json)
     say(f"{_what(found)} rejected")
 
 

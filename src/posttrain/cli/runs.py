@@ -13,12 +13,12 @@ from posttrain.cli.console import (
     Output,
     OutputOption,
     ago,
+    answer_json,
     as_typed,
     aside,
     console,
     digest,
     duration,
-    emit_json,
     glyph,
     lazily,
     open_control,
@@ -32,19 +32,13 @@ from posttrain.domain.lifecycle import ReleaseState, is_final, meaning
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
-    from posttrain.api.values import Why
+    from posttrain.api.values import LogFile, Why
     from posttrain.domain.approvals import Standing
     from posttrain.domain.records import AssetStatus, ChannelRecord, ReleaseEntry
 
 _MOVES = 50  # of a channel that a person is shown, the newest
 _NO_RUNS = "no runs yet; next: posttrain run RUN.yaml"
 _POLL = 0.25  # seconds between looks while watching
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    for command in (ls, get, logs, why, diff, note):
-        app.command(command.__name__)(command)
 
 
 def ls(
@@ -59,10 +53,7 @@ def ls(
     runs, live = control.ls(limit, tag=wanted), control.live()
     records = {record.name: record for record in control.channels()}
     barred = control.recalled(*(entry.model_digest for entry in live))
-    control.close()
-    if output is Output.JSON:
-        emit_json({"runs": [asdict(run) for run in runs], "channels": [asdict(entry) for entry in live]})
-        return
+    answer_json(output, lambda: {"runs": [asdict(run) for run in runs], "channels": [asdict(entry) for entry in live]})
     if not runs:
         say(f"no run has the tag {wanted}; posttrain note RUN --tag {wanted} gives it" if wanted else _NO_RUNS)
         _say_channels(live, records, barred)
@@ -103,10 +94,7 @@ def note(
     control = open_control()
     run_id = control.run(run).id
     found = control.note(run_id, text, tag or (), untag or ())
-    control.close()
-    if output is Output.JSON:
-        emit_json([asdict(one) for one in found])
-        return
+    answer_json(output, lambda: [asdict(one) for one in found])
     tags = ", ".join(sorted(one.tag for one in found if one.tag))
     say(f"run {run_id}: written down; {f'tags {tags}' if tags else 'no tags'}; posttrain get {run_id} shows it")
 
@@ -147,13 +135,9 @@ def get(
         _watch(control, run_id, timeout)
     written = control.write_report(run_id) if report else None
     status = control.status(run_id)
-    if output is Output.JSON:
-        paths = {"report": str(written.report), "curves": str(written.curves)} if written else {}
-        emit_json(run_json(control, status) | paths)
-        control.close()
-        return
+    paths = {"report": str(written.report), "curves": str(written.curves)} if written else {}
+    answer_json(output, lambda: run_json(control, status) | paths)
     scores, trackers = control.scores(status.run.id), control.trackers(run_id)
-    control.close()
     from posttrain.cli.screens import (
         approval_lines,
         note_lines,
@@ -206,25 +190,24 @@ def _get_channel(control: Control, name: str, output: Output) -> None:
     barred, looks = channel.quarantine, channel.looks
     recall = control.recalled(live.model_digest).get(live.model_digest) if live else None
     cards = dict(_cards(control, asked))
-    control.close()
-    if output is Output.JSON:
-        rows = [move.to_json() for move in reversed(history)]
-        told: dict[str, Any] = {
+    answer_json(
+        output,
+        lambda: {
             "channel": name,
             "live": live.model_digest if live else None,
-            "history": rows,
+            "history": [move.to_json() for move in reversed(history)],
             "looks": len(looks),
-        }
-        told |= {"recalled": asdict(recall) if recall else None}
-        told |= {"policy": record.policy, "protected": record.protected, "frozen": record.frozen}
-        told |= {
+            "recalled": asdict(recall) if recall else None,
+            "policy": record.policy,
+            "protected": record.protected,
+            "frozen": record.frozen,
             "deployments": [asdict(one) for one in channel.deployments],
             "quarantine": [asdict(one) for one in barred],
-        }
-        told |= {"approval_requests": [one.to_json() for one in asked]}
-        told |= {"cards": {run_id: _why_json(card) for run_id, card in cards.items()}}
-        emit_json({**told, "trackers": [one.to_json() for one in trackers]})
-        return
+            "approval_requests": [one.to_json() for one in asked],
+            "cards": {run_id: _why_json(card) for run_id, card in cards.items()},
+            "trackers": [one.to_json() for one in trackers],
+        },
+    )
     earlier = ReleaseState.SUPERSEDED in states.values()  # what a rollback goes back to
     back = f"posttrain rollback {name}, " if earlier else ""
     lines: list[Any] = [*channel_lines(record, channel.frozen, recall), *release_lines(barred, looks)]
@@ -261,12 +244,7 @@ def logs(
     control = open_control()
     run_id = control.run(run).id
     pieces = control.logs(run_id, stage, control.vigil(run_id, aside, timeout) if follow else None)
-    if output is Output.JSON:
-        named = [
-            ({"run_id": one.run_id, "stage": one.stage, "attempt": one.attempt}, one.path, text) for one, text in pieces
-        ]
-        emit_json([{**name, "path": path and str(path), "text": text} for name, path, text in named])
-        return
+    answer_json(output, lambda: [_piece_json(file, text) for file, text in pieces])
     last = None
     for file, text in pieces:
         if file != last:
@@ -278,7 +256,11 @@ def logs(
         record = control.run(run_id)
         ended = f"no job printed anything, and the run has ended ({record.state})"
         say(ended if is_final("run", record.state) else "no job has printed anything yet")
-    control.close()
+
+
+def _piece_json(file: LogFile, text: str) -> dict[str, Any]:
+    named = {"run_id": file.run_id, "stage": file.stage, "attempt": file.attempt}
+    return {**named, "path": file.path and str(file.path), "text": text}
 
 
 def _why_json(found: Why) -> dict[str, Any]:
@@ -298,10 +280,7 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     control = open_control()
     found = control.why(control.run(run).id)
     status, scores, trackers, action = found.status, found.scores, found.trackers, found.next_action
-    control.close()
-    if output is Output.JSON:
-        emit_json(_why_json(found))
-        return
+    answer_json(output, lambda: _why_json(found))
     from posttrain.cli.screens import (
         approval_lines,
         attempt_line,
@@ -338,14 +317,10 @@ def diff(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Show what differs between two runs: manifests, changed assets, measured numbers."""
-    control = open_control()
-    found = control.diff(first, second)
-    control.close()
+    found = open_control().diff(first, second)
     metrics = _metric_rows(*found.metrics)
-    if output is Output.JSON:
-        told = [asdict(difference) for difference in found.differences]
-        emit_json({"a": found.first, "b": found.second, "differences": told, "metrics": metrics})
-        return
+    told = [asdict(difference) for difference in found.differences]
+    answer_json(output, lambda: {"a": found.first, "b": found.second, "differences": told, "metrics": metrics})
     from posttrain.cli.screens import difference_lines
 
     say(f"- {found.first}", f"+ {found.second}")

@@ -126,10 +126,10 @@ def run_footer(status: RunStatus) -> list[Text]:
 
 def signal_lines(status: RunStatus) -> Iterator[Text]:
     """Who told it to go on, and why."""
-    for sent in status.signals:
-        yield Text(
-            f"signal: {sent.name}, sent by {sent.actor} {ago(sent.at)}" + (f": {sent.reason}" if sent.reason else "")
-        )
+    yield from (
+        Text(f"signal: {sent.name}, sent by {sent.actor} {ago(sent.at)}" + (f": {sent.reason}" if sent.reason else ""))
+        for sent in status.signals
+    )
 
 
 def note_lines(status: RunStatus) -> Iterator[Text]:
@@ -146,12 +146,13 @@ def approval_lines(standings: Iterable[Standing]) -> Iterator[Text]:
     """What was said of what was asked for, and what that counts."""
     for one in standings:
         what = f"channel {one.request.channel}, {one.request.words} ({digest(one.request.digest)}):"
-        said = [*one.given, *([one.refusal] if one.refusal else [])]
-        for approval in said:
+        for approval in [*one.given, *([one.refusal] if one.refusal else [])]:
             void = f"; counts nothing: {one.outdated}" if one.outdated else ""
             yield Text(f"approval: {what} {approval.words}, {ago(approval.at)}{void}")
-        for approval, why in one.void:
-            yield Text(f"approval: {what} {approval.words}, {ago(approval.at)}; counts nothing: {one.outdated or why}")
+        yield from (
+            Text(f"approval: {what} {approval.words}, {ago(approval.at)}; counts nothing: {one.outdated or why}")
+            for approval, why in one.void
+        )
 
 
 def request_lines(standings: Iterable[Standing], cards: Mapping[str, Why]) -> Iterator[Grid | Text]:
@@ -183,8 +184,7 @@ def card_lines(found: Why | None) -> Iterator[Grid | Text]:
 
 def warning_lines(status: RunStatus) -> Iterator[Text]:
     """What its jobs warned of, and what its probes chose that tells or ships less than it seems to."""
-    for warning in status.warnings:
-        yield Text(f"warning: {warning}", style=style("warn"))
+    yield from (Text(f"warning: {warning}", style=style("warn")) for warning in status.warnings)
 
 
 def tracker_lines(trackers: Iterable[TrackerState]) -> Iterator[Text]:
@@ -328,14 +328,12 @@ def verdict_lines(verdicts: Iterable[Verdict]) -> Iterator[Text]:
 
 def regression_lines(scores: Scores) -> Iterator[Text]:
     """What got significantly worse than before: the first thing to read of a run."""
-    for regression in scores.regressions:
-        yield Text(f"warning: {regression}", style=style("error"))
+    yield from (Text(f"warning: {regression}", style=style("error")) for regression in scores.regressions)
 
 
 def score_lines(scores: Scores) -> Iterator[Grid | Text]:
     """What was measured, before and after, with intervals; the methods' names below."""
-    for trouble in scores.troubles:
-        yield Text(f"score left out: {trouble}", style=style("warn"))
+    yield from (Text(f"score left out: {trouble}", style=style("warn")) for trouble in scores.troubles)
     if not scores.rows:
         return
     yield _score_table(scores) if scores.trained else _value_table(scores)
@@ -377,8 +375,7 @@ def difference_lines(differences: Iterable[Difference]) -> Iterator[Text]:
         yield Text(difference.path, style="bold")
         yield Text(f"  - {excerpt(difference.before, _NOTE)}", style="red")
         yield Text(f"  + {excerpt(difference.after, _NOTE)}", style="green")
-        for note in difference.notes:
-            yield Text(f"    {excerpt(note, _NOTE)}", style="dim")
+        yield from (Text(f"    {excerpt(note, _NOTE)}", style="dim") for note in difference.notes)
 
 
 def plan_tree(view: PlanView) -> Tree:
@@ -418,16 +415,14 @@ def plan_lines(view: PlanView) -> Iterator[Text]:
             f"power:    gate {note.gate}: {power} on {note.items} items{needed} ({note.assumption}); {note.test}"
         )
     yield from _stall_lines(view)
-    for name, whose in view.gates:
-        yield Text(f"gate:     {name}: {whose}")
+    yield from (Text(f"gate:     {name}: {whose}") for name, whose in view.gates)
     if view.approvals:
         yield Text(f"approve:  the release waits for {view.approvals} of {', '.join(view.approvers)}")
-    for suite, evaluator in view.evaluators:
-        yield Text(f"measure:  suite {suite}: evaluator {evaluator}", style="dim")
-    for kind, where in view.trackers:
-        yield Text(f"tracker:  {kind}: {where}")
-    for warning in view.warnings:
-        yield Text(f"warning:  {warning}", style="yellow")
+    yield from (
+        Text(f"measure:  suite {suite}: evaluator {evaluator}", style="dim") for suite, evaluator in view.evaluators
+    )
+    yield from (Text(f"tracker:  {kind}: {where}") for kind, where in view.trackers)
+    yield from (Text(f"warning:  {warning}", style="yellow") for warning in view.warnings)
     if view.existing:
         yield Text(
             f"next:     this manifest was submitted: run {view.existing.id} ({view.existing.state})", style="bold"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from posttrain.cli.console import Output, OutputOption, aside, emit_json, moment, open_control, say
+from posttrain.cli.console import Output, OutputOption, answer_json, aside, moment, open_control, say
 from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.ids import PROJECT_VARIABLE, SERVER_VARIABLE
 
@@ -24,12 +25,6 @@ token_app = typer.Typer(help="Tokens, by which a server knows people.", no_args_
 ServerArgument = Annotated[str, typer.Argument(metavar="URL", help="http://127.0.0.1:8460, or https://…")]
 PrincipalArgument = Annotated[str, typer.Argument(metavar="PRINCIPAL", help="user:NAME or service:NAME")]
 DaysOption = Annotated[float, typer.Option(help="That it is good for; at most 366.")]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    for command in (serve, login, logout, whoami):
-        app.command(command.__name__)(command)
 
 
 def serve(
@@ -53,12 +48,9 @@ def serve(
         raise InputError(
             f"serve needs the extra `server` ({error.name} is missing): pip install -e '.[server]' -c constraints.txt"
         ) from error
-    workspace = open_workspace()
-    try:
+    with closing(open_workspace()) as workspace:
         bind = Bind(host, port, tls_certificate, tls_key, behind_proxy, advertise)
         serve(workspace, bind, _say_now, Telling(Logging(log_format, log_level), token=not no_token))
-    finally:
-        workspace.close()
 
 
 def login(
@@ -73,8 +65,7 @@ def login(
     from posttrain.client.transport import Transport
 
     Transport(url, "").look("/v1/version")  # where nobody answers there is nothing to wait for
-    given = typer.prompt("token", hide_input=True) if sys.stdin.isatty() else sys.stdin.readline()
-    token = str(given).strip()
+    token = str(typer.prompt("token", hide_input=True) if sys.stdin.isatty() else sys.stdin.readline()).strip()
     project = project_of(Transport(url, token), project or os.environ.get(PROJECT_VARIABLE, ""))
     found = remote_control(url, token, project).whoami()
     log_in(url, token, project)
@@ -118,12 +109,8 @@ def logout(
 
 def whoami(output: OutputOption = Output.TEXT) -> None:
     """Who you are, and what you may do."""
-    control = open_control()
-    found = control.whoami()
-    control.close()
-    if output is Output.JSON:
-        emit_json(asdict(found))
-        return
+    found = open_control().whoami()
+    answer_json(output, lambda: asdict(found))
     say(f"{found.principal}, {found.role or 'no role'} of {found.project} (known by {found.auth})")
     others = [f"{role} of {name}" for name, role in found.projects.items() if name != found.project]
     if others:
@@ -133,23 +120,17 @@ def whoami(output: OutputOption = Output.TEXT) -> None:
 @project_app.command("add")
 def project_add(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
     """Make a project, whose admin you become. Asked by an admin of the project `default`."""
-    control = open_control()
-    control.add_project(name)
-    control.close()
+    open_control().add_project(name)
     say(f"project {name} made; commands with --project {name}, or POSTTRAIN_PROJECT={name}, ask it")
 
 
 @project_app.command("ls")
 def project_ls(output: OutputOption = Output.TEXT) -> None:
     """Projects that you have a role in."""
-    control = open_control()
-    found = control.whoami()
-    control.close()
+    found = open_control().whoami()
     known = {found.project: found.role or "none", **found.projects}
-    if output is Output.JSON:
-        emit_json(known)
-    else:
-        say(*(f"{name}  {role}" for name, role in sorted(known.items())))
+    answer_json(output, lambda: known)
+    say(*(f"{name}  {role}" for name, role in sorted(known.items())))
 
 
 _IMAGE = typer.Argument(metavar="IMAGE", help="REGISTRY/NAME@sha256:… or, for every digest, REGISTRY/NAME@*.")
@@ -158,12 +139,9 @@ _IMAGE = typer.Argument(metavar="IMAGE", help="REGISTRY/NAME@sha256:… or, for 
 @project_app.command("images")
 def project_images(output: OutputOption = Output.TEXT) -> None:
     """Images that runs of the project may name in their run files."""
-    control = open_control()
-    found = control.images()
-    control.close()
-    if output is Output.JSON:
-        emit_json(found)
-    elif found is None:
+    found = open_control().images()
+    answer_json(output, lambda: found)
+    if found is None:
         say("nobody said: over a server runs may name no image, in the folder of the workspace any")
     else:
         say(*(found or ["none"]))
@@ -172,33 +150,25 @@ def project_images(output: OutputOption = Output.TEXT) -> None:
 @project_app.command("allow-image")
 def project_allow_image(image: Annotated[str, _IMAGE]) -> None:
     """Let runs of the project name an image, and over a server bring a recipe that runs in it."""
-    control = open_control()
-    control.allow_image(image)
-    control.close()
+    open_control().allow_image(image)
     say(f"runs may name {image}")
 
 
 @project_app.command("remove-image")
 def project_remove_image(image: Annotated[str, _IMAGE]) -> None:
     """Let no new run of the project name an image. Runs that were submitted keep theirs; posttrain stop ends them."""
-    control = open_control()
-    control.remove_image(image)
-    control.close()
+    open_control().remove_image(image)
     say(f"no new run may name {image}")
 
 
 @member_app.command("ls")
 def member_ls(output: OutputOption = Output.TEXT) -> None:
     """Everybody who was given a role in the project."""
-    control = open_control()
-    found = control.members()
-    control.close()
-    if output is Output.JSON:
-        emit_json(found)
-    else:
-        say(*(f"{name}  {role}" for name, role in found.items()))
-        if not found:
-            say("nobody was given a role; whoever can open the workspace is its admin")
+    found = open_control().members()
+    answer_json(output, lambda: found)
+    say(*(f"{name}  {role}" for name, role in found.items()))
+    if not found:
+        say("nobody was given a role; whoever can open the workspace is its admin")
 
 
 @member_app.command("set")
@@ -207,18 +177,14 @@ def member_set(
     role: Annotated[str, typer.Argument(metavar="ROLE", help="viewer, submitter, approver or admin")],
 ) -> None:
     """Give somebody a role, or another one."""
-    control = open_control()
-    control.set_member(principal, role)
-    control.close()
+    open_control().set_member(principal, role)
     say(f"{principal} is {role}; a token goes no further than it was issued for: posttrain token issue {principal}")
 
 
 @member_app.command("remove")
 def member_remove(principal: PrincipalArgument) -> None:
     """Take somebody's role away; their tokens are good for nothing here from this moment on."""
-    control = open_control()
-    control.set_member(principal, None)
-    control.close()
+    open_control().set_member(principal, None)
     say(f"{principal} has no role any more")
 
 
@@ -232,9 +198,7 @@ def token_issue(
     """Issue a token for somebody. It is shown once, and kept nowhere."""
     control = open_control()
     issued = control.issue_token(principal, role, days)
-    able = principal in control.members()
-    control.close()
-    if not able:
+    if principal not in control.members():
         aside(f"warning: {principal} has no role here; the token opens nothing before posttrain member set {principal}")
     _show(issued, output)
 
@@ -244,38 +208,27 @@ def token_rotate(
     token: Annotated[str, typer.Argument(metavar="ID")], days: DaysOption = 30.0, output: OutputOption = Output.TEXT
 ) -> None:
     """Issue a token in the place of another one, which is good for nothing from this moment on."""
-    control = open_control()
-    issued = control.rotate_token(token, days)
-    control.close()
-    _show(issued, output)
+    _show(open_control().rotate_token(token, days), output)
 
 
 @token_app.command("revoke")
 def token_revoke(token: Annotated[str, typer.Argument(metavar="ID")]) -> None:
     """Let a token be good for nothing from this moment on."""
-    control = open_control()
-    control.revoke_token(token)
-    control.close()
+    open_control().revoke_token(token)
     say(f"token {token} is revoked")
 
 
 @token_app.command("ls")
 def token_ls(output: OutputOption = Output.TEXT) -> None:
     """Tokens of the project; of what is shown with them nothing is known."""
-    control = open_control()
-    found = control.tokens()
-    control.close()
-    if output is Output.JSON:
-        emit_json([asdict(one) for one in found])
-    else:
-        say(*(_line(one) for one in found))
+    found = open_control().tokens()
+    answer_json(output, lambda: [asdict(one) for one in found])
+    say(*(_line(one) for one in found))
 
 
 def _show(issued: Issued, output: Output) -> None:
     token = issued.token
-    if output is Output.JSON:
-        emit_json({"secret": issued.secret, **asdict(token)})
-        return
+    answer_json(output, lambda: {"secret": issued.secret, **asdict(token)})
     most = ", ".join(f"{role} of {project}" for project, role in token.scopes.items())
     until = moment(token.expires_at)
     say(f"token {token.id} of {token.actor}, at most {most}, good until {until}, shown once:", issued.secret)

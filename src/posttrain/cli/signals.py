@@ -10,11 +10,6 @@ from posttrain.cli.console import ago, open_control, say
 from posttrain.cli.driving import RunArgument
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("signal")(signal)
-
-
 def signal(
     run: RunArgument,
     name: Annotated[str, typer.Argument(metavar="NAME", help="The signal, as the run file calls it.")],
@@ -23,6 +18,5 @@ def signal(
     """Let a run go on where a stage waits for a signal. Sent before the stage is reached it counts; twice is once."""
     control = open_control()
     sent, new = control.signal(control.run(run).id, name, reason)
-    control.close()
     before = "" if new else f" {ago(sent.at)} already, by {sent.actor}"
     say(f"run {sent.run_id}: signal {sent.name} sent{before}", f"next: posttrain get {sent.run_id}")

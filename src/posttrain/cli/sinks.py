@@ -14,9 +14,9 @@ from posttrain.cli.console import (
     Output,
     OutputOption,
     ago,
+    answer_json,
     console,
     duration,
-    emit_json,
     lazily,
     moment,
     open_control,
@@ -99,9 +99,7 @@ def add(
         settings |= _server(smtp)
     chosen = [word.strip() for word in on.split(",") if word.strip()] or ([ALL] if jsonl else [])
     rule = {"on": chosen, "run": run, "owner": owner, "channel": channel, "words": words}
-    control = open_control()
-    found = control.add_sink(name, kinds[0], settings, rule, from_start=from_start)
-    control.close()
+    found = open_control().add_sink(name, kinds[0], settings, rule, from_start=from_start)
     say(f"sink {name}: {found.kind} {found.where}, told of {_told(found.rules)}")
     if found.lacks:
         say(f"warning: {found.lacks}; set it where runs are driven, or nothing is delivered")
@@ -134,12 +132,8 @@ def ls(output: OutputOption = Output.TEXT) -> None:
 
     from posttrain.cli.tables import Column, Grid
 
-    control = open_control()
-    found = control.sinks()
-    control.close()
-    if output is Output.JSON:
-        emit_json([{**asdict(one), "rules": [rule.to_json() for rule in one.rules]} for one in found])
-        return
+    found = open_control().sinks()
+    answer_json(output, lambda: [{**asdict(one), "rules": [rule.to_json() for rule in one.rules]} for one in found])
     if not found:
         say("there is no sink; next: posttrain sink add NAME --webhook URL --secret-env VAR")
         return
@@ -160,18 +154,14 @@ def ls(output: OutputOption = Output.TEXT) -> None:
 @app.command("test")
 def test(name: SinkArgument) -> None:
     """Send a message that is marked as a test, from here."""
-    control = open_control()
-    where = control.test_sink(name)
-    control.close()
+    where = open_control().test_sink(name)
     say(f"sink {name}: {where} took a test message")
 
 
 @app.command("pause")
 def pause(name: SinkArgument) -> None:
     """Tell a sink of nothing for now; what happens meanwhile waits for `resume`."""
-    control = open_control()
-    control.pause_sink(name)
-    control.close()
+    open_control().pause_sink(name)
     say(f"sink {name} is paused; next: posttrain sink resume {name}")
 
 
@@ -181,18 +171,14 @@ def resume(
     skip: Annotated[bool, typer.Option("--skip", help="Leave out what it was not told of so far.")] = False,
 ) -> None:
     """Deliver to a sink again, at once, also where it would wait after failures."""
-    control = open_control()
-    found = control.resume_sink(name, skip=skip)
-    control.close()
+    found = open_control().resume_sink(name, skip=skip)
     say(f"sink {name} delivers again, {_behind(found)}")
 
 
 @app.command("remove")
 def remove(name: SinkArgument) -> None:
     """Forget a sink. What it was told stays where it was sent."""
-    control = open_control()
-    control.remove_sink(name)
-    control.close()
+    open_control().remove_sink(name)
     say(f"sink {name} is removed")
 
 
@@ -221,11 +207,6 @@ def _behind(one: SinkView) -> str:
     if not one.behind:
         return "nothing waits"
     return f"{one.behind} event{'s' if one.behind > 1 else ''} behind since {duration(one.behind_seconds)}"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("track")(track)
 
 
 def track(
@@ -258,10 +239,7 @@ def track(
 
 
 def _tracking_told(control: Control, what: dict[str, str], found: list[TrackerState], output: Output) -> None:
-    control.close()
-    if output is Output.JSON:
-        emit_json({**what, "trackers": [one.to_json() for one in found]})
-        return
+    answer_json(output, lambda: {**what, "trackers": [one.to_json() for one in found]})
     from posttrain.cli.screens import tracker_lines
 
     for line in tracker_lines(found):

@@ -15,6 +15,7 @@ import typer
 from posttrain.cli.console import (
     Output,
     OutputOption,
+    answer_json,
     aside,
     console,
     count,
@@ -41,12 +42,6 @@ _ARROWS = {"higher": " ↑", "lower": " ↓", None: ""}
 _VALUE = 48  # characters of a parameter's value on a terminal
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("sweep")(sweep)
-    app.command("compare")(compare)
-
-
 def sweep(
     file: FileArgument,
     sets: Annotated[
@@ -70,13 +65,10 @@ def sweep(
     many, each = len(found.settings), len(found.seeds)
     count = f"{many} setting{'s' * (many > 1)} x {each} seed{'s' * (each > 1)} = {len(found.points)} runs"
     tell(f"{count}; ranked by {found.metric}, {found.better} is better")
-    for note in found.notes:
-        tell(f"note: {note}")
-    for warning in found.warnings:
-        tell(f"warning: {warning}")
+    tell(*(f"note: {note}" for note in found.notes))
+    tell(*(f"warning: {warning}" for warning in found.warnings))
     if dry_run:
         _show_points(found, output)
-        control.close()
         return
 
     runs: dict[tuple[int, int], str] = {}  # (place of the setting, seed) → its run
@@ -96,7 +88,6 @@ def sweep(
 def _raise_first(runs: Iterable[str], control: Control) -> None:
     """Raise the outcome of the first run that did not succeed."""
     errors = [control.status(run_id).outcome for run_id in runs]
-    control.close()
     first = next((error for error in errors if error is not None), None)
     if first is not None:
         raise first
@@ -107,12 +98,9 @@ def _show_points(found: Sweep, output: Output) -> None:
         {"set": dict(point.setting), "seed": point.seed, "manifest": point.planned.manifest.digest}
         for point in found.points
     ]
-    if output is Output.JSON:
-        head = {"metric": found.metric, "better": found.better, "runs": rows, "notes": list(found.notes)}
-        emit_json(head | {"warnings": list(found.warnings)})
-        return
-    for point in found.points:
-        say(f"{setting_words(point.setting)}, seed {point.seed}")
+    head = {"metric": found.metric, "better": found.better, "runs": rows, "notes": list(found.notes)}
+    answer_json(output, lambda: head | {"warnings": list(found.warnings)})
+    say(*(f"{setting_words(point.setting)}, seed {point.seed}" for point in found.points))
 
 
 def _show(found: Sweep, runs: Mapping[tuple[int, int], str], control: Control, output: Output) -> None:
@@ -221,10 +209,8 @@ def _footnotes(found: Sweep, ranking: Ranking, troubles: Sequence[str]) -> Itera
     yield Text(
         f"means: {100 * ranking.confidence:g} % intervals, {'; '.join(methods) or 'none'}{all_held}", style="dim"
     )
-    for note in (*ranking.notes, *troubles):
-        yield Text(f"note: {note}", style=style("warn"))
-    for warning in ranking.warnings:
-        yield Text(f"warning: {warning}", style=style("warn"))
+    yield from (Text(f"note: {note}", style=style("warn")) for note in (*ranking.notes, *troubles))
+    yield from (Text(f"warning: {warning}", style=style("warn")) for warning in ranking.warnings)
 
 
 def _next(found: Sweep, ranking: Ranking) -> None:
@@ -255,14 +241,8 @@ def compare(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Compare what runs scored, item by item: won, lost and tied against the first, with intervals."""
-    control = open_control()
-    try:
-        found = control.compare(what, html)
-    finally:
-        control.close()
-    if output is Output.JSON:
-        emit_json(found.to_json() | ({"page": str(html)} if html else {}))
-        return
+    found = open_control().compare(what, html)
+    answer_json(output, lambda: found.to_json() | ({"page": str(html)} if html else {}))
     _show_comparison(found)
     if html is not None:
         say(f"page:   {html}")
@@ -270,8 +250,7 @@ def compare(
 
 def _show_comparison(found: Comparison) -> None:
     screen = console()
-    for one in found.subjects:
-        say(f"{one.label}  {one.name}  {one.model}  {digest(one.digest)}")
+    say(*(f"{one.label}  {one.name}  {one.model}  {digest(one.digest)}" for one in found.subjects))
     say(*(f"{one.label}  {one.ref}  imported, by step" for one in found.histories))
     screen.print(metric_table(found), *([history_table(found)] if found.histories else []), sep="\n")
     screen.print(*_notes_below(found), sep="\n")
@@ -322,8 +301,7 @@ def _against(row: MetricRow, cell: Cell) -> Iterator[Text | str]:
         return
     won, lost = pair.wins(row.better)
     good = pair.decided and row.better and (pair.difference > 0) == (row.better == "higher")
-    tint = "" if not (pair.decided and row.better) else style("pass" if good else "fail")
-    yield Text(str(pair), style=tint)
+    yield Text(str(pair), style="" if not (pair.decided and row.better) else style("pass" if good else "fail"))
     yield from (f"{won}", f"{lost}") if row.better else (f"{won} more", f"{lost} less")
     yield str(pair.same)
 
@@ -332,10 +310,8 @@ def _notes_below(found: Comparison) -> Iterator[Text]:
     from rich.text import Text
 
     yield Text(f"{100 * found.confidence:g} % intervals, each by itself: {'; '.join(found.methods)}", style="dim")
-    for note in found.notes:
-        yield Text(f"note: {note}", style=style("warn"))
-    for warning in found.warnings:
-        yield Text(f"warning: {warning}", style=style("warn"))
+    yield from (Text(f"note: {note}", style=style("warn")) for note in found.notes)
+    yield from (Text(f"warning: {warning}", style=style("warn")) for warning in found.warnings)
 
 
 def parameter_table(found: Comparison) -> Grid:

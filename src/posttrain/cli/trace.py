@@ -11,10 +11,10 @@ import typer
 from posttrain.cli.console import (
     Output,
     OutputOption,
+    answer_json,
     aside,
     console,
     count,
-    emit_json,
     excerpt,
     number,
     open_control,
@@ -32,11 +32,6 @@ _EXCERPT = 60  # characters of a response in a list
 _TOLD = 0.0005  # share of a step from which a hand-off is worth a word
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("trace")(trace)
-
-
 def trace(
     run: RunArgument,
     sample: Annotated[str | None, typer.Option(metavar="ID", help="Show one recorded sample token by token.")] = None,
@@ -51,16 +46,13 @@ def trace(
     """Write where a run's time went as files to look at; or show what became of its samples."""
     _check(sample, samples, step, out)
     control = open_control()
-    try:
-        run_id = control.run(run).id
-        if sample is not None:
-            _show_sample(control.sample(run_id, sample, stage), output)
-        elif samples:
-            _show_samples(run_id, control.samples(run_id, stage, step, _aside), output)
-        else:
-            _show_written(control.write_trace(run_id, stage, out or Path()), output)
-    finally:
-        control.close()
+    run_id = control.run(run).id
+    if sample is not None:
+        _show_sample(control.sample(run_id, sample, stage), output)
+    elif samples:
+        _show_samples(run_id, control.samples(run_id, stage, step, lambda line: aside(f"left out: {line}")), output)
+    else:
+        _show_written(control.write_trace(run_id, stage, out or Path()), output)
 
 
 def _check(sample: str | None, samples: bool, step: int | None, out: Path | None) -> None:
@@ -75,21 +67,16 @@ def _check(sample: str | None, samples: bool, step: int | None, out: Path | None
 
 
 def _show_written(written: WrittenTrace, output: Output) -> None:
-    if output is Output.JSON:
-        emit_json(written.to_json())
-        return
+    answer_json(output, written.to_json)
     screen = console()
     for stage in written.stages:
         again = f" ({stage.redone} more were lost with an attempt that ended)" if stage.redone else ""
         say(f"{stage.stage}: {len(stage.steps) - stage.redone} steps in {_time(stage.seconds)}{again}")
         screen.print(role_table(stage))
-        for line in _step_lines(stage):
-            say(line)
+        say(*_step_lines(stage))
         say("")
-    for line in written.begun:
-        say(f"note:   {line}")
-    for note in written.notes:
-        say(f"left out: {note}")
+    say(*(f"note:   {line}" for line in written.begun))
+    say(*(f"left out: {note}" for note in written.notes))
     say(f"page:   {written.page}", f"trace:  {written.trace} (open it in ui.perfetto.dev or chrome://tracing)")
     if written.samples:
         say(f"next:   posttrain trace {written.run_id} --samples lists {written.samples} recorded samples")
@@ -129,9 +116,7 @@ def _step_lines(stage: StageTimeline) -> Iterator[str]:
 
 
 def _show_samples(run_id: str, samples: Sequence[RecordedSample], output: Output) -> None:
-    if output is Output.JSON:
-        emit_json({"run": run_id, "samples": [_brief(one) for one in samples]})
-        return
+    answer_json(output, lambda: {"run": run_id, "samples": [_brief(one) for one in samples]})
     if not samples:
         say("no sample was recorded; `trace: {groups: 1}` in a stage that samples records the first group of each step")
         return
@@ -165,9 +150,7 @@ def _brief(one: RecordedSample) -> dict[str, object]:
 
 
 def _show_sample(one: RecordedSample, output: Output) -> None:
-    if output is Output.JSON:
-        emit_json(one.to_json())
-        return
+    answer_json(output, one.to_json)
     it = one.sample
     components = ", ".join(f"{name} {number(value)}" for name, value in it.components.items())
     reward = f"{number(it.reward)} ({it.status})" + (f": {components}" if components else "")
@@ -228,7 +211,3 @@ def _time(seconds: float) -> str:
     if seconds < 1:
         return f"{seconds * 1e3:.3g}ms"
     return f"{seconds:.3g}s" if seconds < 100 else f"{seconds / 60:.3g}min"
-
-
-def _aside(line: str) -> None:
-    aside(f"left out: {line}")

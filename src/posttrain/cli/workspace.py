@@ -15,6 +15,7 @@ import typer
 from posttrain.cli.console import (
     Output,
     OutputOption,
+    answer_json,
     aside,
     console,
     emit_json,
@@ -39,16 +40,6 @@ class Rewards(StrEnum):
 
     CONFINED = "confined"
     TRUSTED = "trusted"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("init")(init)
-    app.command("erase")(erase)
-    app.command("doctor")(doctor)
-    app.command("gc")(gc)
-    app.command("backup")(backup)
-    app.command("restore")(restore)
 
 
 RewardsOption = Annotated[
@@ -204,12 +195,8 @@ def erase(
     """Erase what people wrote about a run or a version, or a person's name. That it happened stays, and is proved."""
     from dataclasses import asdict
 
-    control = open_control()
-    found = control.erase(what, reason)
-    control.close()
-    if output is Output.JSON:
-        emit_json({"target": found.target, **asdict(found.done), "left": list(found.left)})
-        return
+    found = open_control().erase(what, reason)
+    answer_json(output, lambda: {"target": found.target, **asdict(found.done), "left": list(found.left)})
     say(f"{found.target}: erased the words of {found.done.events} events; {found.done.rows} rows say less now")
     if found.left:
         say("not erased, if it says anything:", *(f"  {line}" for line in found.left))
@@ -271,12 +258,8 @@ def gc(
         seconds = float(parse_duration(older_than))
     except ValueError as error:
         raise InputError(f"gc: --older-than {error}") from error
-    control = open_control()
-    done = control.gc(seconds, dry_run=dry_run)
-    control.close()
-    if output is Output.JSON:
-        emit_json(asdict(done))
-        return
+    done = open_control().gc(seconds, dry_run=dry_run)
+    answer_json(output, lambda: asdict(done))
     verb, blobs = "would delete" if dry_run else "deleted", done.blobs
     say(
         f"{verb} {blobs.deleted} artifacts ({_size(blobs.deleted_bytes)})",
@@ -295,10 +278,8 @@ def backup(folder: FolderArgument, output: OutputOption = Output.TEXT) -> None:
     from posttrain.app.backing import backup as back_up
 
     done = back_up(folder)
-    if output is Output.JSON:
-        told = {"artifacts": len(done.blobs), "bytes": done.bytes, "added": done.added, "events": done.events}
-        emit_json({"folder": str(done.folder), "at": done.at, **told})
-        return
+    told = {"artifacts": len(done.blobs), "bytes": done.bytes, "added": done.added, "events": done.events}
+    answer_json(output, lambda: {"folder": str(done.folder), "at": done.at, **told})
     say(
         f"backed up to {done.folder}: {len(done.blobs)} artifacts ({_size(done.bytes)}), {done.added} of them new",
         f"verified: {done.events} sealed events, every row, and every artifact",
@@ -311,16 +292,18 @@ def restore(folder: FolderArgument, output: OutputOption = Output.TEXT) -> None:
     from posttrain.app.backing import restore as bring_back
 
     done = bring_back(folder)
-    if output is Output.JSON:
-        told = {"runs": done.runs, "under_way": list(done.under_way), "artifacts": len(done.found.blobs)}
-        emit_json({"workspace": str(done.root), "at": done.found.at, **told})
-        return
+    told = {"runs": done.runs, "under_way": list(done.under_way), "artifacts": len(done.found.blobs)}
+    answer_json(output, lambda: {"workspace": str(done.root), "at": done.found.at, **told})
     say(
         f"workspace {done.root}: {done.runs} runs, {len(done.found.blobs)} artifacts, verified",
         "tokens that had not expired still count; posttrain token ls lists them",
     )
-    for run in done.under_way:
-        say(f"run {run} was under way: its jobs are not here; posttrain attach {run} tries their stages again")
+    say(
+        *(
+            f"run {run} was under way: its jobs are not here; posttrain attach {run} tries their stages again"
+            for run in done.under_way
+        )
+    )
 
 
 def _size(count: int) -> str:

@@ -8,7 +8,6 @@ A run file with the local files that it names, sent to a server, which plans and
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -22,12 +21,12 @@ from posttrain.client.direct import DirectError, sent
 from posttrain.client.transport import HOPE, PATIENCE, Transport, in_path
 from posttrain.data.files import data_files, is_pattern
 from posttrain.data.refs import Source, local_path, parse_ref
-from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes
-from posttrain.domain.errors import ConflictError, InfrastructureError, InputError, IntegrityError, unwritable
+from posttrain.domain.canonical import digest_bytes, verified
+from posttrain.domain.errors import ConflictError, InfrastructureError, InputError, IntegrityError
 from posttrain.domain.ids import is_lock
 from posttrain.domain.overrides import Setting, overridden
 from posttrain.domain.runspec import read_yaml
-from posttrain.store.atomic import write_stream
+from posttrain.store.atomic import write_stream, writing
 from posttrain.store.reaching import patiently
 from posttrain.store.trees import beside_model, file_digest, left_behind, not_taken, put_tree
 
@@ -158,17 +157,12 @@ class Fetcher:
         place = in_path(PREFIX + "/blobs/{digest}", {"project": self._project, "digest": digest})
 
         def fill(file: BinaryIO) -> None:
-            state = hashlib.sha256()
-            for piece in self._transport.pieces(place, direct=self._direct):
-                state.update(piece)
-                file.write(piece)
-            if DIGEST_PREFIX + state.hexdigest() != digest:
-                raise IntegrityError(f"{path.name}: what came is not {digest}; ask again")
+            wrong = IntegrityError(f"{path.name}: what came is not {digest}; ask again")
+            pieces = self._transport.pieces(place, direct=self._direct)
+            file.writelines(verified(pieces, digest, lambda _: wrong))
 
-        try:
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise unwritable(path, error) from error
 
         def whole() -> None:
             try:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import http.client
-import ssl
 from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import BinaryIO
 from urllib.parse import urlsplit
 
-_CONNECT_SECONDS = 10.0  # a store that cannot be reached from here is not waited for
+from posttrain.store.reaching import connected
+
 _STALLED = 60.0  # seconds without a byte
 _PIECE = 1 << 20  # bytes
 _OK = 200
@@ -25,20 +27,11 @@ def fetched(url: str) -> Iterator[bytes]:
     Raises:
         DirectError: it did not come as a whole.
     """
-    connection, path, host = _opened(url)
-    try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        if response.status != _OK:
-            raise DirectError(f"{host} answers {response.status}")
+    with _answer(url, "GET") as response:
         while piece := response.read(_PIECE):
             yield piece
         if response.length:
-            raise DirectError(f"{host}: its answer broke off")
-    except (OSError, http.client.HTTPException) as error:
-        raise DirectError(f"{host}: {_words(error)}") from error
-    finally:
-        connection.close()
+            raise ConnectionError("its answer broke off")
 
 
 def sent(url: str, headers: Mapping[str, str], path: Path) -> None:
@@ -47,34 +40,28 @@ def sent(url: str, headers: Mapping[str, str], path: Path) -> None:
     Raises:
         DirectError: it was not taken.
     """
-    connection, place, host = _opened(url)
-    try:
-        with path.open("rb") as file:
-            connection.request("PUT", place, body=file, headers=dict(headers))
-        response = connection.getresponse()
+    with path.open("rb") as file, _answer(url, "PUT", file, headers) as response:
         response.read()
-        if response.status != _OK:
-            raise DirectError(f"{host} answers {response.status}")
-    except (OSError, http.client.HTTPException) as error:
-        raise DirectError(f"{host}: {_words(error)}") from error
-    finally:
-        connection.close()
 
 
-def _opened(url: str) -> tuple[http.client.HTTPConnection, str, str]:
+@contextmanager
+def _answer(
+    url: str, method: str, body: BinaryIO | None = None, headers: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[http.client.HTTPResponse]:
+    """A good answer.
+
+    Raises:
+        DirectError: there is none, or it broke off.
+    """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise DirectError("the server names no address of a store")
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    options: dict[str, Any] = {"context": ssl.create_default_context()} if parts.scheme == "https" else {}
-    made = kind(parts.hostname, parts.port, timeout=_CONNECT_SECONDS, **options)
     try:
-        made.connect()
-    except OSError as error:
-        raise DirectError(f"{parts.hostname}: {_words(error)}") from error
-    made.sock.settimeout(_STALLED)
-    return made, f"{parts.path}?{parts.query}", parts.hostname
-
-
-def _words(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+        with closing(connected(url, silence=_STALLED)) as connection:
+            connection.request(method, f"{parts.path}?{parts.query}", body=body, headers=dict(headers))
+            response = connection.getresponse()
+            if response.status != _OK:
+                raise DirectError(f"{parts.hostname} answers {response.status}")
+            yield response
+    except (OSError, http.client.HTTPException) as error:
+        raise DirectError(f"{parts.hostname}: {' '.join(str(error).split()) or type(error).__name__}") from error

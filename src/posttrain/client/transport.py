@@ -7,9 +7,10 @@ import json
 import secrets
 import socket
 import ssl
-import threading
 from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import SplitResult, quote, urlencode, urlsplit
 
@@ -26,7 +27,7 @@ from posttrain.domain.errors import (
     LimitError,
     UnavailableError,
 )
-from posttrain.store.reaching import AwayError, patiently
+from posttrain.store.reaching import AwayError, KeptConnection, connected, patiently
 
 ANSWER_SECONDS = 960.0  # longer than a server lets a request take
 _CONNECT_SECONDS = 30.0
@@ -62,10 +63,9 @@ class Transport:
     def __init__(self, url: str, token: str) -> None:
         parts = check_address(url)
         self.url = url.rstrip("/")
-        self._secure, self._host, self._base = parts.scheme == "https", str(parts.hostname), parts.path.rstrip("/")
-        self._port, self._token = parts.port, token
+        self._base, self._token = parts.path.rstrip("/"), token
         self.release = ""  # of the server, once it has answered
-        self._local = threading.local()
+        self._kept = KeptConnection()
 
     def ask(
         self,
@@ -122,10 +122,8 @@ class Transport:
             InfrastructureError: there is no answer.
         """
         try:
-            connection = self._connect(_CONNECT_SECONDS)
-            connection.request("GET", self._path(path, None), headers=self._headers({}))
-            response = connection.getresponse()
-            return Reply(response.status, _lower(response), response.read())
+            with self._asked("GET", path, silence=_CONNECT_SECONDS) as response:
+                return _reply(response)
         except _GONE as error:
             raise InfrastructureError(
                 f"server {self.url} does not answer: {_words(error)}; see that it runs"
@@ -148,15 +146,12 @@ class Transport:
             ) from error
 
     def _events(self, path: str, query: Mapping[str, Any] | None, body: Any) -> Iterator[tuple[str, bytes]]:
-        connection = self._connect(_HEARD_SECONDS if body is None else ANSWER_SECONDS)
-        try:
-            sent = None if body is None else json.dumps(body).encode()
-            headers = {"accept": "text/event-stream"} | ({"content-type": "application/json"} if sent else {})
-            method = "GET" if sent is None else "POST"
-            connection.request(method, self._path(path, query), body=sent, headers=self._headers(headers))
-            response = connection.getresponse()
+        sent = None if body is None else json.dumps(body).encode()
+        headers = {"accept": "text/event-stream"} | ({"content-type": "application/json"} if sent else {})
+        silence = ANSWER_SECONDS if sent else _HEARD_SECONDS
+        with self._asked("POST" if sent else "GET", path, query, sent, headers, silence) as response:
             if response.status != http.client.OK:
-                self._checked(Reply(response.status, _lower(response), response.read()))
+                self._checked(_reply(response))
             kind, data = "", b""
             for line in response:
                 word, _, rest = line.rstrip(b"\n").partition(b": ")
@@ -172,8 +167,6 @@ class Transport:
                         return
                     kind, data = "", b""
             raise ConnectionError("the server ended the stream")
-        finally:
-            connection.close()
 
     def pieces(self, path: str, *, direct: bool = False) -> Iterator[bytes]:
         """The bytes at a path, piece by piece.
@@ -185,52 +178,50 @@ class Transport:
             PosttrainError: the problem that the server answered with. InfrastructureError: the answer broke off.
             DirectError: the other place did not give them.
         """
-        connection = self._connect(ANSWER_SECONDS)
         try:
-            connection.request(
-                "GET", self._path(path, {"direct": "yes"} if direct else None), headers=self._headers({})
-            )
-            response = connection.getresponse()
-            if direct and response.status == http.client.TEMPORARY_REDIRECT:
-                yield from fetched(str(response.headers.get("location")))
-                return
-            if response.status != http.client.OK:
-                self._checked(Reply(response.status, _lower(response), response.read()))
-            while piece := response.read(_PIECE):
-                yield piece
-            if response.length:
-                raise InfrastructureError(f"server {self.url}: its answer broke off; ask again")
+            with self._asked("GET", path, {"direct": "yes"} if direct else None) as response:
+                if direct and response.status == http.client.TEMPORARY_REDIRECT:
+                    yield from fetched(str(response.headers.get("location")))
+                    return
+                if response.status != http.client.OK:
+                    self._checked(_reply(response))
+                while piece := response.read(_PIECE):
+                    yield piece
+                if response.length:
+                    raise InfrastructureError(f"server {self.url}: its answer broke off; ask again")
         except _GONE as error:
             raise InfrastructureError(
                 f"server {self.url}: its answer broke off ({_words(error)}); ask again"
             ) from error
-        finally:
-            connection.close()
 
     def _once(
         self, method: str, path: str, query: Mapping[str, Any] | None, sent: bytes | None, headers: Mapping[str, str]
     ) -> Reply:
-        connection = getattr(self._local, "connection", None)
-        if connection is None:
-            connection = self._local.connection = self._connect(ANSWER_SECONDS)
+        connection = self._kept.to(ANSWER_SECONDS, self._connect)
         connection.request(method, self._path(path, query), body=sent, headers=self._headers(headers))
-        response = connection.getresponse()
-        return Reply(response.status, _lower(response), response.read())
+        return _reply(connection.getresponse())
 
-    def _connect(self, seconds: float) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        options: dict[str, Any] = {"context": ssl.create_default_context()} if self._secure else {}
-        made = kind(str(self._host), self._port, timeout=_CONNECT_SECONDS, **options)
-        made.connect()
-        made.sock.settimeout(seconds)
-        return made
+    @contextmanager
+    def _asked(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, Any] | None = None,
+        sent: bytes | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        silence: float = ANSWER_SECONDS,
+    ) -> Iterator[http.client.HTTPResponse]:
+        """What the server answers over a connection of its own, asked once."""
+        with closing(self._connect(silence)) as connection:
+            connection.request(method, self._path(path, query), body=sent, headers=self._headers(headers))
+            yield connection.getresponse()
+
+    def _connect(self, silence: float) -> http.client.HTTPConnection:
+        return connected(self.url, patience=_CONNECT_SECONDS, silence=silence)
 
     def close(self) -> None:
         """Close this thread's connection."""
-        connection = getattr(self._local, "connection", None)
-        if connection is not None:
-            connection.close()
-            self._local.connection = None
+        self._kept.drop()
 
     def _path(self, path: str, query: Mapping[str, Any] | None) -> str:
         named = {name: value for name, value in (query or {}).items() if value is not None}
@@ -302,8 +293,9 @@ def _told_later(reply: Reply) -> float:
     return min(_MOST_PAUSE, float(said)) if said.isdecimal() else 0.0
 
 
-def _lower(response: http.client.HTTPResponse) -> dict[str, str]:
-    return {name.lower(): value for name, value in response.getheaders()}
+def _reply(response: http.client.HTTPResponse) -> Reply:
+    headers = {name.lower(): value for name, value in response.getheaders()}
+    return Reply(response.status, headers, response.read())
 
 
 def _word(value: Any) -> Any:

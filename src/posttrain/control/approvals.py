@@ -85,8 +85,7 @@ def terms(now: Snapshot, record: ChannelRecord, pinned: PinnedPolicy | None, act
         return Terms(policy.approvers, policy.needed, own, roleless)
     if not record.protected:
         return None
-    acted = able if roles else (now.people() | {actor}) - {DRIVER, ""}
-    return Terms(tuple(sorted(acted)), 1)
+    return Terms(tuple(sorted(able if roles else (now.people() | {actor}) - {DRIVER, ""})), 1)
 
 
 def standing(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy | None, actor: str = "") -> Standing | None:
@@ -238,8 +237,7 @@ def lift_request(
         one.model_digest != model for one in stores.ledger.quarantine(record.name)
     ):
         return None
-    bound = {"model": model, "live": live}
-    request = change_request(stores, record, pinned, Action.ROLLBACK, **bound)
+    request = change_request(stores, record, pinned, Action.ROLLBACK, model=model, live=live)
     if request is None:
         refuse_protected(record, f"lifting the quarantine of {model[:19]}…")
     return request

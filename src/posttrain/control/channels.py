@@ -101,8 +101,7 @@ def protect(stores: Stores, channel: str, *, protected: bool, why: str = "") -> 
     if protected:
         _refuse_alone(stores, record)
     kind = "channel.protected" if protected else "channel.unprotected"
-    asked = _asked(stores, record, Action.UNPROTECT)
-    return _set(stores, record, kind, why, asked, protected=protected)
+    return _set(stores, record, kind, why, _asked(stores, record, Action.UNPROTECT), protected=protected)
 
 
 def _refuse_alone(stores: Stores, record: ChannelRecord) -> None:

@@ -110,12 +110,9 @@ def _described(ledger: Ledger, ref: InputRef) -> dict[str, Any]:
     for asset in ledger.assets_by_digest(ref.digest or ""):
         if asset.ref == ref.name:
             at = datetime.fromtimestamp(asset.created_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            return {"registered by": asset.created_by, "registered at": at, **_flat(dict(asset.meta))}
+            flat = {key: value for key, value in asset.meta.items() if isinstance(value, str | int | float)}
+            return {"registered by": asset.created_by, "registered at": at, **flat}
     return {}
-
-
-def _flat(meta: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in meta.items() if isinstance(value, str | int | float)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +285,7 @@ def side_by_side(ledger: Ledger, subjects: Sequence[Subject], histories: Sequenc
     """
     rows, notes = [], []
     for metric, owner in _metrics(subjects).items():
-        cells = _cells(subjects, metric, owner)
-        rows.append(MetricRow(metric, better(metric), cells))
+        rows.append(MetricRow(metric, better(metric), _cells(subjects, metric, owner)))
     if not histories and not any(sum(cell.estimate is not None for cell in row.cells) > 1 for row in rows):
         told = "; ".join(f"{one.label} {', '.join(m for e in one.evaluations for m in e.evidence)}" for one in subjects)
         raise InputError(f"compare: what is compared must share a metric, got none: {told}; evaluate on one suite")

@@ -309,8 +309,7 @@ def _wait(view: View, stage: StageRecord, now: float) -> Order | None:
         action = f"posttrain retry {stage.run_id} waits anew"
         return EndWait(stage, StageState.FAILED, Reason.SIGNAL_MISSED, said, action)
     reason, message, action = told(replace(stage, not_before=None) if here else stage, wait, sent)
-    same = (stage.reason, stage.message) == (reason, message)
-    return None if same else Say(stage, reason, message, action)
+    return None if (stage.reason, stage.message) == (reason, message) else Say(stage, reason, message, action)
 
 
 # --- attempts ---------------------------------------------------------------------------------------------------------
@@ -499,8 +498,7 @@ def hold_back(
     others = budgets.living(attempts)
     mine = [one for one in attempts if one.stage == stage.name and one.number > stage.retried_after]
     whole = bool(mine) and mine[-1].reason == Reason.BUDGET_EXCEEDED  # a share was too little
-    left = budgets.left(manifest, spent, others)
-    share = budgets.divided(left, 1 if whole else 1 + min(rivals, free - 1))
+    share = budgets.divided(budgets.left(manifest, spent, others), 1 if whole else 1 + min(rivals, free - 1))
     if others and (whole or share.empty):
         return Reason.WAITING_FOR_BUDGET, f"stage {others[0].stage} reserves what is left of the budget"
     return share

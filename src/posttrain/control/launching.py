@@ -232,7 +232,8 @@ def plan_attempt(
     earlier = view.tries(stage.name)
     found = find_checkpoint(stores, jobs.folders, stage, earlier, same)
     attempt = _new_attempt(jobs, stage, len(earlier) + 1, found, stores.clock.now())
-    message = f"attempt {attempt.number}" + (_resumes(stage, found) if found else _anew(attempt.number))
+    anew = " begins anew: no checkpoint was left" if attempt.number > 1 else ""
+    message = f"attempt {attempt.number}" + (_resumes(stage, found) if found else anew)
     if found:  # its hash took time, in which slots may have been taken
         _, unwatched = taken_slots(stores, jobs)
     plan = functools.partial(_plan, stores, jobs, view.manifest, stage, attempt, key, message, rivals)
@@ -521,10 +522,6 @@ def _fetch_elsewhere(stores: Stores, stage: StageRecord, cache: Path) -> Failure
             passes = isinstance(error, InfrastructureError)
             return Failure(FailureClass.INFRASTRUCTURE if passes else FailureClass.BAD_INPUT, str(error), "launch")
     return None
-
-
-def _anew(number: int) -> str:
-    return " begins anew: no checkpoint was left" if number > 1 else ""
 
 
 def _resumes(stage: StageRecord, found: Found) -> str:

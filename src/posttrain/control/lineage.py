@@ -215,8 +215,7 @@ def made_model(stores: Stores, ref: AssetRef) -> MadeModel:
 def _released(stores: Stores, ref: AssetRef) -> MadeModel:
     history = stores.ledger.history(ref.name)
     if not history:
-        known = stores.ledger.channels()
-        hint = nearest(ref.name, known) or "; the first release of a run makes one"
+        hint = nearest(ref.name, stores.ledger.channels()) or "; the first release of a run makes one"
         raise NotFoundError(f"{ref}: there is no channel {ref.name!r}{hint}")
     numbered = next((e for e in history if e.sequence == ref.version), None)
     entry = numbered if ref.version else stores.ledger.channel(ref.name)
@@ -442,8 +441,7 @@ def _model_node(origins: Origins, digest: str, run_id: str | None) -> Node:
 def _stage_node(origins: Origins, stage: StageRecord, output: str) -> Node:
     """The model a stage made, with its inputs below it. A stage from the cache shows where it was computed."""
     made_by = f"{stage.kind} in {stage.cached_from or f'{stage.run_id}/{stage.name}'}"
-    used = origins.used(stage.run_id, stage.name)
-    children = tuple(_input_node(origins, stage, edge) for edge in used)
+    children = tuple(_input_node(origins, stage, edge) for edge in origins.used(stage.run_id, stage.name))
     details = [("made by", made_by)] + ([("reused", "from the stage cache")] if stage.cached_from else [])
     name, chosen = f"{stage.run_id}/{stage.name}", selected(stage.metrics)
     if output == BEST:
@@ -511,8 +509,10 @@ def _import_node(origins: Origins, digest: str, of: str) -> Node:
 
 def _read_then(record: Mapping[str, Any]) -> Iterator[Node]:
     """The files that an import read, and the parameters that they told."""
-    for name, file in record["read"].items():
-        yield Node("file", name, file["digest"], None, (("read then", f"{file['size']} bytes, not kept"),))
+    yield from (
+        Node("file", name, file["digest"], None, (("read then", f"{file['size']} bytes, not kept"),))
+        for name, file in record["read"].items()
+    )
     told, secret = record["parameters"], record["withheld"]
     if told or secret:
         without = (("left out", f"{', '.join(secret)} (may be secrets)"),) if secret else ()

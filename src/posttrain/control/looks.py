@@ -61,8 +61,7 @@ def evaluations(stores: Stores, items: str, written: Iterable[str] = ()) -> list
 
 
 def _alike(mine: Ids, theirs: Ids) -> bool:
-    common = np.intersect1d(mine, theirs, assume_unique=True).size
-    return 0 < min(mine.size, theirs.size) <= _SHARED * common
+    return 0 < min(mine.size, theirs.size) <= _SHARED * np.intersect1d(mine, theirs, assume_unique=True).size
 
 
 @functools.lru_cache(256)

@@ -156,8 +156,7 @@ class Reconciler:
         names = {stage.name for stage in stages}
         attempts = [attempt for attempt in view.attempts if attempt.stage in names]
         # of the moment before anything was decided: a time that came meanwhile was not decided on
-        known = min(began, self._stores.clock.now())
-        after = look_again_after(view.manifest, stages, attempts, known)
+        after = look_again_after(view.manifest, stages, attempts, min(began, self._stores.clock.now()))
         if troubles.again_after is not None:
             after = min(after, troubles.again_after)
         aside = tuple(sorted(troubles.set_aside)) if after >= NEVER else ()

@@ -150,8 +150,7 @@ def _rivals(stores: Stores, manifest: Manifest, key: str, stages: Mapping[str, S
 
 def _code_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord) -> bool:
     """Refuse to compute with other sources than the manifest names: its digest would vouch for what it did not see."""
-    names = names_of(manifest, manifest.stage(stage.name))
-    now = {name: present_code(name, jobs.trainers) for name in names}
+    now = {name: present_code(name, jobs.trainers) for name in names_of(manifest, manifest.stage(stage.name))}
     name = next((name for name, present in now.items() if present != manifest.code[name]), None)
     if name is None:
         return False

@@ -310,8 +310,7 @@ def _sign(rule: GateRule) -> int:
 
 
 def _decide(rule: GateRule, measured: _Measured, *, items: int) -> Verdict:
-    sign = _sign(rule)
-    missed_by = sign * (rule.threshold - measured.limit)
+    missed_by = _sign(rule) * (rule.threshold - measured.limit)
     if _meets(rule, measured.limit):
         outcome = Outcome.PASS
     elif not _meets(rule, measured.quantity):
@@ -399,8 +398,7 @@ def _verdict(
 
 
 def _whose(rival: str) -> str:
-    named = {CHANNEL: "the channel's", "base": "the base model's"}
-    return named.get(rival) or f"stage {rival}'s"
+    return {CHANNEL: "the channel's", "base": "the base model's"}.get(rival) or f"stage {rival}'s"
 
 
 def _by(distance: float) -> str:
@@ -517,8 +515,7 @@ def decimals(low: float, high: float) -> int:
 def _mean_limits(values: Array, low: float, high: float, each: float) -> tuple[float, float]:
     resamples = RESAMPLES if len(np.unique(values)) <= _MANY else _FEW_RESAMPLES
     seed = derive_seed(0, "interval")  # not the metric's: equal values have equal intervals, whatever they are called
-    lower = mean_lower(values, low, each, seed, resamples)
-    return lower, -mean_lower(-values, -high, each, seed, resamples)
+    return mean_lower(values, low, each, seed, resamples), -mean_lower(-values, -high, each, seed, resamples)
 
 
 def _each(confidence: float) -> float:

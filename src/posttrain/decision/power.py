@@ -97,10 +97,8 @@ def gate_power(
         channel_empty: there is nothing to compare with yet.
         expectation: what to assume; `Expectation()` when left out.
     """
-    hoped = expectation or Expectation()
-    note = _note(rule, items, possible, channel_empty, hoped)
-    untested = rule.meets_channel and channel_empty and items >= rule.min_items
-    if untested or can_pass(rule, items, possible):
+    note = _note(rule, items, possible, channel_empty, expectation or Expectation())
+    if (rule.meets_channel and channel_empty and items >= rule.min_items) or can_pass(rule, items, possible):
         return note
     return replace(note, refusal=_refusal(rule, items, possible))
 
@@ -115,8 +113,7 @@ def can_pass(rule: GateRule, items: int, possible: ItemRange) -> bool:
     """Whether the best evidence there could be would pass: every item at its best, a baseline's at its worst."""
     if items < rule.min_items:
         return False
-    sign = 1 if rule.higher_is_better else -1
-    wanted = sign * rule.threshold
+    wanted = (1 if rule.higher_is_better else -1) * rule.threshold
     if possible.binary and rule.needs_baseline:
         limit = paired_lower(items, 0, items, rule.confidence)
     elif possible.binary:
@@ -233,8 +230,7 @@ def _rate_power(items: int, threshold: float, rate: float, confidence: float) ->
     low, high = -1, items + 1  # so many right items do not pass, and do
     while high - low > 1:
         middle = (low + high) // 2
-        passes = rate_lower(middle, items, confidence) >= threshold
-        low, high = (low, middle) if passes else (middle, high)
+        low, high = (low, middle) if rate_lower(middle, items, confidence) >= threshold else (middle, high)
     if high == 0:
         return 1.0
     return float(bdtrc(high - 1, items, rate)) if high <= items else 0.0
@@ -431,8 +427,7 @@ def _difference(
     items = paired(metric, others, ours, each)
     spread = 0.0
     if len(both) > 1:
-        gains = [float(theirs[seed].values.mean() - mine[seed].values.mean()) for seed in both]
-        spread = _spread(gains, each)
+        spread = _spread([float(theirs[seed].values.mean() - mine[seed].values.mean()) for seed in both], each)
     value = items.difference
     low, high = value - math.hypot(value - items.low, spread), value + math.hypot(items.high - value, spread)
     return Difference(first, second, value, low, high, len(both), not several or len(both) >= ENOUGH_SEEDS)

@@ -203,7 +203,7 @@ def origin(gate: GateRule, pinned: PinnedPolicy | None) -> str:
 
 def _weaker(own: GateRule, rule: GateRule) -> tuple[str, object, object] | None:
     """Key, what is wanted and what was written; None: whatever passes `own` passes `rule`."""
-    form = _form(rule)
+    form = next(key for key in _BOUNDS if getattr(rule, key) is not None)
     for key in ("metric", form, "direction"):
         wanted, got = getattr(rule, key), getattr(own, key)
         if wanted != got and (key not in ("at_least", "at_most") or got is None):
@@ -218,7 +218,3 @@ def _weaker(own: GateRule, rule: GateRule) -> tuple[str, object, object] | None:
     if rule.if_channel_empty == "fail" and own.if_channel_empty == "pass":
         return "if_channel_empty", "fail", "pass"
     return None
-
-
-def _form(rule: GateRule) -> str:
-    return next(key for key in _BOUNDS if getattr(rule, key) is not None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import rfc8785
@@ -76,6 +76,21 @@ def digest_chunks(chunks: Iterable[bytes]) -> str:
     for chunk in chunks:
         state.update(chunk)
     return DIGEST_PREFIX + state.hexdigest()
+
+
+def verified(chunks: Iterable[bytes], digest: str, wrong: Callable[[str], Exception]) -> Iterator[bytes]:
+    """A stream as it comes; at its end an error where it has another digest.
+
+    Args:
+        wrong: the error, by the digest that it has.
+    """
+    state = hashlib.sha256()
+    for chunk in chunks:
+        state.update(chunk)
+        yield chunk
+    found = DIGEST_PREFIX + state.hexdigest()
+    if found != digest:
+        raise wrong(found)
 
 
 def digest_json(value: Any) -> str:

@@ -9,16 +9,19 @@ Connections that sinks open: to an address that may be reached, within bounded t
 
 from __future__ import annotations
 
+import http.client
 import ipaddress
 import os
 import socket
 import ssl
-from collections.abc import Iterator, Mapping
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 from posttrain.domain.errors import InputError, SinkError
 from posttrain.domain.ids import is_project
 from posttrain.domain.runspec import may_be_secret
+from posttrain.domain.sinks import Notice
 from posttrain.events.ports import ANSWER_SECONDS, CONNECT_SECONDS, VARIABLES, Admit, Patience, one_line
 
 VARIABLE = "POSTTRAIN_PRIVATE_SINKS"  # networks beside the public ones: 10.1.0.0/16,127.0.0.1/32
@@ -144,6 +147,54 @@ def reach(host: str, port: int, where: str, admit: Admit, patience: Patience) ->
         else:
             return connection
     raise trouble or OSError("it has no address")
+
+
+class NetworkSink(ABC):
+    """A sink somewhere on the network: one notice at a time, each within bounded time.
+
+    Args:
+        settings: of its kind's `fields`.
+        admit: whether an address may be connected to.
+        patience: seconds of one delivery.
+
+    Raises:
+        InputError: settings that name no place or no secret.
+    """
+
+    kind: ClassVar[str]
+    most: ClassVar[int] = 1
+    fields: ClassVar[frozenset[str]]
+
+    def __init__(self, settings: Mapping[str, Any], admit: Admit, patience: float) -> None:
+        unknown = sorted(settings.keys() - self.fields)
+        if unknown:
+            known = ", ".join(sorted(self.fields))
+            raise InputError(f"{self.kind}: must have no other setting than {known}, got {unknown[0]}")
+        self._admit, self._seconds = admit, patience
+
+    @property
+    @abstractmethod
+    def where(self) -> str:
+        """See `Sink.where`."""
+
+    def send(self, notices: Sequence[Notice]) -> None:
+        """See `Sink.send`."""
+        for notice in notices:
+            patience = Patience(self._seconds)
+            try:
+                with patience.runs():
+                    self._hand_over(notice, patience)
+            except (OSError, http.client.HTTPException) as error:
+                refusal = "" if patience.over else self._refusal(error)
+                raise SinkError(f"{self.where}: {refusal or said(error, patience)}") from error
+
+    @abstractmethod
+    def _hand_over(self, notice: Notice, patience: Patience) -> None:
+        """Have the place take one notice."""
+
+    def _refusal(self, error: Exception) -> str:
+        """What its own protocol says of an error; empty: nothing."""
+        return ""
 
 
 def said(error: Exception, patience: Patience) -> str:

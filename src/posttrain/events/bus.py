@@ -83,13 +83,12 @@ class Deliveries:
     def _deliver(self, held: Cursor) -> bool:
         with self.cursors.ledger.snapshot() as now:
             standing = {sink.name: sink for sink in now.sinks()}.get(held.sink)
-            words = any(rule.words for rule in self.record.rules)
-            found = now.envelopes(held.sequence, EVENTS, words=words)
+            found = now.envelopes(held.sequence, EVENTS, words=any(rule.words for rule in self.record.rules))
             sealed = now.sealed()
         if standing != self.record or self.record.paused:  # paused, removed or another one since it was claimed
             self.cursors.release(held)
             return False
-        more, sink, ready = len(found) == EVENTS, None, list[Notice]()
+        more, ready = len(found) == EVENTS, list[Notice]()
         try:
             sink = self.opens(self.record)
             for event in found:
@@ -105,9 +104,6 @@ class Deliveries:
                 raise  # of the ledger
             self._failed(held, error)
             return False
-        finally:
-            if sink is not None:
-                sink.close()
         end = found[-1].sequence if more else max(sealed, held.sequence)
         self.cursors.move(held, end, delivered=False, keep=False)
         return more
@@ -121,8 +117,7 @@ class Deliveries:
         said = (
             str(error) if isinstance(error, SinkError | InputError) else f"unexpected {type(error).__name__}: {error}"
         )
-        wait = BACKOFF[min(held.failures, len(BACKOFF) - 1)]
-        known = self.cursors.failed(held, one_line(said, 500), wait)
+        known = self.cursors.failed(held, one_line(said, 500), BACKOFF[min(held.failures, len(BACKOFF) - 1)])
         ledger = self.cursors.ledger
         if ledger.clock.now() - (known.failed_since or 0.0) >= PATIENCE:
             with ledger.transaction(self.actor) as transaction:

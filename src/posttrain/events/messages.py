@@ -155,5 +155,4 @@ def _reason(event: Envelope, table: str) -> str:
 def _message(event: Envelope) -> str:
     """The free text of what changed."""
     found = [row.get("message") for row in event.words.get("rows", ()) if isinstance(row, Mapping)]
-    said = event.words.get("said") or {}
-    return " ".join(str(text) for text in (*found, said.get("error")) if text)
+    return " ".join(str(text) for text in (*found, (event.words.get("said") or {}).get("error")) if text)

@@ -32,7 +32,8 @@ class Sink(Protocol):
     """One place that is told of events.
 
     Every implementation: `send` returns when the place has all of them for good (a file: on the disk; a server: it
-    said so), raises `SinkError` in any other case, and comes back within about half a minute. Some may have arrived
+    said so), raises `SinkError` in any other case, and comes back within about half a minute. Nothing is
+    held between two of them. Some may have arrived
     before it raised: whoever delivers sends all again, and each has its id, by which the receiver drops doubles. Errors
     are one line, in which no secret stands.
     """
@@ -50,9 +51,6 @@ class Sink(Protocol):
         Raises:
             SinkError: not all of them are there for good.
         """
-
-    def close(self) -> None:
-        """Let go of files and connections."""
 
 
 def encoded(notice: Notice) -> bytes:

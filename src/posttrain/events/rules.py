@@ -50,15 +50,12 @@ def occasions(event: Envelope) -> frozenset[str]:
         found.add("approval-needed")
     if event.kind in ("channel.promote", "channel.rollback"):
         found.add("channel-moved")
-    if event.kind == RUN_SET_ASIDE or _stage_set_aside(event):
+    set_aside = event.kind == "stage.updated" and event.row("stages").get("reason") == Reason.SET_ASIDE
+    if event.kind == RUN_SET_ASIDE or set_aside:
         found.add("dead-letter")
     if event.kind == SINK_PAUSED and event.row("sinks").get("paused") == BY_FAILURE:
         found.add("sink-paused")
     return frozenset(found)
-
-
-def _stage_set_aside(event: Envelope) -> bool:
-    return event.kind == "stage.updated" and event.row("stages").get("reason") == Reason.SET_ASIDE
 
 
 def run_of(event: Envelope) -> str:

@@ -89,8 +89,7 @@ class Assignment:
     def of(cls, costs: Sequence[int], shards: Iterable[Iterable[int]]) -> Assignment:
         """A split that is given."""
         ordered = tuple(tuple(sorted(shard)) for shard in shards)
-        loads = tuple(sum(costs[i] for i in shard) for shard in ordered)
-        return cls(ordered, loads, max(costs, default=0))
+        return cls(ordered, tuple(sum(costs[i] for i in shard) for shard in ordered), max(costs, default=0))
 
     @property
     def imbalance(self) -> float:
@@ -287,6 +286,5 @@ def _divide(packed: Sequence[list[int]], costs: Sequence[int], count: int) -> li
     while len(divided) < count:
         costliest = max((items for items in divided if len(items) > 1), key=lambda items: sum(costs[i] for i in items))
         divided.remove(costliest)
-        halves = balance([costs[i] for i in costliest], 2).shards
-        divided += [[costliest[k] for k in half] for half in halves]
+        divided += [[costliest[k] for k in half] for half in balance([costs[i] for i in costliest], 2).shards]
     return divided

@@ -11,13 +11,12 @@ from __future__ import annotations
 import http.client
 import logging
 import os
-import ssl
 import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from starlette.background import BackgroundTask
@@ -30,6 +29,7 @@ from posttrain.domain.errors import LimitError, PosttrainError
 from posttrain.server.connections import is_loopback
 from posttrain.server.limits import PASS_ON, READ, in_thread
 from posttrain.store.hosts import host_of
+from posttrain.store.reaching import connected
 
 if TYPE_CHECKING:
     from posttrain.store.hosts import Host, Hosts
@@ -163,12 +163,8 @@ def _ask(
     url: str, request: Request, body: bytes, computes: bool
 ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
     parts = urlsplit(url)
-    options: dict[str, Any] = {"context": ssl.create_default_context()} if parts.scheme == "https" else {}
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(str(parts.hostname), parts.port, timeout=_CONNECT_SECONDS, **options)
+    connection = connected(url, patience=_CONNECT_SECONDS, silence=_ANSWER_SECONDS if computes else _FIRST_SECONDS)
     try:
-        connection.connect()
-        connection.sock.settimeout(_ANSWER_SECONDS if computes else _FIRST_SECONDS)
         path = parts.path.rstrip("/") + request.scope["raw_path"].decode("latin-1")
         headers = {name: value for name in _SENT if (value := request.headers.get(name))}
         target = f"{path}?{request.url.query}" if request.url.query else path

@@ -45,6 +45,7 @@ _ITS_DOING = frozenset(
 MOST_AT_ONCE = 256 << 20  # bytes
 _MOVED = ".moved-"
 _FRESH_SECONDS = 60.0  # a folder younger than this may be made and not held yet
+_LOOK = 0.02  # seconds between two tries at a lock
 
 
 def its_doing(error: BaseException | None) -> bool:
@@ -84,13 +85,16 @@ def open_plain(path: Path, *, follow: bool = False) -> BinaryIO:
     return os.fdopen(opened, "rb")
 
 
-def read_left(path: Path, most: int) -> bytes:
+def read_left(path: Path, most: int, *, follow: bool = False) -> bytes:
     """The bytes of a file.
+
+    Args:
+        follow: as `open_plain`.
 
     Raises:
         FileNotFoundError, IntegrityError: as `open_plain`, or it has more than `most` bytes.
     """
-    with open_plain(path) as file:
+    with open_plain(path, follow=follow) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise IntegrityError(f"{path} must have at most {most} bytes, got {size}; it is damaged")
@@ -156,6 +160,46 @@ def _holes(opened: int, size: int) -> int:
     return found
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the operating system refuses in this block concerns `path`.
+
+    Raises:
+        WorkspaceError: it refused something.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def is_held(lock: Path) -> bool:
+    """Whether another process holds a lock's file."""
+    try:
+        handle = os.open(lock, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return not taken(handle, fcntl.LOCK_SH)
+    finally:
+        os.close(handle)
+
+
+def taken(
+    handle: int, kind: int = fcntl.LOCK_EX, seconds: float = 0.0, over: Callable[[], bool] = lambda: False
+) -> bool:
+    """Take the lock of an open file; False: others held it for so many seconds, or until it was `over`."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if over() or time.monotonic() >= until:
+                return False
+            time.sleep(_LOOK)
+
+
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data`.
 
@@ -172,7 +216,7 @@ def write_stream(path: Path, fill: Callable[[BinaryIO], Any]) -> None:
         WorkspaceError: as `write_atomic`.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
-    try:
+    with writing(path):
         try:
             with open(temporary, "xb", opener=private) as file:
                 fill(file)
@@ -183,8 +227,6 @@ def write_stream(path: Path, fill: Callable[[BinaryIO], Any]) -> None:
             temporary.unlink(missing_ok=True)
             raise
         sync_folder(path.parent)
-    except OSError as error:
-        raise unwritable(path, error) from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -202,7 +244,7 @@ def sync_tree(folder: Path) -> None:
     Raises:
         WorkspaceError: the disk refused; nothing may rely on the folder then.
     """
-    try:
+    with writing(folder):
         for path in sorted(folder.rglob("*"), reverse=True):  # contents before the folders that name them
             if path.is_file():
                 with path.open("rb") as file:
@@ -210,8 +252,6 @@ def sync_tree(folder: Path) -> None:
             elif path.is_dir():
                 sync_folder(path)
         sync_folder(folder)
-    except OSError as error:
-        raise unwritable(folder, error) from error
 
 
 def private(path: str, flags: int) -> int:
@@ -229,7 +269,7 @@ def make_folder(folder: Path, within: Path | None = None) -> None:
         WorkspaceError: it cannot be created.
     """
     missing = []
-    try:
+    with writing(folder):
         for place in (folder, *folder.parents):
             if place == within or place.is_dir():
                 break
@@ -240,8 +280,6 @@ def make_folder(folder: Path, within: Path | None = None) -> None:
                 sync_folder(place.parent)
         if not folder.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-    except OSError as error:
-        raise unwritable(folder, error) from error
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -284,27 +322,14 @@ def create_file(path: Path, data: bytes) -> bool:
     return True
 
 
-def read_whole(path: Path) -> bytes:
-    """The bytes of a file that is read at once. A job may have written it, and no job fills the memory of who reads.
-
-    Raises:
-        IntegrityError: it is larger than anything that is read so, or no plain file.
-    """
-    with open_plain(path, follow=True) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > MOST_AT_ONCE:
-            raise IntegrityError(f"{path} must have at most {MOST_AT_ONCE} bytes, got {size}; it is damaged")
-        return file.read(MOST_AT_ONCE)
-
-
 def read_json(path: Path) -> Any:
-    """The JSON at `path`; None when there is no such file.
+    """The JSON at `path`, which a job may have written; None when there is no such file.
 
     Raises:
         IntegrityError: it is not JSON, or too large to be.
     """
     try:
-        return json.loads(read_whole(path))
+        return json.loads(read_left(path, MOST_AT_ONCE, follow=True))
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
@@ -320,11 +345,9 @@ def scratch(parent: Path, prefix: str) -> Iterator[Path]:
     """
     make_folder(parent)
     _sweep(parent, prefix)
-    try:
+    with writing(parent):
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         held = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise unwritable(parent, error) from error
     try:
         fcntl.flock(held, fcntl.LOCK_SH)  # the kernel lets go of it when this process dies, however it dies
         yield folder
@@ -368,9 +391,7 @@ def _sweep(parent: Path, prefix: str) -> None:
         except OSError:
             continue  # gone, or somebody else's
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove_tree(folder)
-        except BlockingIOError:
-            continue
+            if taken(held):
+                remove_tree(folder)
         finally:
             os.close(held)

@@ -25,12 +25,10 @@ Only the standard library: the supervisor's package imports this.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import io
 import json
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -40,7 +38,7 @@ from typing import Any
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.facts import Fact, Progress, Sample, count, fact_from_json
 from posttrain.domain.jobs import CheckpointCommit, JobOrder, JobResult
-from posttrain.store.atomic import ANSWER, LINE, SMALL, look_over, make_folder, read_json, read_left, write_json
+from posttrain.store.atomic import ANSWER, LINE, SMALL, look_over, make_folder, read_json, read_left, taken, write_json
 from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind
 from posttrain.store.channels.folder import FolderObjects
 from posttrain.store.channels.objects import object_store
@@ -51,7 +49,6 @@ _METER_BYTES = 64  # two numbers
 _DIGITS = 16  # of a step
 LOCK, CLAIM = "supervisor.lock", "supervisor.json"
 _SECONDS = 60.0  # a supervisor that has the lock claims at once, or goes
-_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,19 +356,7 @@ def unclaimed(folder: Path) -> Iterator[bool]:
     """
     lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        yield _locked(lock, folder) and not (folder / CLAIM).exists()
+        claim = folder / CLAIM
+        yield taken(lock, seconds=_SECONDS, over=claim.exists) and not claim.exists()
     finally:
         os.close(lock)
-
-
-def _locked(lock: int, folder: Path) -> bool:
-    deadline = time.monotonic() + _SECONDS
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if (folder / CLAIM).exists() or time.monotonic() >= deadline:
-                return False
-            time.sleep(_POLL_SECONDS)
-        else:
-            return True

@@ -71,8 +71,7 @@ def verify_rows(ledger: Ledger, names: Collection[str] = ()) -> int:
                     _take(told, event, row, words[place] if place < len(words) else {})
         staged = list(told["stages"]) if part else []
         for name, rows in told.items():
-            where = part.rows(name, staged) if part else ()
-            compared += _compare(connection, name, rows, where, part)
+            compared += _compare(connection, name, rows, part.rows(name, staged) if part else (), part)
     return compared
 
 
@@ -121,8 +120,7 @@ class _Part:
         own = of_subjects(connection, self.project, self.names)
         query = select(events.c.id).outerjoin(payloads, payloads.c.event == events.c.id)
         gone = connection.execute(query.where(own, events.c.words.is_not(None), payloads.c.event.is_(None)).limit(1))
-        told = [events.c.kind == ERASED] if gone.first() else []
-        yield or_(own, *told)
+        yield or_(own, *([events.c.kind == ERASED] if gone.first() else []))
 
     def rows(self, table: str, stages: Iterable[_Key]) -> Iterator[ColumnElement[bool]]:
         """Where they are in a table, with a few others."""
@@ -153,8 +151,10 @@ def _said(connection: Connection, *where: ColumnElement[bool]) -> Iterator[tuple
     waiting = select(*columns).outerjoin(leaves, leaves.c.event == events.c.id).where(leaves.c.event.is_(None))
     for query in (sealed.where(*where).order_by(leaves.c.sequence), waiting.where(*where).order_by(events.c.id)):
         whole = query.outerjoin(payloads, payloads.c.event == events.c.id)
-        for event, audited, body in connection.execute(whole.execution_options(yield_per=_BATCH)):
-            yield int(event), audited, body
+        yield from (
+            (int(event), audited, body)
+            for event, audited, body in connection.execute(whole.execution_options(yield_per=_BATCH))
+        )
 
 
 def _take(told: _Rows, event: int, row: list[Any], words: Mapping[str, Any]) -> None:

@@ -36,6 +36,7 @@ from posttrain.store.sweeping import Marker
 from posttrain.store.trees import file_digest
 
 RECORD, BLOBS = "backup.json", "blobs"
+_OURS = ("ledger-", ".copy-")  # what a backup that was killed leaves begins so
 _FORMAT = "posttrain.backup/1"
 
 
@@ -89,7 +90,11 @@ def back_up(ledger: Ledger, source: ObjectBlobs, folder: Path, settings: Mapping
         WorkspaceError: the folder cannot be written.
     """
     known = read_json(folder / RECORD) if folder.is_dir() else None
-    if known is None and folder.is_dir() and any(one.name != BLOBS for one in folder.iterdir() if not _ours(one)):
+    if (
+        known is None
+        and folder.is_dir()
+        and any(not one.name.startswith(_OURS) and one.name != BLOBS for one in folder.iterdir())
+    ):
         raise InputError(f"{folder}: must be empty, or hold a backup, got other files; name another folder")
     make_folder(folder)
     seal(ledger)
@@ -155,11 +160,6 @@ def fill(found: BackedUp, ledger: Path, blobs: ObjectBlobs) -> None:
     ledger.chmod(0o600)
     for digest in found.blobs:
         _copied(source, blobs, digest, ledger.parent)
-
-
-def _ours(path: Path) -> bool:
-    """What a backup that was killed leaves."""
-    return path.name.startswith(("ledger-", ".copy-"))
 
 
 def _needed(ledger: Path, source: ObjectBlobs) -> tuple[frozenset[str], int]:

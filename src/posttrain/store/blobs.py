@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, NotSupportedError
 
-from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes, digest_chunks, is_digest
+from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes, digest_chunks, is_digest, verified
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, UnavailableError
 from posttrain.store.answering import answering
 from posttrain.store.atomic import open_plain, write_stream
+from posttrain.store.backends import Backend
 from posttrain.store.backends.local import LocalFolder
 from posttrain.store.backends.memory import SCHEME as MEMORY
 from posttrain.store.backends.memory import Memory
@@ -27,33 +27,6 @@ _CHUNK = 4 << 20
 USERS = "workspaces"  # notes: which workspaces keep their artifacts in a store
 _HERE = ("file:", "memory:")
 _PROBE = "probe"  # an object that is written and read to see whether that goes; its bytes say so
-
-
-class Backend(Protocol):
-    """A place for objects. One file each in `store.backends`."""
-
-    @property
-    def url(self) -> str:
-        """What another process opens it by."""
-
-    def open(self) -> Any:
-        """The obstore store."""
-
-    def settle(self, key: str) -> None:
-        """Return when the object just written would survive a power cut."""
-
-    def touch(self, key: str, modified: float) -> bool:
-        """Make an object as young as one that is written now; whether that was done, or was not needed.
-
-        Args:
-            modified: when it was written (seconds since the epoch).
-        """
-
-    def pieces(self, store: Any, key: str) -> Iterator[bytes]:
-        """The bytes of an object, a few megabytes at a time."""
-
-    def write(self, store: Any, key: str, pieces: Iterator[bytes], size: int) -> None:
-        """Write an object of `size` bytes in constant memory; where `pieces` raises, nothing is there afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,18 +144,12 @@ class ObjectBlobs:
     def _upload(self, digest: str, path: Path, file: BinaryIO) -> None:
         """Stream the file up; its digest is checked before the upload ends, so a changed file never gets a name."""
 
-        def checked() -> Iterator[bytes]:
-            state = hashlib.sha256()
-            for chunk in _chunks(file):
-                state.update(chunk)
-                yield chunk
-            if DIGEST_PREFIX + state.hexdigest() != digest:
-                raise IntegrityError(
-                    f"file {path} changed while it was stored; store it again when nobody writes to it"
-                )
+        def changed(_: str) -> IntegrityError:
+            return IntegrityError(f"file {path} changed while it was stored; store it again when nobody writes to it")
 
         with self._translated(digest):
-            self._backend.write(self._store, blob_key(digest), checked(), path.stat().st_size)
+            chunks = verified(_chunks(file), digest, changed)
+            self._backend.write(self._store, blob_key(digest), chunks, path.stat().st_size)
 
     def _settle(self, digest: str) -> None:
         """Also done for a blob that was there: whoever wrote it may not have come this far."""
@@ -196,14 +163,10 @@ class ObjectBlobs:
             NotFoundError: no such blob.
             IntegrityError: the bytes do not hash to the digest.
         """
-        data = b"".join(self._stream(digest))
-        found = digest_bytes(data)
-        if found != digest:  # on its way, perhaps
-            data = b"".join(self._stream(digest))
-            found = digest_bytes(data)
-        if found != digest:
-            raise _corrupt(digest, found)
-        return data
+        try:
+            return b"".join(self.stream(digest))
+        except IntegrityError:  # on its way, perhaps
+            return b"".join(self.stream(digest))
 
     def stream(self, digest: str) -> Iterator[bytes]:
         """The bytes piece by piece, in constant memory.
@@ -212,13 +175,7 @@ class ObjectBlobs:
             NotFoundError: no such blob, at the first piece.
             IntegrityError: the bytes do not hash to the digest, after the last piece.
         """
-        state = hashlib.sha256()
-        for chunk in self._stream(digest):
-            state.update(chunk)
-            yield chunk
-        found = DIGEST_PREFIX + state.hexdigest()
-        if found != digest:
-            raise _corrupt(digest, found)
+        return verified(self._stream(digest), digest, lambda found: _corrupt(digest, found))
 
     def fetch(self, digest: str, path: Path) -> None:
         """Write the verified bytes to `path`, atomically and in constant memory; the folder must exist.
@@ -227,12 +184,7 @@ class ObjectBlobs:
             NotFoundError, IntegrityError: as `get`; nothing is at `path` then that was not there before.
             WorkspaceError: `path` cannot be written.
         """
-
-        def fill(file: BinaryIO) -> None:
-            for chunk in self.stream(digest):
-                file.write(chunk)
-
-        write_stream(path, fill)
+        write_stream(path, lambda file: file.writelines(self.stream(digest)))
 
     def check(self, digest: str) -> int:
         """Hash a blob again in constant memory; how many bytes it has.
@@ -240,14 +192,7 @@ class ObjectBlobs:
         Raises:
             NotFoundError, IntegrityError: as `get`.
         """
-        state, size = hashlib.sha256(), 0
-        for chunk in self._stream(digest):
-            state.update(chunk)
-            size += len(chunk)
-        found = DIGEST_PREFIX + state.hexdigest()
-        if found != digest:
-            raise _corrupt(digest, found)
-        return size
+        return sum(len(chunk) for chunk in self.stream(digest))
 
     def has(self, digest: str) -> bool:
         """Whether the blob is present (not verified)."""

@@ -22,14 +22,12 @@ import hmac
 import http.client
 import os
 import secrets
-import ssl
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 import obstore
@@ -39,6 +37,7 @@ from posttrain.domain.errors import InputError, NotFoundError, UnavailableError,
 from posttrain.store.answering import answering
 from posttrain.store.backends.remote import Remote
 from posttrain.store.blobs import blob_key
+from posttrain.store.reaching import connected
 
 _ALGORITHM = "AWS4-HMAC-SHA256"
 _REGION = "us-east-1"
@@ -223,20 +222,14 @@ class Direct:
             more |= {name: _text(answer, word) for name, word in markers.items()}
 
     def _ask(self, keys: Keys, method: str, address: str, query: Mapping[str, str]) -> bytes:
-        parts = urlsplit(presigned(keys, method, address, 300, query=query))
-        kind: Any = http.client.HTTPConnection
-        options: dict[str, Any] = {}
-        if parts.scheme == "https":
-            kind, options = http.client.HTTPSConnection, {"context": ssl.create_default_context()}
-        connection = kind(str(parts.hostname), parts.port, timeout=_ANSWER_SECONDS, **options)
+        url = presigned(keys, method, address, 300, query=query)
         try:
-            connection.request(method, f"{parts.path}?{parts.query}")
-            response = connection.getresponse()
-            body: bytes = response.read()
+            with closing(connected(url, patience=_ANSWER_SECONDS, silence=_ANSWER_SECONDS)) as connection:
+                connection.request(method, f"{urlsplit(url).path}?{urlsplit(url).query}")
+                response = connection.getresponse()
+                body = response.read()
         except (OSError, http.client.HTTPException) as error:
             raise UnavailableError(f"artifact store {self._url} does not answer: {error}; try again") from error
-        finally:
-            connection.close()
         if response.status not in (200, 204, 404):
             raise UnavailableError(f"artifact store {self._url} answers {response.status} to {method}; try again")
         return body

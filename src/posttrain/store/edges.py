@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, Insert, Row, Table, delete, select, update
+from sqlalchemy import Connection, Insert, Table, delete, select, update
 
 from posttrain.domain.canonical import is_digest
 from posttrain.domain.kinds import BEST, MODEL, REPORT
@@ -61,8 +61,10 @@ class Told:
 
     def artifacts(self) -> Iterator[Artifact]:
         """What it made. Its inputs are noted before: by the submission, the stage that made them, the release."""
-        for _, digest, form in _blobs(self.outputs):
-            yield Artifact(digest, form, self.sizes.get(digest), "output", self.at)
+        yield from (
+            Artifact(digest, form, self.sizes.get(digest), "output", self.at)
+            for _, digest, form in _blobs(self.outputs)
+        )
 
     def made(self) -> Iterator[Edge]:
         """Its outputs, and whose they were."""
@@ -95,8 +97,7 @@ class EdgeWriter:
     def stages(self, *told: Told) -> list[Change]:
         """What stages were bound to, and what they made: whichever of the two their columns say."""
         found = [artifact for one in told for artifact in one.artifacts()]
-        made = [edge for one in told for edge in one.made()]
-        return self.note(found) + self.join([*made, *self._uses(told)])
+        return self.note(found) + self.join([*(edge for one in told for edge in one.made()), *self._uses(told)])
 
     def rebind(self, run_id: str, name: str) -> list[Change]:
         """Forget what a stage was bound to: it is bound anew."""
@@ -165,19 +166,14 @@ class EdgeWriter:
         if not rows:
             return []
         added = {tuple(row) for row in self._connection.execute(addition(self._connection.dialect.name, table), rows)}
-        names = [column.name for column in table.primary_key]
-        changes = []
-        for row in rows:
-            key = {name: row[name] for name in names}
-            if tuple(key.values()) in added:
-                changes.append(Change(ADDED, table.name, key, row))
-        return changes
+        keys = [{column.name: row[column.name] for column in table.primary_key} for row in rows]
+        told = zip(keys, rows, strict=True)
+        return [Change(ADDED, table.name, key, row) for key, row in told if tuple(key.values()) in added]
 
     def _hold(self, digest: str, holder: str, now: float) -> list[Change]:
         key = {"project": self._project, "digest": digest, "holder": holder}
         values = {"reason": LIVE, "at": now, "released_at": None}
-        added = self.add(holds, [{**key, **values}])
-        return added or self._change_hold(key, values)
+        return self.add(holds, [{**key, **values}]) or self._change_hold(key, values)
 
     def _let_go(self, digest: str, holder: str, now: float) -> list[Change]:
         return self._change_hold({"project": self._project, "digest": digest, "holder": holder}, {"released_at": now})
@@ -200,14 +196,16 @@ class EdgeWriter:
 
     def _made_in(self, run_id: str) -> list[Edge]:
         mine = Scope(self._project).select(stages, stages.c.name).where(stages.c.run_id == run_id)
-        names = self._connection.execute(mine).scalars()
-        return self._made({stage_end(run_id, name) for name in names})
+        return self._made({stage_end(run_id, name) for name in self._connection.execute(mine).scalars()})
 
     def _made(self, producers: Collection[str]) -> list[Edge]:
         if not producers:
             return []
         here = (edges.c.project == self._project, edges.c.consumer == "", edges.c.producer.in_(sorted(producers)))
-        return [to_edge(row) for row in self._connection.execute(select(edges).where(*here))]
+        return [
+            Edge(row.producer, row.output, row.consumer, row.slot, row.digest)
+            for row in self._connection.execute(select(edges).where(*here))
+        ]
 
     def _registered(self, digests: Iterable[str]) -> dict[str, str]:
         """Digest → what it is registered as, the first of several."""
@@ -224,11 +222,6 @@ def _registered(asset: Asset) -> Iterator[Edge]:
     if run:
         end = stage_end(str(run), str(stage)) if stage else run_end(str(run))
         yield Edge(end, str(asset.meta.get("output", "")), asset.ref, ORIGIN, asset.digest)
-
-
-def to_edge(row: Row[*tuple[Any, ...]]) -> Edge:
-    """A row of `edges`."""
-    return Edge(row.producer, row.output, row.consumer, row.slot, row.digest)
 
 
 def _rank(output: str) -> tuple[int, str]:

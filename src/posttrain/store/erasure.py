@@ -98,8 +98,7 @@ def erase_subject(ledger: Ledger, actor: str, subject: str, reason: str) -> Eras
         found = {one.id: one for one, _ in _told(connection, mine & _below(events.c.subject, subject))}
         rows = {row for one in found.values() for row in one.rows if _belongs(row, subject)}
         rows |= _looks(connection, subject) | _approvals(connection, subject)
-        elsewhere = mine & (events.c.kind == "channel.looked")
-        for one, _ in _told(connection, elsewhere):
+        for one, _ in _told(connection, mine & (events.c.kind == "channel.looked")):
             its = {row for row in one.rows if row in rows or _belongs(row, subject)}
             if its:
                 found[one.id] = one
@@ -240,8 +239,7 @@ def _erase(
         connection.execute(delete(payloads).where(payloads.c.event.in_(part)))
     words = sorted(one.words for one in found)
     for place in range(0, max(len(words), 1 if changes else 0), _EVENTS):
-        facts = {"erased": words[place : place + _EVENTS]}
-        journal.tell(ERASED, subject, facts=facts, said={"reason": reason})
+        journal.tell(ERASED, subject, facts={"erased": words[place : place + _EVENTS]}, said={"reason": reason})
     for part in _parts(changes, _ROWS):
         journal.tell(ERASED, subject, *part, said={"reason": reason})
     journal.flush()
@@ -299,5 +297,4 @@ def _finish(ledger: Ledger, subject: str, done: tuple[int, int]) -> Erased:
 
 
 def _parts(whole: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    for place in range(0, len(whole), size):
-        yield whole[place : place + size]
+    yield from (whole[place : place + size] for place in range(0, len(whole), size))

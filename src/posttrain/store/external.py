@@ -6,15 +6,13 @@ recorded.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
 
-from posttrain.domain.canonical import DIGEST_PREFIX
+from posttrain.domain.canonical import verified
 from posttrain.domain.errors import InfrastructureError, InputError, IntegrityError, NotFoundError
 from posttrain.store.atomic import write_stream
 from posttrain.store.endpoints import refuse_no_endpoint
@@ -87,12 +85,7 @@ def check_external(place: External, checksum: str) -> int:
         ChangedError: its checksum is another.
         NotFoundError: it is not there. InfrastructureError: its store does not answer, or not to us.
     """
-    state, size = hashlib.sha256(), 0
-    for chunk in _stream(place):
-        state.update(chunk)
-        size += len(chunk)
-    _refuse_changed(place, checksum, state.hexdigest())
-    return size
+    return sum(len(chunk) for chunk in _verified(place, checksum))
 
 
 def fetch_external(place: External, checksum: str, path: Path) -> None:
@@ -102,20 +95,11 @@ def fetch_external(place: External, checksum: str, path: Path) -> None:
         ChangedError, NotFoundError, InfrastructureError: as `check_external`; nothing is at `path` then.
         WorkspaceError: `path` cannot be written.
     """
-
-    def fill(file: BinaryIO) -> None:
-        state = hashlib.sha256()
-        for chunk in _stream(place):
-            state.update(chunk)
-            file.write(chunk)
-        _refuse_changed(place, checksum, state.hexdigest())
-
-    write_stream(path, fill)
+    write_stream(path, lambda file: file.writelines(_verified(place, checksum)))
 
 
-def _refuse_changed(place: External, checksum: str, found: str) -> None:
-    if DIGEST_PREFIX + found != checksum:
-        raise ChangedError(place, checksum, DIGEST_PREFIX + found)
+def _verified(place: External, checksum: str) -> Iterator[bytes]:
+    return verified(_stream(place), checksum, lambda found: ChangedError(place, checksum, found))
 
 
 def _stream(place: External) -> Iterator[bytes]:
@@ -131,8 +115,7 @@ def _stream(place: External) -> Iterator[bytes]:
             refuse_no_endpoint(folder)
             store = from_url(folder, retry_config={"max_retries": 3, "retry_timeout": _SECONDS})
         found = obstore.get(store, place.name, options={"version": place.version} if place.version else None)
-        for chunk in found.stream(min_chunk_size=_CHUNK):
-            yield bytes(chunk)
+        yield from (bytes(chunk) for chunk in found.stream(min_chunk_size=_CHUNK))
     except FileNotFoundError as error:  # obstore's NotFoundError is one
         raise NotFoundError(f"there is no object {place}") from error
     except (BaseError, OSError) as error:

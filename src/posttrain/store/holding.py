@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import fcntl
 import os
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from posttrain.domain.errors import DeadlineError
-from posttrain.store.atomic import unwritable
+from posttrain.store.atomic import taken, writing
 
 LOCK = "store.lock"  # in a workspace's folder
 PATIENCE = 120.0  # seconds that a writer waits: a sweep deletes for a moment at a time
-_LOOK = 0.01
 DELETES, STORES = "posttrain gc deletes from the artifact store", "somebody stores artifacts"
 
 
@@ -64,22 +62,13 @@ class FileLock:
 
 @contextmanager
 def _held(lock: Path, kind: int, patience: float, by: str) -> Iterator[None]:
-    try:
+    with writing(lock):
         handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise unwritable(lock, error) from error
     try:
-        deadline = time.monotonic() + patience
-        while True:
-            try:
-                fcntl.flock(handle, kind | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() >= deadline:
-                    raise DeadlineError(
-                        f"{lock}: was held for more than {patience:g} s: {by}; nothing is lost, run the command again"
-                    ) from error
-                time.sleep(_LOOK)
+        if not taken(handle, kind, patience):
+            raise DeadlineError(
+                f"{lock}: was held for more than {patience:g} s: {by}; nothing is lost, run the command again"
+            )
         yield
     finally:
         os.close(handle)

@@ -232,8 +232,7 @@ class Repeats:
             connection.execute(delete(requests).where(*self._of(key), requests.c.owner == owner))
 
     def _of(self, key: str) -> tuple[ColumnElement[bool], ...]:
-        columns = {**self._key, "key": key}
-        return tuple(requests.c[name] == value for name, value in columns.items())
+        return tuple(requests.c[name] == value for name, value in {**self._key, "key": key}.items())
 
 
 def forget_before(ledger: Ledger, moment: float) -> None:

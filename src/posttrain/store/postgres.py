@@ -74,7 +74,8 @@ def checked_address(address: str) -> str:
     except (ArgumentError, ValueError):  # a port that is no number
         url = None
     if url is None or not url.database:
-        raise InputError(f"ledger address must be {SCHEME}://user@host/database, got {_masked(address)!r}; correct it")
+        masked = f"{address.partition('://')[0]}://…" if "://" in address else address
+        raise InputError(f"ledger address must be {SCHEME}://user@host/database, got {masked!r}; correct it")
     refuse_secrets(url)
     return shown(url)
 
@@ -98,11 +99,6 @@ def refuse_secrets(url: URL) -> None:
     """
     if url.password is not None or any(name in url.query for name in _SECRETS):
         raise InputError(f"ledger address {shown(url)} must not hold a password; give it by PGPASSWORD or ~/.pgpass")
-
-
-def _masked(address: str) -> str:
-    """Of an address that cannot be read, what is certainly no password."""
-    return f"{address.partition('://')[0]}://…" if "://" in address else address
 
 
 def engine_options(url: URL, busy_seconds: float) -> dict[str, Any]:

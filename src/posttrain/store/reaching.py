@@ -23,6 +23,7 @@ import json
 import socket
 import ssl
 import sys
+import threading
 import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
@@ -42,11 +43,12 @@ _MOST = 1 << 20  # bytes; a certificate with its chain has a few thousand
 PATIENCE = 900.0  # seconds that a server may be away
 REFUSED = (401, 403)
 _CONNECT_SECONDS = 10.0
-_STALLED = 90.0  # seconds without a byte: longer than a server lets its store be silent
+STALLED = 90.0  # seconds without a byte: longer than a server lets its store be silent
 _PAUSES = (0.1, 0.2, 0.5, 1.0, 2.0)  # seconds between tries, the last one again and again
 _TOLD = 3  # tries before the first message
 _GONE = (OSError, http.client.HTTPException, UnavailableError)
 T = TypeVar("T")
+W = TypeVar("W")
 
 
 class AwayError(Exception):
@@ -195,31 +197,59 @@ def reached(access: JobAccess) -> http.client.HTTPConnection:
     return connected(access.url, access.certificate, pinned=True, local=access.socket)
 
 
-def connected(url: str, certificate: str = "", *, pinned: bool = False, local: str = "") -> http.client.HTTPConnection:
+def connected(
+    url: str,
+    certificate: str = "",
+    *,
+    pinned: bool = False,
+    local: str = "",
+    patience: float = _CONNECT_SECONDS,
+    silence: float = STALLED,
+) -> http.client.HTTPConnection:
     """A connection to where a URL leads.
 
     Args:
         pinned: believe this certificate (PEM) alone, whatever name it is for: a server is asked by an address.
         local: the socket of this machine where it is asked instead.
+        patience: seconds until it is there.
+        silence: seconds without a byte, from then on.
     """
     parts = urlsplit(url)
     host, port = str(parts.hostname), parts.port
-    made: http.client.HTTPConnection
+    made = http.client.HTTPConnection(host, port, timeout=patience)
     context: ssl.SSLContext | None = None
     if parts.scheme == "https":
         context = ssl.create_default_context(cadata=certificate or None)
         if pinned:
             context.check_hostname = False
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-        made = http.client.HTTPSConnection(host, port, timeout=_CONNECT_SECONDS, context=context)
-    else:
-        made = http.client.HTTPConnection(host, port, timeout=_CONNECT_SECONDS)
+        made = http.client.HTTPSConnection(host, port, timeout=patience, context=context)
     if local:
         made.sock = _local(local, context, host)
     else:
         made.connect()
-    made.sock.settimeout(_STALLED)
+    made.sock.settimeout(silence)
     return made
+
+
+class KeptConnection(threading.local):
+    """A connection that a thread keeps from one request to the next; each thread has its own."""
+
+    made: http.client.HTTPConnection | None = None
+    _way: object = None
+
+    def to(self, way: W, opens: Callable[[W], http.client.HTTPConnection]) -> http.client.HTTPConnection:
+        """The connection of this way; a new one where it is another way than before, or none was kept."""
+        if self.made is None or self._way != way:
+            self.drop()
+            self._way, self.made = way, opens(way)
+        return self.made
+
+    def drop(self) -> None:
+        """Close it: nothing that is said over it could be believed."""
+        if self.made is not None:
+            self.made.close()
+            self.made = None
 
 
 def _local(path: str, context: ssl.SSLContext | None, host: str) -> socket.socket:

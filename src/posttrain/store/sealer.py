@@ -217,8 +217,7 @@ def _sealed(connection: Connection, *where: ColumnElement[bool]) -> Iterator[Map
     )  # fmt: skip
     query = query.outerjoin(events, events.c.id == leaves.c.event).outerjoin(payloads, payloads.c.event == events.c.id)
     rows = connection.execute(query.where(*where).order_by(leaves.c.sequence).execution_options(yield_per=_BATCH))
-    for row in rows.mappings():
-        yield dict(row)
+    yield from (dict(row) for row in rows.mappings())
 
 
 def _check(sequence: int, row: Mapping[str, Any], erased: _Erasures) -> None:

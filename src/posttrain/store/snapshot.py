@@ -545,5 +545,4 @@ def _of_kind(kind: type[Record], rows: Sequence[Row[*tuple[Any, ...]]]) -> list[
 def _below(prefix: str | None) -> list[ColumnElement[bool]]:
     if prefix is None:
         return []
-    below = func.substr(events.c.subject, 1, len(prefix) + 1) == f"{prefix}/"
-    return [or_(events.c.subject == prefix, below)]
+    return [or_(events.c.subject == prefix, func.substr(events.c.subject, 1, len(prefix) + 1) == f"{prefix}/")]

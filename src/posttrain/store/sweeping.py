@@ -324,5 +324,4 @@ def _unlist(connection: Connection, digests: dict[str, int]) -> dict[str, list[C
 
 
 def _batches(whole: Sequence[StoredBlob]) -> Iterator[Sequence[StoredBlob]]:
-    for place in range(0, len(whole), _BATCH):
-        yield whole[place : place + _BATCH]
+    yield from (whole[place : place + _BATCH] for place in range(0, len(whole), _BATCH))

@@ -399,8 +399,7 @@ def _compare_and_set(machine: str, columns: frozenset[str]) -> Update:
 
 
 def _content(asset: Asset) -> tuple[str, str, Any]:
-    columns = to_columns(asset)
-    return asset.digest, asset.form, columns["meta"]
+    return asset.digest, asset.form, to_columns(asset)["meta"]
 
 
 def _changes(machine: str, before: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -409,9 +408,10 @@ def _changes(machine: str, before: Mapping[str, Any], columns: Mapping[str, Any]
     if unknown:
         allowed = ", ".join(sorted(set(before) - _FIXED - set(_KEYS[machine])))
         raise InputError(f"column {unknown[0]!r} of a {machine} cannot be set; settable are {allowed}")
-    read = {name: plain(json.loads(json.dumps(value, default=_mapping))) for name, value in columns.items()}
+    read = {
+        name: plain(
+            json.loads(json.dumps(value, default=lambda one: dict(one) if isinstance(one, Mapping) else str(one)))
+        )
+        for name, value in columns.items()
+    }
     return {name: value for name, value in read.items() if value != before[name]}
-
-
-def _mapping(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else str(value)

@@ -140,8 +140,7 @@ class WorkQueue:
             at = self._moment(connection)
             values = {"of_project": self._ledger.project, "of_object": run_id, **at}
             below = {"within": f"{run_id}/", "length": len(run_id) + 1}
-            rows = connection.execute(_about(not at), {**values, **below})
-            return {row.object: _work(row) for row in rows}
+            return {row.object: _work(row) for row in connection.execute(_about(not at), {**values, **below})}
 
     def look_at(self, run_id: str) -> tuple[dict[str, Work], RunRows]:
         """`of_run` without tracebacks, and the run's own rows, in one statement.
@@ -162,8 +161,7 @@ class WorkQueue:
         """Hold everything that is this owner's for another `lease` seconds."""
         with self._write() as connection:
             mine = self._in_order(connection, work.c.lease_owner == self.owner, self._project)
-            until = self._now(connection) + self.lease
-            connection.execute(update(work).where(mine).values(lease_until=until))
+            connection.execute(update(work).where(mine).values(lease_until=self._now(connection) + self.lease))
 
     def give_back(self, one: Work, after: float = NEVER, *, hold: bool = False) -> bool:
         """An object was looked at without an error, and is due again after so many seconds.
@@ -311,7 +309,9 @@ class WorkQueue:
         state = connection.execute(of_run).scalar()
         if state is not None and is_final("run", str(state)):
             connection.execute(delete(work).where(row, work.c.wanted_version == seen))
-            connection.execute(delete(work).where(self._below(run_id)))
+            connection.execute(
+                delete(work).where(self._project, func.substr(work.c.object, 1, len(run_id) + 1) == f"{run_id}/")
+            )
 
     @property
     def _project(self) -> ColumnElement[bool]:
@@ -319,9 +319,6 @@ class WorkQueue:
 
     def _named(self, kind: str, names: Sequence[str]) -> ColumnElement[bool]:
         return self._project & (work.c.kind == kind) & work.c.object.in_(names)
-
-    def _below(self, run_id: str) -> ColumnElement[bool]:
-        return self._project & (func.substr(work.c.object, 1, len(run_id) + 1) == f"{run_id}/")
 
     def _open(
         self, now: ColumnElement[float], objects: Collection[str] | None, *, early: bool = False
@@ -425,8 +422,7 @@ def _about(server: bool) -> CompoundSelect[Any]:
     stage = (work.c.kind == STAGE) & (func.substr(work.c.object, 1, bindparam("length")) == bindparam("within"))
     mine = work.c.project == bindparam("of_project")
     # two statements in one: an index finds the run, where OR would go through every run of the project
-    parts = [select(*_told(_now_of(server))).where(mine, one) for one in (run, stage)]
-    return union_all(*parts)
+    return union_all(*[select(*_told(_now_of(server))).where(mine, one) for one in (run, stage)])
 
 
 @functools.cache

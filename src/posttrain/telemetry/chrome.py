@@ -106,8 +106,7 @@ class _Writer:
             args = {"attempt": attempt.attempt, "seconds": step.seconds}
             start, end = self._at(step.started), self._at(step.started + step.seconds)
             yield _Slice(f"step {step.step}", start, end, args, "step")
-        for span in attempt.phases():
-            yield self._slice(span, "hand-off")
+        yield from (self._slice(span, "hand-off") for span in attempt.phases())
 
     def _work(self, call: Span) -> Iterator[tuple[int, _Slice]]:
         """(rank, what the call made it do)."""

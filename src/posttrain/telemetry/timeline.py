@@ -173,8 +173,10 @@ def end_of(span: Span) -> float:
 
 def rank_intervals(span: Span) -> Iterator[tuple[int, float, float]]:
     """(rank, start, end) of every rank that a call kept busy."""
-    for rank, started, seconds in span.attributes.get("ranks", ()):
-        yield int(rank), float(started), float(started) + max(0.0, float(seconds))
+    yield from (
+        (int(rank), float(started), float(started) + max(0.0, float(seconds)))
+        for rank, started, seconds in span.attributes.get("ranks", ())
+    )
 
 
 def union_seconds(intervals: Iterable[Interval], window: Interval) -> float:
@@ -266,8 +268,7 @@ def _roles(stage: str, attempts: Sequence[AttemptSpans]) -> Iterator[RoleUse]:
         for (role, rank), spent in intervals.items():
             ranks = busy.setdefault(role, {})
             ranks[rank] = ranks.get(rank, 0.0) + union_seconds(spent, window)
-    for role, calls in by_role.items():
-        yield _use(stage, *role, busy.get(role, {}), whole, calls)
+    yield from (_use(stage, *role, busy.get(role, {}), whole, calls) for role, calls in by_role.items())
 
 
 def role_of(call: Span) -> tuple[str, str]:

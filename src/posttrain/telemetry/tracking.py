@@ -22,10 +22,10 @@ out otherwise is told.
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import re
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -33,17 +33,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, ClassVar, Protocol, runtime_checkable
 
+from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import WorkspaceError
 from posttrain.domain.facts import Metric
 from posttrain.domain.records import AttemptRecord
-from posttrain.store.atomic import private, unwritable
+from posttrain.store.atomic import make_folder, private, taken, writing
 from posttrain.store.attempts import AttemptFolder
 
-Cursor = Mapping[tuple[str, str], int]  # (stage, metric) → the last step that is there
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 _REMEMBERED = 10_000  # steps of a metric that a redone one is compared with: more than lie between two checkpoints
 _OF_THE_MACHINE = ("memory/",)  # another process has other values
-_CONTROLS = dict.fromkeys((*range(32), 127, *range(128, 160), 8232, 8233), "_")
+_CONTROLS = dict.fromkeys((*range(32), *range(127, 160), 8232, 8233, *range(0xD800, 0xE000)), "_")
+
+
+class Cursor(dict[tuple[str, str], int]):
+    """What a target has: (stage, metric) → the last step that is there."""
+
+    def saw(self, stage: str, step: int, *metrics: str) -> None:
+        """There are these points."""
+        for metric in metrics:
+            self[stage, metric] = max(step, self.get((stage, metric), -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +109,7 @@ class ChannelState:
     source: str  # of its models, where the artifact store is
 
 
-class Tracker(Protocol):
+class Tracker(ABC):
     """One place that a run's points are written to.
 
     Every implementation: `begin` refuses a run that another workspace wrote there, and, where the target is files, one
@@ -109,28 +118,97 @@ class Tracker(Protocol):
     """
 
     kind: ClassVar[str]
+    _held: IO[bytes] | None = None  # the mark of whoever writes, where the target is files
 
     @property
+    @abstractmethod
     def where(self) -> str:
         """For a person: the file, folder or address."""
 
     def name(self, metric: str) -> str:
         """What the target calls a metric; most take any name."""
+        return metric
 
+    @abstractmethod
     def begin(self, run: TrackedRun) -> Cursor:
         """Open the run's target, made if it is not there; what it has."""
 
+    @abstractmethod
     def log(self, rows: Sequence[Row]) -> None:
         """Write points that are not there yet."""
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027
         """Bring to the target what `log` may have held back."""
 
     def end(self, ending: Ending) -> None:
-        """Write how the run ended; everything logged is in the target afterwards."""
+        """Write how the run ended, where the target has a place for it; all points are there afterwards."""
+        self.flush()
 
     def close(self) -> None:
         """Let go of files and connections."""
+        if self._held is not None:
+            self._held.close()
+
+
+class FileTracker(Tracker):
+    """A tracker with one file for each run.
+
+    Raises:
+        WorkspaceError: the file cannot be written, or is another program's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = self._path = folder
+        self._run = ""
+
+    @property
+    def where(self) -> str:
+        """See `Tracker.where`."""
+        return str(self._path)
+
+    def _own(self, run: TrackedRun, path: Path, mark: str, there: Callable[[], bool] | None = None) -> None:
+        """Write the run to this file from here on. `there`: as in `hold`; None: whether the file is."""
+        self._run, self._path = run.id, path
+        make_folder(path.parent)
+        self._held = hold(path.parent / mark, run, self.where, there or path.exists)
+
+
+class AppendedTracker(FileTracker):
+    """A tracker whose file whole records are added to; one that a kill or a full disk cut short is cut away."""
+
+    _file = -1
+
+    def _mend(self, ends: Iterable[int]) -> bool:
+        """Open the file and cut away what is not whole; whether anything is there then.
+
+        Args:
+            ends: the place behind each whole record; asked once the file is there.
+        """
+        with writing(self._path):
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+            end = max(ends, default=0)
+            os.ftruncate(self._file, end)
+        return end > 0
+
+    def _append(self, data: bytes) -> None:
+        """Add records, whatever the operating system takes at a time."""
+        with writing(self._path):
+            written = os.write(self._file, data[: len(data) // 2])
+            crashpoint("track.inside_log")
+            while written < len(data):
+                written += os.write(self._file, data[written:])
+
+    def flush(self) -> None:
+        """See `Tracker.flush`."""
+        with writing(self._path):
+            os.fsync(self._file)
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        super().close()
 
 
 @runtime_checkable
@@ -141,12 +219,11 @@ class Registry(Protocol):
         """Have every model of the channel as a version, and the channel's name point at the live one."""
 
 
-def missing(rows: Iterable[Row], cursor: dict[tuple[str, str], int]) -> Iterator[Row]:
+def missing(rows: Iterable[Row], cursor: Cursor) -> Iterator[Row]:
     """The rows without the values that `cursor` has; it moves along."""
     for row in rows:
         fresh = {name: value for name, value in row.values.items() if row.step > cursor.get((row.stage, name), -1)}
-        for name in fresh:
-            cursor[row.stage, name] = row.step
+        cursor.saw(row.stage, row.step, *fresh)
         if fresh:
             yield row if len(fresh) == len(row.values) else replace(row, values=fresh)
 
@@ -161,31 +238,22 @@ def hold(path: Path, run: TrackedRun, target: str, there: Callable[[], bool]) ->
     Raises:
         WorkspaceError: another process holds it, another workspace wrote the run there, or it cannot be written.
     """
-    try:
-        with ExitStack() as opened:
-            file = opened.enter_context(open(path, "a+b", buffering=0, opener=private))
-            _lock(file, run, target)
-            file.seek(0)
-            known = file.read(100).decode(errors="replace").strip()
-            if there():
-                refuse_another(known, run, target)
-            if run.workspace and known != run.workspace:
-                file.truncate(0)
-                file.write(f"{run.workspace}\n".encode())
-                os.fsync(file.fileno())
-            opened.pop_all()  # held from here on
-            return file
-    except OSError as error:
-        raise unwritable(path, error) from error
-
-
-def _lock(file: IO[bytes], run: TrackedRun, target: str) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise WorkspaceError(
-            f"{target}: another process writes run {run.id} there; wait for it, or name another place"
-        ) from error
+    with writing(path), ExitStack() as opened:
+        file = opened.enter_context(open(path, "a+b", buffering=0, opener=private))
+        if not taken(file.fileno()):
+            raise WorkspaceError(
+                f"{target}: another process writes run {run.id} there; wait for it, or name another place"
+            )
+        file.seek(0)
+        known = file.read(100).decode(errors="replace").strip()
+        if there():
+            refuse_another(known, run, target)
+        if run.workspace and known != run.workspace:
+            file.truncate(0)
+            file.write(f"{run.workspace}\n".encode())
+            os.fsync(file.fileno())
+        opened.pop_all()  # held from here on
+    return file
 
 
 def refuse_another(known: str, run: TrackedRun, target: str) -> None:
@@ -198,9 +266,6 @@ def refuse_another(known: str, run: TrackedRun, target: str) -> None:
         raise WorkspaceError(
             f"{target}: another workspace wrote its run {run.id} there; name another place or experiment for this one"
         )
-
-
-_CONTROLS |= dict.fromkeys(range(0xD800, 0xE000), "_")
 
 
 class StageFeed:
@@ -224,14 +289,12 @@ class StageFeed:
         """Rows of what is new, a segment at a time."""
         for attempt in attempts:
             folder = AttemptFolder(self._root / attempt.folder, attempt.channel)
-            for facts, number in folder.segments(self._seen.get(attempt.folder, 0), self._unreadable):
+            seen = self._seen.get(attempt.folder, 0)
+            for facts, number in folder.segments(seen, lambda error: self.troubles.append(str(error))):
                 for fact in facts:
                     if isinstance(fact, Metric):
                         yield from self.take(fact.step, fact.at, fact.values)
                 self._seen[attempt.folder] = number
-
-    def _unreadable(self, error: Exception) -> None:
-        self.troubles.append(str(error))
 
     def take(self, step: int, at: float, values: Mapping[str, float]) -> Iterator[Row]:
         """The row of what is new in `values`, if there is any."""

@@ -8,35 +8,38 @@
 
 It ends when every ending is written, when trouble outlasts the run, or when nobody drives the run any more. It may be
 killed anywhere: the next one reads from the targets what is there.
+
+`posttrain track RUN --tracker …` writes a run to places beside those that were chosen for it. A tracker of a kind that
+the run lacks is recorded as one of its own, once its place has been opened. Another place of a kind that it has is
+written there and then; where the run's own is stays as it was.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.domain.errors import InputError, PosttrainError, TrackerError
+from posttrain.domain.errors import InputError, PosttrainError, TrackerError, WorkspaceError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.trackers import Trackers
 from posttrain.drivers.requests import driven
 from posttrain.store.atomic import make_folder, read_json, write_json
-from posttrain.telemetry.tracking import Row, Tracker, missing
+from posttrain.telemetry.tracking import Tracker, missing
 from posttrain.trackers.registering import REGISTRIES, register_channel
 from posttrain.trackers.tracked import RunSource
 from posttrain.trackers.tracking import (
     LOCK,
-    LOG,
     STATES,
     TROUBLE,
     WRITING,
@@ -44,17 +47,22 @@ from posttrain.trackers.tracking import (
     TrackerState,
     check_trackers,
     describe,
+    folder_of,
     line,
-    make_tracker,
     of_run,
-    refuse_unreachable,
+    opened,
+    parse_trackers,
+    record_trackers,
+    resolved,
+    sole_writer,
+    start_writer,
     states,
     target,
 )
 from posttrain.workspace.opened import OpenWorkspace
-from posttrain.workspace.settings import VARIABLE
 
 _ROWS = 500  # at a time
+_MORE = "more.lock"  # in a run's folder: one process at a time adds places
 _POLL = 1.0  # seconds between looks at a run that goes on
 _ALONE = 60.0  # seconds without a driver of the run, after which nobody need follow it
 _PATIENCE = 600.0  # seconds that a tracker may take after the end of its run
@@ -80,11 +88,12 @@ def write(tracker: Tracker, source: RunSource, wrote: Callable[[str], None], wai
     Raises:
         Exception: whatever is wrong with the target.
     """
-    cursor = dict(tracker.begin(source.about()))
+    cursor = tracker.begin(source.about())
     crashpoint("track.after_begin")
     while True:
         rows, ending = source.read()
-        fresh = missing((_named(row, tracker) for row in rows), cursor)
+        named = (replace(row, values={tracker.name(one): value for one, value in row.values.items()}) for row in rows)
+        fresh = missing(named, cursor)
         while batch := list(islice(fresh, _ROWS)):
             tracker.log(batch)
             crashpoint("track.after_log")
@@ -99,10 +108,6 @@ def write(tracker: Tracker, source: RunSource, wrote: Callable[[str], None], wai
         wrote(source.remarks())
         if not wait():
             return None
-
-
-def _named(row: Row, tracker: Tracker) -> Row:
-    return replace(row, values={tracker.name(metric): value for metric, value in row.values.items()})
 
 
 class Standing:
@@ -132,22 +137,17 @@ def _attempt(
     tracker: Tracker | None = None
     try:
         check_trackers(Trackers.of({kind: words}), f"run {run_id}")
-        refuse_unreachable(words)
-        tracker = made = make_tracker(kind, words)
-        source = RunSource(workspace, run_id)
-        ended = write(made, source, lambda said: standing.tell(kind, WRITING, made.where, said), wait)
-        if ended is not None:
-            if kind in REGISTRIES:
-                _register(workspace, run_id)
-            standing.tell(kind, WRITTEN, made.where, source.remarks(), ended)
+        with opened(kind, words) as made:
+            tracker, source = made, RunSource(workspace, run_id)
+            ended = write(made, source, lambda said: standing.tell(kind, WRITING, made.where, said), wait)
+            if ended is not None:
+                if kind in REGISTRIES:
+                    _register(workspace, run_id)
+                standing.tell(kind, WRITTEN, made.where, source.remarks(), ended)
     except Exception as error:
         said = line(error, target(words))
         standing.tell(kind, TROUBLE, tracker.where if tracker else "", said)
         raise TrackerError(f"run {run_id}: tracker {kind}: {said}; posttrain track {run_id} tries again") from error
-    finally:
-        if tracker is not None:
-            with suppress(Exception):
-                tracker.close()
 
 
 def _register(workspace: OpenWorkspace, run_id: str) -> None:
@@ -276,25 +276,95 @@ def _handed_lock() -> int | None:
     return int(given)
 
 
-@contextmanager
-def sole_writer(folder: Path, *, waits: bool, handed: int | None = None, lock: str = LOCK) -> Iterator[bool]:
-    """Whether this process is the only one that writes the run's trackers.
+# --- places beside those that were chosen -----------------------------------------------------------------------------
 
-    Args:
-        lock: another one, for places that are not the run's own.
-        waits: until the other one has ended; else False is the answer while there is one.
-        handed: a descriptor of the lock, held already.
+
+def track_more(workspace: OpenWorkspace, run_id: str, chosen: Mapping[str, Any]) -> list[TrackerState]:
+    """Write a run to these places too, now.
+
+    Returns:
+        How these stand.
+
+    Raises:
+        InputError: one cannot be written; nothing is recorded or written then.
+        TrackerError: trouble with one; the others are written.
     """
-    handle = os.open(folder / lock, os.O_RDWR | os.O_CREAT, 0o600) if handed is None else handed
-    try:
+    added = resolved(parse_trackers(chosen, "--tracker"), Path.cwd(), workspace.root)
+    _refuse(added)
+    workspace.ledger.run(run_id)  # there is one
+    folder = workspace.root / "runs" / run_id
+    make_folder(folder)
+    found: list[TrackerState] = []
+    own: list[str] = []
+    troubles: list[TrackerError] = []
+    with sole_writer(folder, waits=True, lock=_MORE):
+        for kind, words in added.chosen().items():
+            known = of_run(workspace, run_id).chosen()
+            try:
+                if kind in known and known[kind] != words:
+                    found.append(_write(workspace, run_id, kind, words))
+                    continue
+                if kind not in known:
+                    _open(workspace, run_id, kind, words)
+                    record_trackers(workspace, run_id, Trackers.of({**known, kind: words}))
+                own.append(kind)
+            except TrackerError as error:
+                troubles.append(error)
+    if own:
+        found += [state for state in track(workspace, run_id, own) if state.kind in own]
+    if troubles:
+        raise troubles[0]
+    return found
+
+
+def _refuse(added: Trackers) -> None:
+    """Refuse places that cannot be written, by making their folders.
+
+    Raises:
+        InputError: one is such.
+    """
+    check_trackers(added, "--tracker")
+    for kind, words in added.chosen().items():
+        folder = folder_of(words)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
-        yield True
-    finally:
-        os.close(handle)
+            if folder is not None:
+                make_folder(folder)
+        except WorkspaceError as error:
+            raise InputError(f"--tracker: trackers.{kind}: {error}; choose another folder") from error
+
+
+def _write(workspace: OpenWorkspace, run_id: str, kind: str, words: Any) -> TrackerState:
+    """All there is of the run by now, to a place that is not recorded."""
+    source = RunSource(workspace, run_id)
+    again = f"posttrain track {run_id} --tracker {shlex.quote(f'{kind}={_typed(words)}')}"
+    try:
+        with opened(kind, words) as tracker:
+            ended = write(tracker, source, lambda said: None, lambda: False)
+            remarks = [source.remarks()] if source.remarks() else []
+            if ended is None:
+                remarks.insert(0, f"all there is by now; {again} writes what comes")
+            return TrackerState(kind, WRITTEN, tracker.where, "; ".join(remarks))
+    except Exception as error:
+        said = line(error, target(words))
+        raise TrackerError(f"run {run_id}: tracker {kind}: {said}; {again} tries again") from error
+
+
+def _open(workspace: OpenWorkspace, run_id: str, kind: str, words: Any) -> None:
+    """Find out whether a place takes the run."""
+    try:
+        with opened(kind, words) as tracker:
+            tracker.begin(RunSource(workspace, run_id).about())
+    except Exception as error:
+        said = line(error, target(words))
+        raise TrackerError(
+            f"run {run_id}: tracker {kind}: {said}; the run's trackers are as before; choose another place"
+        ) from error
+
+
+def _typed(words: Any) -> str:
+    """As `--tracker` takes it."""
+    entity = getattr(words, "entity", None)
+    return f"{entity}/{target(words)}" if entity else target(words)
 
 
 # --- beside a driver --------------------------------------------------------------------------------------------------
@@ -317,19 +387,13 @@ class Scribe:
             self._starts = _STARTS
             return
         folder = self._workspace.root / "runs" / self._id
-        command = [sys.executable, "-s", "-P", "-m", "posttrain", "track", self._id, "--follow"]
         with suppress(OSError), ExitStack() as held:  # in trouble, `get` says that nobody wrote it
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             held.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused: another has it, if only to look
             self._starts += 1
-            log = os.open(folder / LOG, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-            held.callback(os.close, log)
-            environment = {**os.environ, VARIABLE: str(self._workspace.root), _HANDED: str(lock)}
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
-                pass_fds=(lock,),
-            )  # fmt: skip
+            environment = {_HANDED: str(lock)}
+            self._process = start_writer(self._workspace, [self._id, "--follow"], folder, environment, lock)
 
     def keep(self) -> None:
         """Start it again if it was killed, or was not started yet."""

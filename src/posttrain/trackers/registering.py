@@ -7,13 +7,9 @@ only then, so the last one writes what the channel points at last. `channels/NAM
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +22,20 @@ from posttrain.domain.trackers import Trackers
 from posttrain.store.atomic import make_folder, read_json, write_json
 from posttrain.telemetry.tracking import ChannelState, Registry, Version
 from posttrain.trackers.tracking import (
-    LOCK,
-    LOG,
     STATES,
     TROUBLE,
     WRITTEN,
     TrackerState,
     describe,
     line,
-    make_tracker,
     of_run,
     of_workspace,
-    refuse_unreachable,
+    opened,
+    sole_writer,
+    start_writer,
     target,
 )
 from posttrain.workspace.opened import OpenWorkspace
-from posttrain.workspace.settings import VARIABLE
 
 _MOST = 4900  # characters of a tag
 _REGISTRY = "mlflow"
@@ -64,19 +58,15 @@ def register_channel(workspace: OpenWorkspace, name: str) -> list[TrackerState]:
     folder = _folder(workspace, name)
     make_folder(folder)
     troubles = []
-    with ExitStack() as held:
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        held.callback(os.close, lock)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with sole_writer(folder, waits=True):
         state, sequence = channel_state(workspace, name)
         told = []
         for words in chosen:
             said = {"where": _where(words), "sequence": sequence}
             try:
-                refuse_unreachable(words)
-                registry = make_tracker(_REGISTRY, words)
-                assert isinstance(registry, Registry)
-                registry.follow(state)
+                with opened(_REGISTRY, words) as registry:
+                    assert isinstance(registry, Registry)
+                    registry.follow(state)
                 told.append({**said, "state": WRITTEN, "message": ""})
             except Exception as error:
                 trouble = line(error, target(words))
@@ -119,15 +109,7 @@ def announce(workspace: OpenWorkspace, channel: str) -> None:
             return
         folder = _folder(workspace, channel)
         make_folder(folder)
-        log = os.open(folder / LOG, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-        try:
-            subprocess.Popen(
-                [sys.executable, "-s", "-P", "-m", "posttrain", "track", channel],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env={**os.environ, VARIABLE: str(workspace.root), PROJECT_VARIABLE: workspace.ledger.project},
-            )  # fmt: skip
-        finally:
-            os.close(log)
+        start_writer(workspace, [channel], folder, {PROJECT_VARIABLE: workspace.ledger.project})
 
 
 def channel_state(workspace: OpenWorkspace, channel: str) -> tuple[ChannelState, int]:

@@ -64,8 +64,7 @@ class RunSource:
 
     def _rows(self, stage: StageRecord, attempts: list[AttemptRecord], report: GateReport | None) -> Iterator[Row]:
         feed = self._feeds.setdefault(stage.name, StageFeed(self._workspace.root, stage.name))
-        kind = kind_of(stage.kind)
-        if kind.judges:
+        if kind_of(stage.kind).judges:
             if report is not None:
                 yield from feed.take(0, stage.finished_at or 0.0, dict(_verdicts(report)))
             return
@@ -118,8 +117,7 @@ def _params(manifest: Manifest) -> Iterator[tuple[str, Any]]:
         if kind_of(stage.kind).driver is not Driver.JOB:
             continue
         yield f"{stage.name}.kind", stage.kind
-        for slot, ref in sorted(stage.inputs.items()):
-            yield f"{stage.name}.{slot}", ref.word
+        yield from ((f"{stage.name}.{slot}", ref.word) for slot, ref in sorted(stage.inputs.items()))
         for path, value in flat(stage.params):
             if f"{path}" not in stage.inputs:
                 yield f"{stage.name}.{path}", value if isinstance(value, str | int | float) else json.dumps(value)

@@ -13,15 +13,17 @@ Whether a tracker's server answers, asked before its client is, which may try ag
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from pydantic import ValidationError
@@ -31,12 +33,15 @@ from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import RunRecord
 from posttrain.domain.trackers import NONE, MlflowChoice, TensorBoardChoice, Trackers, WandbChoice, from_words
 from posttrain.domain.validation import bare, explain
-from posttrain.store.atomic import make_folder, read_json, write_json
+from posttrain.store.atomic import is_held, make_folder, read_json, taken, write_json
+from posttrain.telemetry.trackers.csv import CsvTracker
+from posttrain.telemetry.trackers.mlflow import MlflowTracker
+from posttrain.telemetry.trackers.parquet import ParquetTracker
+from posttrain.telemetry.trackers.tensorboard import TensorBoardTracker
+from posttrain.telemetry.trackers.wandb import WandbTracker
+from posttrain.telemetry.tracking import Tracker
 from posttrain.workspace.opened import OpenWorkspace
-from posttrain.workspace.settings import SETTINGS
-
-if TYPE_CHECKING:
-    from posttrain.telemetry.tracking import Tracker
+from posttrain.workspace.settings import SETTINGS, VARIABLE
 
 _SECONDS = 5.0  # for a connection
 _PORTS = {"http": 80, "https": 443}
@@ -46,6 +51,13 @@ KEY = "WANDB_API_KEY"
 WRITING, WRITTEN, TROUBLE, UNWRITTEN = "writing", "written", "trouble", "not written"
 _PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
 _LONGEST = 400  # characters of a trouble
+_MAKES: Mapping[str, Callable[[Any], Tracker]] = {
+    "csv": lambda words: CsvTracker(Path(words.dir)),
+    "parquet": lambda words: ParquetTracker(Path(words.dir)),
+    "tensorboard": lambda words: TensorBoardTracker(Path(words.logdir)),
+    "mlflow": lambda words: MlflowTracker(words.tracking_uri, words.experiment, words.registered_model),
+    "wandb": lambda words: WandbTracker(Path(words.dir), words.project, words.entity, words.mode),
+}
 _SCHEMES = ("http", "https", "sqlite", "file", "postgresql", "mysql", "mssql", "databricks", "databricks-uc")
 
 
@@ -162,8 +174,8 @@ def parse_trackers(raw: Any, source: str) -> Trackers:
         raise explain(error, source, Trackers) from error
 
 
-def parse_choice(words: Sequence[str], base: Path) -> dict[str, Any]:
-    """`["csv=logs", "mlflow"]` as it is recorded: with absolute paths where a place is named.
+def read_choice(words: Sequence[str]) -> dict[str, Any]:
+    """`["csv=logs", "mlflow"]` as it is recorded: with paths that do not depend on where a later command is typed.
 
     Raises:
         InputError: an unknown tracker, one named twice, or a target that it cannot have.
@@ -173,7 +185,7 @@ def parse_choice(words: Sequence[str], base: Path) -> dict[str, Any]:
     if twice is not None or (NONE in kinds and len(kinds) > 1):
         raise InputError(f"--tracker: each must be named once, and none alone, got {' '.join(map(bare, words))}")
     chosen = parse_trackers(from_words(list(words)), "--tracker")
-    given, full = chosen.to_json(), resolved(chosen, base, base).to_json()
+    given, full = chosen.to_json(), resolved(chosen, Path.cwd(), Path.cwd()).to_json()
     for kind, place in (("csv", "dir"), ("parquet", "dir"), ("tensorboard", "logdir"), ("mlflow", "tracking_uri")):
         if place in given.get(kind, {}):
             given[kind][place] = full[kind][place]
@@ -186,8 +198,7 @@ def of_workspace(workspace: OpenWorkspace) -> Trackers:
     Raises:
         InputError: what workspace.json says of them is not valid.
     """
-    raw = workspace.settings.get("trackers", {})
-    chosen = parse_trackers(raw, f"{workspace.root / SETTINGS}: trackers")
+    chosen = parse_trackers(workspace.settings.get("trackers", {}), f"{workspace.root / SETTINGS}: trackers")
     return resolved(chosen, workspace.root, workspace.root)
 
 
@@ -214,8 +225,7 @@ def record_trackers(
     folder = workspace.root / "runs" / run_id
     if trackers is None and (attached and (folder / RECORD).exists()):
         return
-    chosen = of_workspace(workspace) if trackers is None else trackers
-    wanted = chosen.to_json()
+    wanted = (of_workspace(workspace) if trackers is None else trackers).to_json()
     known = read_json(folder / RECORD)
     if wanted != known and (wanted or known is not None or trackers is not None):
         make_folder(folder)
@@ -302,25 +312,54 @@ def describe(trackers: Trackers) -> Iterator[tuple[str, str]]:
 
 def make_tracker(kind: str, words: Any) -> Tracker:
     """The back-end of a resolved choice. Its package is imported when it begins."""
-    if kind == "csv":
-        from posttrain.telemetry.trackers.csv import CsvTracker
+    return _MAKES[kind](words)
 
-        return CsvTracker(Path(words.dir))
-    if kind == "parquet":
-        from posttrain.telemetry.trackers.parquet import ParquetTracker
 
-        return ParquetTracker(Path(words.dir))
-    if kind == "tensorboard":
-        from posttrain.telemetry.trackers.tensorboard import TensorBoardTracker
+@contextmanager
+def opened(kind: str, words: Any) -> Iterator[Tracker]:
+    """The back-end of a resolved choice, whose server answers; let go of at the end of the block."""
+    refuse_unreachable(words)
+    made = make_tracker(kind, words)
+    try:
+        yield made
+    finally:
+        with suppress(Exception):
+            made.close()
 
-        return TensorBoardTracker(Path(words.logdir))
-    if kind == "mlflow":
-        from posttrain.telemetry.trackers.mlflow import MlflowTracker
 
-        return MlflowTracker(words.tracking_uri, words.experiment, words.registered_model)
-    from posttrain.telemetry.trackers.wandb import WandbTracker
+@contextmanager
+def sole_writer(folder: Path, *, waits: bool, handed: int | None = None, lock: str = LOCK) -> Iterator[bool]:
+    """Whether this process is the only one that writes the trackers of a run or a channel.
 
-    return WandbTracker(Path(words.dir), words.project, words.entity, words.mode)
+    Args:
+        lock: another one, for places that are not the run's own.
+        waits: until the other one has ended; else False is the answer while there is one.
+        handed: a descriptor of the lock, held already.
+    """
+    handle = os.open(folder / lock, os.O_RDWR | os.O_CREAT, 0o600) if handed is None else handed
+    try:
+        yield taken(handle, seconds=float("inf") if waits else 0.0)
+    finally:
+        os.close(handle)
+
+
+def start_writer(
+    workspace: OpenWorkspace, words: Sequence[str], folder: Path, environment: Mapping[str, str], *handed: int
+) -> subprocess.Popen[bytes]:
+    """A process `posttrain track WORDS` of its own, whose log is in a folder.
+
+    Args:
+        handed: descriptors that it has from its first moment.
+    """
+    log = os.open(folder / LOG, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-s", "-P", "-m", "posttrain", "track", *words],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=handed,
+            env={**os.environ, VARIABLE: str(workspace.root), **environment},
+        )  # fmt: skip
+    finally:
+        os.close(log)
 
 
 def line(error: Exception, where: str) -> str:
@@ -343,7 +382,7 @@ def states(workspace: OpenWorkspace, run: RunRecord) -> list[TrackerState]:
         chosen, said = of_run(workspace, run.id), read_json(folder / STATES) or {}
     except (InputError, IntegrityError) as error:
         return [TrackerState("trackers", TROUBLE, str(folder), str(error))]
-    held, recorded = _held(folder / LOCK), (folder / RECORD).exists()
+    held, recorded = is_held(folder / LOCK), (folder / RECORD).exists()
     return [_state(kind, where, said.get(kind, {}), run, held, recorded) for kind, where in describe(chosen)]
 
 
@@ -365,18 +404,3 @@ def _state(kind: str, where: str, said: Mapping[str, Any], run: RunRecord, held:
     if ended:
         return TrackerState(kind, TROUBLE, where, f"it was left before the end of the run; {remedy}")
     return TrackerState(kind, "waiting", where, str(said.get("message", "")))
-
-
-def _held(lock: Path) -> bool:
-    """Whether a process writes the run's trackers now."""
-    try:
-        handle = os.open(lock, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(handle)
-    return False

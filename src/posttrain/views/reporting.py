@@ -25,7 +25,6 @@ from posttrain.views.status import RunStatus, RunWatcher, baseline_run, run_scor
 from posttrain.web.curves import learning_curve
 from posttrain.web.report import (
     BudgetRow,
-    ChangeRow,
     RunReport,
     StageCurves,
     StageParameters,
@@ -130,7 +129,7 @@ def _report(workspace: OpenWorkspace, watcher: RunWatcher, status: RunStatus, ma
         budgets=tuple(_budget_rows(workspace, status, manifest)),
         warnings=(*scores.regressions, *_warnings(changes, other), *_begun(status), *status.warnings, *troubles),
         compared_with=other,
-        changes=tuple(ChangeRow(c.path, c.before, c.after, c.notes) for c in changes),
+        changes=tuple(changes),
         scores=scores,
         curves=tuple(_stage_curves(workspace, watcher, status, manifest)),
         samples=tuple(stage_samples(workspace, run.id, rows)),

@@ -63,8 +63,7 @@ def whiskers(metric: str, found: Sequence[tuple[int, Estimate]]) -> Whiskers:
         low, high = (one.value if limit is None else limit for limit in (one.low, one.high))
         return Whisker(at(one.value), at(low), at(high), tone)
 
-    rows = tuple(row(tone, one) for tone, one in found)
-    return Whiskers(rows, brief(low), brief(high))
+    return Whiskers(tuple(row(tone, one) for tone, one in found), brief(low), brief(high))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from posttrain.control.comparing import Comparison
+from posttrain.control.comparing import Comparison, Difference
 from posttrain.control.scores import Response, Scores
 from posttrain.domain.facts import Sample
 from posttrain.domain.gates import Verdict
@@ -42,16 +42,6 @@ class BudgetRow:
     name: str  # tokens, seconds …
     spent: float
     limit: float | None = None  # None: not limited
-
-
-@dataclass(frozen=True, slots=True)
-class ChangeRow:
-    """One field that differs from the run compared with."""
-
-    field: str
-    before: str
-    after: str
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +134,7 @@ class RunReport:
     budgets: tuple[BudgetRow, ...] = ()
     warnings: tuple[str, ...] = ()  # e.g. that a reward's version is not the one the channel's model was trained on
     compared_with: str = ""  # the run that `changes` is about
-    changes: tuple[ChangeRow, ...] = ()
+    changes: tuple[Difference, ...] = ()
     scores: Scores = field(default_factory=Scores)
     curves: tuple[StageCurves, ...] = ()
     samples: tuple[StageSamples, ...] = ()
@@ -241,8 +231,7 @@ def scale(verdict: Verdict) -> Scale | None:
     marks = (value, verdict.limit, verdict.threshold)
     low, high = min(marks), max(marks)
     width = (high - low) or 1.0
-    at = [round(8 + 84 * (mark - low) / width, 2) for mark in marks]
-    return Scale(*at)
+    return Scale(*[round(8 + 84 * (mark - low) / width, 2) for mark in marks])
 
 
 template("run.html")  # now: who drives a run for days reports at its end, whatever became of the file

@@ -244,5 +244,4 @@ def _ticks(seconds: float) -> Iterator[float]:
     rough = seconds / 5
     power = 10.0 ** math.floor(math.log10(rough))
     pace = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
-    for index in range(int(seconds / pace) + 1):
-        yield index * pace
+    yield from (index * pace for index in range(int(seconds / pace) + 1))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from posttrain.domain.errors import PosttrainError
-from posttrain.store.atomic import read_json
+from posttrain.store.atomic import is_held, read_json
 
 LOCK = "server.lock"  # held by the server as long as it lives
 PLACE = "server.json"  # where it listens
@@ -27,7 +25,7 @@ def served_at(root: Path) -> Served | None:
     """Where a workspace is served; None: it is not, or not yet."""
     place = root / PLACE
     try:
-        if not place.exists() or not _held(root / LOCK):
+        if not place.exists() or not is_held(root / LOCK):
             return None
         said = read_json(place)
         return Served(str(said["url"]), str(said["key"]))
@@ -46,18 +44,4 @@ def server_of(root: Path) -> str:
 
 def is_served(root: Path) -> bool:
     """Whether a server has this workspace, which then drives its runs."""
-    return _held(root / LOCK)
-
-
-def _held(lock: Path) -> bool:
-    try:
-        file = os.open(lock, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(file)
-    return False
+    return is_held(root / LOCK)

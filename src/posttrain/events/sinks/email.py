@@ -6,15 +6,15 @@ import re
 import smtplib
 import socket
 import ssl
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import closing, suppress
 from email.message import EmailMessage
 from email.utils import formatdate
 from typing import Any, ClassVar
 
-from posttrain.domain.errors import InputError, SinkError
+from posttrain.domain.errors import InputError
 from posttrain.domain.sinks import Notice
-from posttrain.events.admitting import reach, said
+from posttrain.events.admitting import NetworkSink, reach
 from posttrain.events.ports import (
     ANSWER_SECONDS,
     WHOLE_SECONDS,
@@ -27,7 +27,6 @@ from posttrain.events.ports import (
 )
 
 STARTTLS, NONE = "starttls", "none"
-_FIELDS = frozenset({"to", "from", "host", "port", "security", "user_env", "password_env"})
 _ADDRESS = re.compile(r"[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9.-]{1,253}")
 _HOST = re.compile(r"[A-Za-z0-9.:-]{1,253}")
 
@@ -43,25 +42,19 @@ class _Session(smtplib.SMTP):
         return reach(host, port, self._where, self._admit, self._patience)
 
 
-class EmailSink:
+class EmailSink(NetworkSink):
     """The `Sink` of one address.
 
     Args:
         settings: `to`, `from`, `host`, `port`, `security` (starttls or none), and the names of variables that hold user
             and password: `user_env`, `password_env`.
-        admit: whether an address of the network may be connected to.
-
-    Raises:
-        InputError: settings that are no address or no server.
     """
 
     kind: ClassVar[str] = "email"
-    most: ClassVar[int] = 1
+    fields = frozenset({"to", "from", "host", "port", "security", "user_env", "password_env"})
 
     def __init__(self, settings: Mapping[str, Any], admit: Admit = anywhere, patience: float = WHOLE_SECONDS) -> None:
-        unknown = sorted(settings.keys() - _FIELDS)
-        if unknown:
-            raise InputError(f"email: must have no other setting than {', '.join(sorted(_FIELDS))}, got {unknown[0]}")
+        super().__init__(settings, admit, patience)
         self._to, self._from = (_address(settings, name) for name in ("to", "from"))
         self._host, self._port = str(settings.get("host") or ""), settings.get("port")
         if not _HOST.fullmatch(self._host) or not isinstance(self._port, int) or not 0 < self._port < 65536:
@@ -76,47 +69,35 @@ class EmailSink:
         refuse_variable(self._password, "email: --smtp-password-env")
         if self._user and self._security == NONE:
             raise InputError(f"email: a password needs --smtp-security {STARTTLS}, got {NONE}: all could read it")
-        self._admit, self._seconds = admit, patience
 
     @property
     def where(self) -> str:
         """See `Sink.where`."""
         return f"{self._to} by {self._host}:{self._port}"
 
-    def send(self, notices: Sequence[Notice]) -> None:
-        """See `Sink.send`."""
-        for notice in notices:
-            self._mail(_message(notice, self._from, self._to))
-
-    def _mail(self, message: EmailMessage) -> None:
-        patience = Patience(self._seconds)
+    def _hand_over(self, notice: Notice, patience: Patience) -> None:
         assert isinstance(self._port, int)
-        try:
-            with patience.runs():
-                session = _Session(self._host, self._port, self.where, self._admit, patience)
-                try:
-                    self._hand_over(session, message)
-                finally:
-                    session.close()
-        except SinkError:
-            raise
-        except smtplib.SMTPException as error:
-            raise SinkError(f"{self.where}: {_refusal(error, patience)}") from error
-        except OSError as error:
-            raise SinkError(f"{self.where}: {said(error, patience)}") from error
+        with closing(_Session(self._host, self._port, self.where, self._admit, patience)) as session:
+            if self._security == STARTTLS:
+                session.starttls(context=ssl.create_default_context())
+            if self._user:
+                user, password = (secret(name, None, self.where) for name in (self._user, self._password))
+                session.login(user, password)
+            session.send_message(_message(notice, self._from, self._to))
+            with suppress(smtplib.SMTPException, OSError):  # the server has it: what it says of our going is no matter
+                session.quit()
 
-    def _hand_over(self, session: smtplib.SMTP, message: EmailMessage) -> None:
-        if self._security == STARTTLS:
-            session.starttls(context=ssl.create_default_context())
-        if self._user:
-            user, password = (secret(name, None, self.where) for name in (self._user, self._password))
-            session.login(user, password)
-        session.send_message(message)
-        with suppress(smtplib.SMTPException, OSError):  # the server has it: what it says of our going is no matter
-            session.quit()
-
-    def close(self) -> None:
-        """See `Sink.close`: nothing is held between two deliveries."""
+    def _refusal(self, error: Exception) -> str:
+        """What an SMTP server refused, by its code: its words could repeat what it was told."""
+        if isinstance(error, smtplib.SMTPAuthenticationError):
+            return f"the server refuses user and password ({error.smtp_code})"
+        if isinstance(error, smtplib.SMTPRecipientsRefused):
+            return f"the server refuses the address ({', '.join(str(code) for code, _ in error.recipients.values())})"
+        if isinstance(error, smtplib.SMTPNotSupportedError):
+            return "the server cannot do what is asked of it (STARTTLS or a password)"
+        if isinstance(error, smtplib.SMTPResponseException):
+            return f"the server answers {error.smtp_code}"
+        return f"the server does not go on ({type(error).__name__})" if isinstance(error, smtplib.SMTPException) else ""
 
 
 def _message(notice: Notice, sender: str, to: str) -> EmailMessage:
@@ -136,18 +117,3 @@ def _address(settings: Mapping[str, Any], name: str) -> str:
     if not _ADDRESS.fullmatch(found):
         raise InputError(f"email: --{'email' if name == 'to' else name} must be one address NAME@HOST, got {found!a}")
     return found
-
-
-def _refusal(error: smtplib.SMTPException, patience: Patience) -> str:
-    """What an SMTP server refused, by its code: its words could repeat what it was told."""
-    if patience.over:
-        return said(error, patience)
-    if isinstance(error, smtplib.SMTPAuthenticationError):
-        return f"the server refuses user and password ({error.smtp_code})"
-    if isinstance(error, smtplib.SMTPRecipientsRefused):
-        return f"the server refuses the address ({', '.join(str(code) for code, _ in error.recipients.values())})"
-    if isinstance(error, smtplib.SMTPNotSupportedError):
-        return "the server cannot do what is asked of it (STARTTLS or a password)"
-    if isinstance(error, smtplib.SMTPResponseException):
-        return f"the server answers {error.smtp_code}"
-    return f"the server does not go on ({type(error).__name__})"

@@ -31,6 +31,3 @@ class FakeSink:
         for notice in notices:
             self._trouble()
             self._arrived.append(notice)
-
-    def close(self) -> None:
-        """See `Sink.close`."""

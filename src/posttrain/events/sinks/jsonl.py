@@ -6,7 +6,8 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -48,11 +49,10 @@ class JsonLinesSink:
     def send(self, notices: Sequence[Notice]) -> None:
         """See `Sink.send`. A half line that somebody who was killed left is taken away first: it comes again."""
         lines = b"".join(encoded(notice) + b"\n" for notice in notices)
-        try:
-            handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise self._failed(error) from error
-        try:
+        with self._writing(), ExitStack() as opened:
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
+            handle = os.open(self._path, flags, 0o600)
+            opened.callback(os.close, handle)
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise SinkError(f"{self._path}: must be a file, got something else; name another path")
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,10 +60,6 @@ class JsonLinesSink:
             self._append(handle, lines, size)
             if size == 0:
                 sync_folder(self._path.parent)
-        except OSError as error:
-            raise self._failed(error) from error
-        finally:
-            os.close(handle)
 
     def _append(self, handle: int, lines: bytes, size: int) -> None:
         try:
@@ -82,13 +78,11 @@ class JsonLinesSink:
             SinkError: it ends with half a line that was never one of these.
         """
         size = os.fstat(handle).st_size
-        begins = os.pread(handle, len(_BEGINS), 0)
-        if not _BEGINS.startswith(begins):
+        if not _BEGINS.startswith(os.pread(handle, len(_BEGINS), 0)):
             raise SinkError(f"{self._path}: must be empty or hold events, got what somebody else wrote; name another")
         if size == 0 or os.pread(handle, 1, size - 1) == b"\n":
             return size
-        tail = os.pread(handle, min(size, _LONGEST), max(0, size - _LONGEST))
-        half = tail.rpartition(b"\n")[2]
+        half = os.pread(handle, min(size, _LONGEST), max(0, size - _LONGEST)).rpartition(b"\n")[2]
         if not (half.startswith(_BEGINS) or _BEGINS.startswith(half)):
             raise SinkError(f"{self._path}: must end with a whole line, got one that somebody else wrote; end it")
         if _whole(half):
@@ -96,13 +90,14 @@ class JsonLinesSink:
         os.ftruncate(handle, size - len(half))
         return size - len(half)
 
-    def _failed(self, error: OSError) -> SinkError:
-        if isinstance(error, BlockingIOError):
-            return SinkError(f"{self._path}: another process writes it; wait for it, or name another path")
-        return SinkError(f"{self._path}: cannot be written: {(error.strerror or str(error)).lower()}")
-
-    def close(self) -> None:
-        """See `Sink.close`: the file is held open only while it is written."""
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except BlockingIOError as error:
+            raise SinkError(f"{self._path}: another process writes it; wait for it, or name another path") from error
+        except OSError as error:
+            raise SinkError(f"{self._path}: cannot be written: {(error.strerror or str(error)).lower()}") from error
 
 
 def _whole(line: bytes) -> bool:

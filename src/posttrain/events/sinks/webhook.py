@@ -14,7 +14,7 @@ import os
 import socket
 import ssl
 from binascii import Error as NotBase64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any, ClassVar
 from urllib.parse import SplitResult, urlsplit
@@ -22,14 +22,13 @@ from urllib.parse import SplitResult, urlsplit
 from posttrain._version import __version__
 from posttrain.domain.errors import InputError, SinkError
 from posttrain.domain.sinks import Notice
-from posttrain.events.admitting import reach, said
+from posttrain.events.admitting import NetworkSink, reach
 from posttrain.events.ports import WHOLE_SECONDS, Admit, Patience, absolute, anywhere, encoded, refuse_variable, secret
 
 PREFIX = "whsec_"  # of secrets in the spelling of Standard Webhooks: base64 follows
 LEAST = 16  # bytes of a secret
 _READ = 4096  # bytes of an answer: more is ignored
 _PORTS = {"http": 80, "https": 443}
-_FIELDS = frozenset({"url", "url_env", "secret_env", "secret_file"})
 
 
 def signature(secrets: str, ident: str, timestamp: int, body: bytes) -> str:
@@ -55,20 +54,16 @@ def _key(text: str) -> bytes:
     return key
 
 
-class WebhookSink:
+class WebhookSink(NetworkSink):
     """The `Sink` of one URL.
 
     Args:
         settings: `url`, or `url_env`, the name of a variable that holds it; `secret_env` or `secret_file`.
         now: seconds since the epoch.
-        admit: whether an address may be connected to.
-
-    Raises:
-        InputError: settings that name no place or no secret.
     """
 
     kind: ClassVar[str] = "webhook"
-    most: ClassVar[int] = 1
+    fields = frozenset({"url", "url_env", "secret_env", "secret_file"})
 
     def __init__(
         self,
@@ -77,9 +72,8 @@ class WebhookSink:
         admit: Admit = anywhere,
         patience: float = WHOLE_SECONDS,
     ) -> None:
-        unknown = sorted(settings.keys() - _FIELDS)
-        if unknown:
-            raise InputError(f"webhook: must have no other setting than {', '.join(sorted(_FIELDS))}, got {unknown[0]}")
+        super().__init__(settings, admit, patience)
+        self._now = now
         self._url, self._url_env = str(settings.get("url") or ""), str(settings.get("url_env") or "")
         if bool(self._url) == bool(self._url_env):
             raise InputError("webhook: must have a URL, or the name of a variable that holds it, and not both")
@@ -94,21 +88,14 @@ class WebhookSink:
         refuse_variable(self._secret_env, "webhook: --secret-env")
         if self._secret_file:
             absolute(str(self._secret_file), "webhook: --secret-file")
-        self._now, self._admit, self._seconds = now, admit, patience
 
     @property
     def where(self) -> str:
         """See `Sink.where`."""
         return _shown(_parts(self._url)) if self._url else f"the URL in {self._url_env}"
 
-    def send(self, notices: Sequence[Notice]) -> None:
-        """See `Sink.send`."""
-        for notice in notices:
-            self._post(notice, encoded(notice))
-
-    def _post(self, notice: Notice, body: bytes) -> None:
-        where, parts, patience = self.where, self._place(), Patience(self._seconds)
-        sent_at = int(self._now())
+    def _hand_over(self, notice: Notice, patience: Patience) -> None:
+        where, parts, body, sent_at = self.where, self._place(), encoded(notice), int(self._now())
         try:
             signed = signature(secret(self._secret_env, self._secret_file, where), notice.id, sent_at, body)
         except ValueError as error:
@@ -121,15 +108,10 @@ class WebhookSink:
             "webhook-signature": signed,
         }
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        try:
-            with patience.runs(), closing(_open(parts, where, self._admit, patience)) as connection:
-                connection.request("POST", target, body, headers)
-                answer = connection.getresponse()
-                answer.read(_READ)
-        except SinkError:
-            raise
-        except (OSError, http.client.HTTPException) as error:
-            raise SinkError(f"{where}: {said(error, patience)}") from error
+        with closing(_open(parts, where, self._admit, patience)) as connection:
+            connection.request("POST", target, body, headers)
+            answer = connection.getresponse()
+            answer.read(_READ)
         if patience.over:
             raise SinkError(f"{where}: no answer within {patience.seconds:g} s")
         if 300 <= answer.status < 400:
@@ -149,9 +131,6 @@ class WebhookSink:
             raise SinkError(
                 f"variable {self._url_env} must hold http://HOST[:PORT]/PATH or https://…, without user and password"
             ) from None
-
-    def close(self) -> None:
-        """See `Sink.close`: nothing is held between two deliveries."""
 
 
 def _parts(url: str) -> SplitResult:

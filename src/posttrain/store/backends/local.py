@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import obstore
 from obstore.store import LocalStore
 
 from posttrain.domain.errors import WorkspaceError
 from posttrain.store.atomic import make_folder, sync_folder, unwritable
+from posttrain.store.backends import Backend
 
-_CHUNK = 4 << 20
 _OTHERS = 0o077  # permissions of anybody but the owner
 
 
-class LocalFolder:
+class LocalFolder(Backend):
     """Durability for blobs below `folder`.
 
     obstore writes under a temporary name and renames or links it, without fsync: after a power cut a name could stand
@@ -28,10 +25,7 @@ class LocalFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
-
-    @property
-    def url(self) -> str:
-        return self.folder.as_uri()
+        self.url = self.folder.as_uri()
 
     def open(self) -> LocalStore:
         """The store; the folder is made if it is missing.
@@ -52,15 +46,6 @@ class LocalFolder:
         with suppress(PermissionError):
             os.utime(self.folder / key)
         return True
-
-    def pieces(self, store: Any, key: str) -> Iterator[bytes]:
-        """See `Backend.pieces`."""
-        for chunk in obstore.get(store, key).stream(min_chunk_size=_CHUNK):
-            yield bytes(chunk)
-
-    def write(self, store: Any, key: str, pieces: Iterator[bytes], size: int) -> None:
-        """See `Backend.write`."""
-        obstore.put(store, key, pieces)
 
     def settle(self, key: str) -> None:
         """Make the blob at `key` survive a power cut, and its owner's alone: obstore leaves that to the umask."""

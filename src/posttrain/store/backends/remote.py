@@ -18,6 +18,7 @@ from obstore.exceptions import BaseError
 from obstore.store import from_url
 
 from posttrain.domain.errors import InputError
+from posttrain.store.backends import Backend
 from posttrain.store.endpoints import refuse_no_endpoint
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ _EMPTY = "416"  # what is answered to who asks for a range of an empty object
 _RETRIES: RetryConfig = {"max_retries": 4, "retry_timeout": timedelta(seconds=15)}
 
 
-class Remote:
-    """An object store by URL. A write it has acknowledged is durable."""
+class Remote(Backend):
+    """An object store by URL. A write it has acknowledged is durable, so nothing is settled."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -71,20 +72,18 @@ class Remote:
             return
         size = int(first.meta["size"])
         yield bytes(first.bytes())
-        for start in range(PART, size, PART):
-            yield bytes(obstore.get_range(store, key, start=start, end=min(size, start + PART)))
+        yield from (
+            bytes(obstore.get_range(store, key, start=start, end=min(size, start + PART)))
+            for start in range(PART, size, PART)
+        )
 
     def write(self, store: Any, key: str, pieces: Iterator[bytes], size: int) -> None:
         """See `Backend.write`."""
-        part = max(PART, -(-size // _MOST_PARTS))
-        obstore.put(store, key, pieces, chunk_size=part, max_concurrency=_AT_ONCE)
+        obstore.put(store, key, pieces, chunk_size=max(PART, -(-size // _MOST_PARTS)), max_concurrency=_AT_ONCE)
 
     def copy(self, source: str, target: str, size: int) -> None:
         """Copy an object of this many bytes within the store: one request, whose answer takes as long as the copy."""
         obstore.copy(self.open(ANSWER_SECONDS + size / _COPIED), source, target)
-
-    def settle(self, key: str) -> None:
-        """Nothing to do."""
 
 
 def _client(seconds: float) -> ClientConfig:

@@ -7,12 +7,13 @@ read anew from the attempt's folder at each try. Standard library only.
 from __future__ import annotations
 
 import hashlib
+import http.client
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import IO, Any, BinaryIO, TypeVar
+from typing import IO, TypeVar
 from urllib.parse import urlsplit
 
 from posttrain.domain.canonical import DIGEST_PREFIX, is_digest
@@ -58,10 +59,7 @@ class ServedBlobs:
 
     def get(self, digest: str) -> bytes:
         """See `BlobStore.get`."""
-        with tempfile.SpooledTemporaryFile(_IN_MEMORY) as file:
-            self._download(digest, file)
-            file.seek(0)
-            return file.read()
+        return b"".join(self.stream(digest))
 
     def stream(self, digest: str) -> Iterator[bytes]:
         """See `BlobStore.stream`."""
@@ -73,11 +71,7 @@ class ServedBlobs:
 
     def fetch(self, digest: str, path: Path) -> None:
         """See `BlobStore.fetch`."""
-
-        def fill(file: BinaryIO) -> None:
-            self._download(digest, file)
-
-        write_stream(path, fill)
+        write_stream(path, lambda file: self._download(digest, file))
 
     def check(self, digest: str) -> int:
         """See `BlobStore.check`."""
@@ -95,7 +89,7 @@ class ServedBlobs:
         """See `BlobStore.size`."""
 
         def asked(access: JobAccess) -> int:
-            with _Answer(access, "HEAD", digest) as answer:
+            with _answer(access, "HEAD", digest) as answer:
                 return int(answer.headers.get("content-length") or 0)
 
         return int(self._again(digest, asked))
@@ -104,11 +98,10 @@ class ServedBlobs:
         def asked(access: JobAccess) -> None:
             file.seek(0)
             file.truncate()
-            state, size = hashlib.sha256(), 0
-            with _Answer(access, "GET", digest, direct=self._direct) as answer:
+            state = hashlib.sha256()
+            with _answer(access, "GET", digest, direct=self._direct) as answer:
                 while piece := answer.read(_PIECE):
                     state.update(piece)
-                    size += len(piece)
                     file.write(piece)
             if answer.length:
                 raise ConnectionError("its answer broke off")
@@ -139,56 +132,27 @@ class ServedBlobs:
         self._direct = False
 
 
-class _Answer:
+@contextmanager
+def _answer(access: JobAccess, method: str, digest: str, *, direct: bool = False) -> Iterator[http.client.HTTPResponse]:
     """The answer to one request, followed to the store where the server says so; no token goes there."""
-
-    def __init__(self, access: JobAccess, method: str, digest: str, *, direct: bool = False) -> None:
-        base = urlsplit(access.url)
-        self._connection = reached(access)
-        direct = direct and not access.socket
-        try:
-            path = f"/v1/attempt/blobs/{digest}{'?direct=yes' if direct else ''}"
-            headers = {"authorization": f"Bearer {access.token}"}
-            self._connection.request(method, base.path.rstrip("/") + path, headers=headers)
-            self._response = self._connection.getresponse()
-            if self._response.status == _ELSEWHERE:
-                self._follow(str(self._response.headers.get("location")))
-            status = self._response.status
-            if status == _MISSING:
-                raise NotFoundError(
-                    f"blob {digest} is no input of this attempt, or not in the store; run the stage again"
-                )
-            if status in REFUSED:
-                raise refusal()
-            if status != _OK:
-                raise UnavailableError(f"status {status}")
-        except BaseException:
-            self._connection.close()
-            raise
-
-    def _follow(self, url: str) -> None:
-        self._connection.close()
-        parts = urlsplit(url)
-        self._connection = connected(url)
-        self._connection.request("GET", f"{parts.path}?{parts.query}")
-        self._response = self._connection.getresponse()
-        if self._response.status != _OK:
-            raise UnavailableError(f"the store answers {self._response.status}")
-
-    @property
-    def headers(self) -> Any:
-        return self._response.headers
-
-    @property
-    def length(self) -> int | None:
-        """Bytes that did not come."""
-        return self._response.length
-
-    def read(self, size: int) -> bytes:
-        return self._response.read(size)
-
-    def __enter__(self) -> _Answer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._connection.close()
+    with ExitStack() as held:
+        connection = held.enter_context(closing(reached(access)))
+        path = f"/v1/attempt/blobs/{digest}{'?direct=yes' if direct and not access.socket else ''}"
+        headers = {"authorization": f"Bearer {access.token}"}
+        connection.request(method, urlsplit(access.url).path.rstrip("/") + path, headers=headers)
+        response = connection.getresponse()
+        if response.status == _ELSEWHERE:
+            held.close()
+            url = str(response.headers.get("location"))
+            connection = held.enter_context(closing(connected(url)))
+            connection.request("GET", f"{urlsplit(url).path}?{urlsplit(url).query}")
+            response = connection.getresponse()
+            if response.status != _OK:
+                raise UnavailableError(f"the store answers {response.status}")
+        if response.status == _MISSING:
+            raise NotFoundError(f"blob {digest} is no input of this attempt, or not in the store; run the stage again")
+        if response.status in REFUSED:
+            raise refusal()
+        if response.status != _OK:
+            raise UnavailableError(f"status {response.status}")
+        yield response

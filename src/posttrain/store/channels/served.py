@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import http.client
 import json
-import threading
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 from posttrain.domain.errors import InfrastructureError, InputError, UnavailableError
-from posttrain.store.reaching import PATIENCE, REFUSED, JobAccess, Reach, reached, refusal
+from posttrain.store.reaching import PATIENCE, REFUSED, JobAccess, KeptConnection, Reach, reached, refusal
 
 _PATH = "/v1/attempt/channel"
 _OK, _MISSING, _THERE = (200, 201, 204), 404, 409
@@ -27,7 +26,7 @@ class ServedObjects:
     """
 
     def __init__(self, folder: Path, patience: float = PATIENCE) -> None:
-        self._reach, self._local = Reach(folder, patience), threading.local()
+        self._reach, self._kept = Reach(folder, patience), KeptConnection()
 
     @property
     def place(self) -> str:
@@ -66,18 +65,18 @@ class ServedObjects:
         once: bool = False,
     ) -> tuple[int, bytes]:
         def exchanged(access: JobAccess) -> tuple[int, bytes]:
-            connection = self._connection(access)
+            path = f"{urlsplit(access.url).path.rstrip('/')}{_PATH}/{quote(key)}"
             try:
-                path = f"{urlsplit(access.url).path.rstrip('/')}{_PATH}/{quote(key)}"
+                connection = self._kept.to(access, reached)
                 connection.request(method, path, data, {"authorization": f"Bearer {access.token}", **(headers or {})})
                 response = connection.getresponse()
                 return response.status, response.read()
             except (OSError, http.client.HTTPException):
-                self._drop()
+                self._kept.drop()
                 raise
 
         def asked(access: JobAccess) -> tuple[int, bytes]:
-            idle = getattr(self._local, "known", None) is not None
+            idle = self._kept.made is not None
             try:
                 status, body = exchanged(access)
             except (OSError, http.client.HTTPException):
@@ -96,18 +95,3 @@ class ServedObjects:
             return self._reach.again(asked, once=once)
         except UnavailableError as error:
             raise InfrastructureError(f"attempt channel: {error}") from error
-
-    def _connection(self, access: JobAccess) -> http.client.HTTPConnection:
-        known: tuple[JobAccess, http.client.HTTPConnection] | None = getattr(self._local, "known", None)
-        if known is not None and known[0] == access:
-            return known[1]
-        self._drop()
-        made = reached(access)
-        self._local.known = access, made
-        return made
-
-    def _drop(self) -> None:
-        known = getattr(self._local, "known", None)
-        if known is not None:
-            known[1].close()
-            self._local.known = None

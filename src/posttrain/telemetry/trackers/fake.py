@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from posttrain.telemetry.tracking import ChannelState, Cursor, Ending, Row, TrackedRun, refuse_another
+from posttrain.telemetry.tracking import ChannelState, Cursor, Ending, Row, TrackedRun, Tracker, refuse_another
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Target:
     aliases: dict[str, str] = field(default_factory=dict)
 
 
-class FakeTracker:
+class FakeTracker(Tracker):
     """The `Tracker` of a `Target`.
 
     Args:
@@ -37,18 +37,14 @@ class FakeTracker:
         """See `Tracker.where`."""
         return "memory"
 
-    def name(self, metric: str) -> str:
-        """See `Tracker.name`."""
-        return metric
-
     def begin(self, run: TrackedRun) -> Cursor:
         """See `Tracker.begin`."""
         self._trouble()
         refuse_another(self._target.workspace, run, self.where)
         self._target.workspace = run.workspace or self._target.workspace
-        found: dict[tuple[str, str], int] = {}
+        found = Cursor()
         for stage, metric, step, _ in self._target.points:
-            found[stage, metric] = max(step, found.get((stage, metric), -1))
+            found.saw(stage, step, metric)
         return found
 
     def log(self, rows: Sequence[Row]) -> None:
@@ -58,16 +54,10 @@ class FakeTracker:
                 self._trouble()
                 self._target.points.append((row.stage, metric, row.step, value))
 
-    def flush(self) -> None:
-        """See `Tracker.flush`."""
-
     def end(self, ending: Ending) -> None:
         """See `Tracker.end`."""
         self._trouble()
         self._target.endings.append(ending.state)
-
-    def close(self) -> None:
-        """See `Tracker.close`."""
 
     def follow(self, channel: ChannelState) -> None:
         """See `Registry.follow`."""

@@ -13,14 +13,24 @@ import logging
 import os
 import posixpath
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import unquote, urlsplit
 
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.store.atomic import make_folder
-from posttrain.telemetry.tracking import ChannelState, Cursor, Ending, Row, TrackedRun, Version, hold, refuse_another
+from posttrain.telemetry.tracking import (
+    ChannelState,
+    Cursor,
+    Ending,
+    Row,
+    TrackedRun,
+    Tracker,
+    Version,
+    hold,
+    refuse_another,
+)
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -45,7 +55,7 @@ _SETTINGS = {
 }
 
 
-class MlflowTracker:
+class MlflowTracker(Tracker):
     """The `Tracker` and `Registry` of an experiment.
 
     Args:
@@ -61,7 +71,6 @@ class MlflowTracker:
         self._opened: MlflowClient | None = None
         self._id = ""
         self._status = ""
-        self._held: IO[bytes] | None = None
 
     @property
     def where(self) -> str:
@@ -101,7 +110,11 @@ class MlflowTracker:
 
     def begin(self, run: TrackedRun) -> Cursor:
         """See `Tracker.begin`."""
-        self._hold(run)
+        if self._folder is not None:  # a server's runs are told apart by their tag alone
+            make_folder(self._folder)
+            mark = hashlib.sha256(f"{self._uri} {self._experiment}".encode()).hexdigest()[:8]
+            lock = self._folder / f".{run.id}.{mark}.writer"
+            self._held = hold(lock, run, self.where, lambda: False)  # whose it is, its tag says
         experiment = self._experiment_id()
         found = self._run_of(run.id, experiment)
         if found is not None:
@@ -117,15 +130,12 @@ class MlflowTracker:
         self._mend(str(found.info.artifact_uri))
         found = self._client.get_run(self._id)
         self._params(run, found)
-        return dict(self._there(found))
-
-    def _hold(self, run: TrackedRun) -> None:
-        """Of a store on this machine; a server's runs are told apart by their tag alone."""
-        if self._folder is not None:
-            make_folder(self._folder)
-            mark = hashlib.sha256(f"{self._uri} {self._experiment}".encode()).hexdigest()[:8]
-            lock = self._folder / f".{run.id}.{mark}.writer"
-            self._held = hold(lock, run, self.where, lambda: False)  # whose it is, its tag says
+        there = Cursor()
+        for key in found.data.metrics:
+            stage, _, metric = key.partition("/")
+            for point in self._client.get_metric_history(self._id, key):
+                there.saw(stage, point.step, metric)
+        return there
 
     def _experiment_id(self) -> str:
         from mlflow.exceptions import MlflowException
@@ -155,12 +165,6 @@ class MlflowTracker:
             if data and not data.endswith(b"\n"):
                 os.truncate(path, data.rfind(b"\n") + 1)
 
-    def _there(self, run: Run) -> Iterator[tuple[tuple[str, str], int]]:
-        for key in run.data.metrics:
-            stage, _, metric = key.partition("/")
-            history = self._client.get_metric_history(self._id, key)
-            yield (stage, metric), max((point.step for point in history), default=-1)
-
     def _params(self, run: TrackedRun, there: Run) -> None:
         from mlflow.entities import Param
 
@@ -173,7 +177,9 @@ class MlflowTracker:
         """See `Tracker.log`."""
         from mlflow.entities import Metric
 
-        self._set_status("RUNNING")
+        if self._status != "RUNNING":
+            self._client.update_run(self._id, status="RUNNING")
+            self._status = "RUNNING"
         points = [
             Metric(f"{row.stage}/{name}", value, round(row.at * 1000), row.step)
             for row in rows
@@ -182,14 +188,6 @@ class MlflowTracker:
         for at in range(0, len(points), _METRICS):
             self._client.log_batch(self._id, metrics=points[at : at + _METRICS])
             crashpoint("track.inside_log")
-
-    def _set_status(self, status: str) -> None:
-        if self._status != status:
-            self._client.update_run(self._id, status=status)
-            self._status = status
-
-    def flush(self) -> None:
-        """See `Tracker.flush`: every request is carried out when it returns."""
 
     def end(self, ending: Ending) -> None:
         """See `Tracker.end`."""
@@ -200,18 +198,14 @@ class MlflowTracker:
         self._status = _STATUS.get(ending.state, "FINISHED")
         self._client.set_terminated(self._id, self._status, round((ending.finished_at or 0.0) * 1000))
 
-    def close(self) -> None:
-        """See `Tracker.close`."""
-        if self._held is not None:
-            self._held.close()
-
     # --- released models ---------------------------------------------------------------------------------------------
 
     def follow(self, channel: ChannelState) -> None:
         """See `Registry.follow`. A version is known by the digest that it is tagged with."""
         from mlflow.exceptions import MlflowException
 
-        known = {str(v.tags.get(DIGEST_TAG)): str(v.version) for v in self._versions()}
+        versions = self._client.search_model_versions(f"name='{self._model}'", max_results=10_000)
+        known = {str(one.tags.get(DIGEST_TAG)): str(one.version) for one in versions}
         for version in channel.versions:
             if version.digest not in known:
                 if not known:
@@ -226,9 +220,6 @@ class MlflowTracker:
         aliases = self._client.get_registered_model(self._model).aliases
         if str(aliases.get(alias)) != known[channel.live]:
             self._client.set_registered_model_alias(self._model, alias, known[channel.live])
-
-    def _versions(self) -> list[Any]:
-        return list(self._client.search_model_versions(f"name='{self._model}'", max_results=10_000))
 
     def _register(self, version: Version, channel: ChannelState) -> str:
         run = self._run_of(version.run_id, self._experiment_id()) if version.run_id else None

@@ -6,15 +6,13 @@ TensorBoard's own. Format: TFRecord (length, its masked CRC-32C, data, its maske
 
 from __future__ import annotations
 
-import os
+import io
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from posttrain.domain.crashpoints import crashpoint
-from posttrain.store.atomic import make_folder, private, unwritable
-from posttrain.telemetry.tracking import Cursor, Ending, Row, TrackedRun, hold
+from posttrain.telemetry.tracking import AppendedTracker, Cursor, Ending, Row, TrackedRun
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -26,49 +24,27 @@ _LENGTH, _CHECK = 8, 4  # bytes
 _LONGEST = 2**26  # bytes of a record: more is no length of ours
 
 
-class TensorBoardTracker:
-    """The `Tracker` of a logdir.
-
-    Raises:
-        WorkspaceError: the event file cannot be written.
-    """
+class TensorBoardTracker(AppendedTracker):
+    """The `Tracker` of a logdir."""
 
     kind: ClassVar[str] = "tensorboard"
 
     def __init__(self, logdir: Path) -> None:
-        self._logdir = logdir
-        self._path = logdir
-        self._file: IO[bytes] | None = None
+        super().__init__(logdir)
         self._texts: dict[str, list[str]] = {}
-        self._held: IO[bytes] | None = None
 
     @property
     def where(self) -> str:
         """See `Tracker.where`."""
-        return str(self._path if self._path == self._logdir else self._path.parent)
-
-    def name(self, metric: str) -> str:
-        """See `Tracker.name`."""
-        return metric
+        return str(self._path.parent if self._run else self._folder)
 
     def begin(self, run: TrackedRun) -> Cursor:
         """See `Tracker.begin`."""
-        self._path = self._logdir / run.id / _NAME.format(created=run.created_at)
-        folder = self._path.parent
-        make_folder(folder)
+        folder, found = self._folder / run.id, Cursor()
         written = _NAME.partition("{")[0] + "*"  # another workspace's file has another time in its name
-        self._held = hold(folder / ".posttrain.writer", run, self.where, lambda: any(folder.glob(written)))
-        found: dict[tuple[str, str], int] = {}
-        end = 0
-        try:
-            self._file = open(self._path, "ab", buffering=0, opener=private)  # noqa: SIM115
-            for place, event in _events(self._path):
-                self._take(event, found)
-                end = place
-            os.ftruncate(self._file.fileno(), end)
-        except OSError as error:
-            raise unwritable(self._path, error) from error
-        if end == 0:
+        path = folder / _NAME.format(created=run.created_at)
+        self._own(run, path, ".posttrain.writer", lambda: any(folder.glob(written)))
+        if not self._mend(self._taken(found)):
             self._write(_event(run.created_at, 0, file_version=_VERSION))
         if _ABOUT not in self._texts:
             facts = {"run": run.id, "owner": run.owner, "manifest": run.manifest, **run.params}
@@ -76,13 +52,16 @@ class TensorBoardTracker:
             self._text(_ABOUT, f"| | |\n|---|---|\n{table}", 0, run.created_at)
         return found
 
-    def _take(self, event: Event, found: dict[tuple[str, str], int]) -> None:
-        for value in event.summary.value:
-            if value.tag in (_ABOUT, _OUTCOME):
-                self._texts.setdefault(value.tag, []).append(value.tensor.string_val[0].decode())
-                continue
-            stage, _, metric = value.tag.partition("/")
-            found[stage, metric] = max(event.step, found.get((stage, metric), -1))
+    def _taken(self, found: Cursor) -> Iterator[int]:
+        """The place behind each whole record."""
+        for place, event in _events(self._path):
+            for value in event.summary.value:
+                if value.tag in (_ABOUT, _OUTCOME):
+                    self._texts.setdefault(value.tag, []).append(value.tensor.string_val[0].decode())
+                    continue
+                stage, _, metric = value.tag.partition("/")
+                found.saw(stage, event.step, metric)
+            yield place
 
     def log(self, rows: Sequence[Row]) -> None:
         """See `Tracker.log`: a record for each row."""
@@ -95,14 +74,6 @@ class TensorBoardTracker:
             ]
             self._write(_event(row.at, row.step, summary=Summary(value=values)))
 
-    def flush(self) -> None:
-        """See `Tracker.flush`."""
-        assert self._file is not None
-        try:
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise unwritable(self._path, error) from error
-
     def end(self, ending: Ending) -> None:
         """See `Tracker.end`."""
         told = [f"**{ending.state}** {ending.message}", *(f"- gate {g}: {v}" for g, v in ending.verdicts.items())]
@@ -110,14 +81,6 @@ class TensorBoardTracker:
         if known[-1:] != [text]:
             self._text(_OUTCOME, text, len(known), ending.finished_at or 0.0)
         self.flush()
-
-    def close(self) -> None:
-        """See `Tracker.close`."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        if self._held is not None:
-            self._held.close()
 
     def _text(self, tag: str, text: str, step: int, at: float) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -135,24 +98,9 @@ class TensorBoardTracker:
     def _write(self, event: Event) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        assert self._file is not None
-        try:
-            RecordWriter(_Halves(self._file)).write(event.SerializeToString())
-        except OSError as error:
-            raise unwritable(self._path, error) from error
-
-
-class _Halves:
-    """A file that is written whole, whatever the operating system takes at a time."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-
-    def write(self, data: bytes) -> None:
-        done = self._file.write(data[: len(data) // 2])
-        crashpoint("track.inside_log")
-        while done < len(data):
-            done += self._file.write(data[done:])
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self._append(record.getvalue())
 
 
 def _events(path: Path) -> Iterator[tuple[int, Event]]:

@@ -19,13 +19,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import WorkspaceError
 from posttrain.foreign.wandb_export import records
 from posttrain.store.atomic import make_folder, write_atomic
-from posttrain.telemetry.tracking import Cursor, Ending, Row, TrackedRun, hold, refuse_another
+from posttrain.telemetry.tracking import Cursor, Ending, Row, TrackedRun, Tracker, hold, refuse_another
 
 STEP = "step"
 _MARK = "posttrain.copied"  # in a folder whose records are being copied into a new one
@@ -37,7 +37,7 @@ _SERVICE = "WANDB_SERVICE"  # another program's wandb: it reads paths from its o
 _WORKSPACE = "posttrain_workspace"  # in the configuration
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """The `Tracker` of a project.
 
     Args:
@@ -55,9 +55,8 @@ class WandbTracker:
         self._about: TrackedRun | None = None
         self._old: Path | None = None  # the target of before, until it is copied
         self._known = 0  # rows of it that `begin` saw
-        self._cursor: dict[tuple[str, str], int] = {}
+        self._cursor = Cursor()
         self._ended = ""
-        self._held: IO[bytes] | None = None
 
     @property
     def where(self) -> str:
@@ -76,8 +75,9 @@ class WandbTracker:
         make_folder(self._base)
         if self._mode == "online":
             self._open()
-            self._cursor = dict(self._online())
-            return dict(self._cursor)
+            for row in self._online():
+                self._seen(row)
+            return Cursor(self._cursor)
         lock = self._base / f".{run.id}.wandb.writer"
         self._held = hold(lock, run, self.where, lambda: self._target() is not None)
         self._old = self._target(tidy=True)
@@ -85,7 +85,7 @@ class WandbTracker:
             for row in self._rows(self._old):
                 self._seen(row)
                 self._known += 1
-        return dict(self._cursor)
+        return Cursor(self._cursor)
 
     def log(self, rows: Sequence[Row]) -> None:
         """See `Tracker.log`: handed to wandb, which writes by itself; `end` looks whether it did."""
@@ -101,12 +101,7 @@ class WandbTracker:
         self._seen(row)
 
     def _seen(self, row: Row) -> None:
-        for name in row.values:
-            place = row.stage, name
-            self._cursor[place] = max(row.step, self._cursor.get(place, -1))
-
-    def flush(self) -> None:
-        """See `Tracker.flush`."""
+        self._cursor.saw(row.stage, row.step, *row.values)
 
     def end(self, ending: Ending) -> None:
         """See `Tracker.end`."""
@@ -124,10 +119,10 @@ class WandbTracker:
 
     def _check_arrived(self) -> None:
         """Wandb writes in another process, a while after it said so, and says nothing of a disk that is full."""
-        target, wanted = self._target(), dict(self._cursor)
+        target, wanted = self._target(), self._cursor
         until = time.monotonic() + _ARRIVING
         while True:
-            self._cursor, self._ended = {}, ""
+            self._cursor, self._ended = Cursor(), ""
             for row in self._rows(target) if target else ():
                 self._seen(row)
             if self._cursor == wanted and self._ended:
@@ -140,8 +135,7 @@ class WandbTracker:
     def close(self) -> None:
         """See `Tracker.close`."""
         self._finish(0)
-        if self._held is not None:
-            self._held.close()
+        super().close()
 
     def _finish(self, code: int) -> None:
         if self._run is not None:
@@ -159,7 +153,8 @@ class WandbTracker:
         about = self._about
         if self._old is not None:
             write_atomic(self._old / _MARK, b"")
-        while self._mode == "offline" and (self._base / "wandb" / _folder_name(about.id)).exists():
+        named = f"wandb/offline-run-{{}}-{about.id}"
+        while self._mode == "offline" and (self._base / named.format(time.strftime("%Y%m%d_%H%M%S"))).exists():
             time.sleep(0.05)  # names are of seconds
         os.environ.pop(_SERVICE, None)
         quiet = {"console": "off", "silent": True, "disable_git": True, "save_code": False}
@@ -196,9 +191,13 @@ class WandbTracker:
         if self._about is None:
             return None
         found = sorted((self._base / "wandb").glob(f"offline-run-*-{self._about.id}"))
-        found = [path for path in found if _id_of(path.name) == self._about.id]
+        found = [path for path in found if path.name.removeprefix("offline-run-").partition("-")[2] == self._about.id]
         marked = [path for path in found if (path / _MARK).exists()]
-        kept = marked[0] if marked else max(found, key=_bytes, default=None)
+        kept = (
+            marked[0]
+            if marked
+            else max(found, key=lambda one: sum(p.stat().st_size for p in one.glob("*.wandb")), default=None)
+        )
         if tidy and self._run is None:
             for other in found:
                 if other != kept:
@@ -229,19 +228,13 @@ class WandbTracker:
             elif kind == "exit":
                 self._ended = state
 
-    def _online(self) -> Iterator[tuple[tuple[str, str], int]]:
+    def _online(self) -> Iterator[Row]:
         import wandb
 
         if not self._run.resumed:
             return
-        seen: dict[tuple[str, str], int] = {}
         history = wandb.Api().run("/".join((self._run.entity, self._run.project, self._run.id))).scan_history()
-        for item in history:
-            row = _row(item)
-            for name in row.values if row else ():
-                assert row is not None
-                seen[row.stage, name] = max(row.step, seen.get((row.stage, name), -1))
-        yield from seen.items()
+        yield from filter(None, map(_row, history))
 
 
 def _row(said: Mapping[str, Any]) -> Row | None:
@@ -260,15 +253,3 @@ def _told(name: str) -> str:
     """`stage` or `stage/metric` for wandb, which takes a stage's dot for nesting and then finds no step for it."""
     stage, slash, metric = name.partition("/")
     return f"{stage.replace('.', _DOT)}{slash}{metric}"
-
-
-def _folder_name(run_id: str) -> str:
-    return f"offline-run-{time.strftime('%Y%m%d_%H%M%S')}-{run_id}"
-
-
-def _id_of(name: str) -> str:
-    return name.removeprefix("offline-run-").partition("-")[2]
-
-
-def _bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.wandb"))
