@@ -65,12 +65,18 @@ class Anything:
         pass
 
 
+def needed(verb: Verb[..., Any]) -> dict[str, str]:
+    """A word for every parameter without a default."""
+    found = verb.declared.parameters.values()
+    return {one.name: "a" for one in found if one.default is one.empty and one.kind is not one.VAR_POSITIONAL}
+
+
 @pytest.mark.parametrize("role", [None, *Role])
 def test_whoever_has_less_than_a_verb_needs_is_refused(role: Role | None) -> None:
     control: Any = Control(Guard(Anything(), "user:ann", "default", lambda: role))
     for verb, declared in VERBS.items():
         if role is not None and role.covers(declared.needs):
-            assert getattr(control, verb)("a", b=1) == verb
+            assert getattr(control, verb)(**needed(declared)) == verb
             continue
         with pytest.raises(AccessError, match=f"needs the role {declared.needs}, and user:ann") as caught:
             getattr(control, verb)("a", b=1)

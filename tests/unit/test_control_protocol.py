@@ -14,7 +14,7 @@ from cli_world import World, make_world
 
 import posttrain
 from posttrain.api import codec, control
-from posttrain.app.control import open_control
+from posttrain.app.control import control_of, open_control
 from posttrain.app.workspace import open_workspace
 
 VERBS = frozenset(control.VERBS)
@@ -79,12 +79,27 @@ def test_what_answers_in_process_takes_what_its_verb_declares(world: World) -> N
             assert (one.name, one.kind) == (other.name, other.kind), where
             holder = SimpleNamespace(__annotations__={"kind": function.__annotations__[other.name]})
             names = vars(import_module(function.__module__))
+            codec._NAMES.enter(function.__module__)
             assert bare(one.annotation) == bare(get_type_hints(holder, names, codec._NAMES)["kind"]), where
             if one.default is not inspect.Parameter.empty and not callable(one.default):
                 assert one.default == other.default, where
         assert all(one.default is not inspect.Parameter.empty for one in taken[len(asked) :]), verb.name
         assert len(taken) >= len(asked), verb.name
     workspace.close()
+
+
+def test_a_verb_that_seals_leaves_no_event_unsealed(world: World) -> None:
+    workspace = open_workspace(world.root / ".posttrain")
+    workspace.seal()
+    asked = control_of(workspace)
+    for does in (
+        lambda: asked.set_member("user:root", "admin"),
+        lambda: asked.add_dataset(world.root / "train.jsonl", "again"),
+        lambda: asked.mark("dataset:again", "approved", "a look"),
+    ):
+        does()
+        assert not workspace.ledger.pending_events()
+    asked.close()
 
 
 def test_commands_take_the_control_of_the_workspace_and_no_workspace() -> None:

@@ -29,6 +29,7 @@ def test_every_verb_is_an_operation_or_known_to_be_none() -> None:
     for verb in VERBS.keys() - OPERATIONS.keys() - pages:  # a client answers by requests of its own
         assert inspect.isfunction(vars(Remote)[f"_{verb}"]), verb
     machinery = {"asked", "body", "fetcher", "pages", "project", "read", "sender", "sent", "sweep", "transport"}
+    machinery |= {"fetched", "streamed"}
     assert not machinery & VERBS.keys(), "a client would take its own machinery for what answers a verb"
     places = [(one.method, one.path) for one in OPERATIONS.values()]
     assert len(set(places)) == len(places)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from posttrain.cli.main import app
 from posttrain.decision.gates import Evidence
 from posttrain.domain.errors import AccessError, DeadlineError, InputError, PosttrainError
 from posttrain.domain.ids import Role
+from posttrain.domain.overrides import parse_overrides
 from posttrain.foreign.outside import RUN as FOUND
 from posttrain.foreign.outside import FoundModel, Named, OutsideRun, Points, carried, carry
 from posttrain.server.calling import to_json
@@ -81,6 +83,32 @@ def test_its_page_is_written_where_it_was_asked_for(
     assert [one.name for one in tmp_path.iterdir()] == ["mine.html"]
     with pytest.raises(InputError, match="name 2 to"):
         bench.control(KEY).compare(story[1][:1])
+
+
+def test_a_sweep_is_planned_submitted_and_ranked_from_afar(bench: ServerBench, story: tuple[World, list[str]]) -> None:
+    here, there = control_of(bench.workspace), bench.control(KEY)
+    asked = (story[0].root / "run.yaml", parse_overrides(["grpo.steps=4,6"]))
+    mine, theirs = (one.plan_sweep(*asked, seeds=1, metric=None, better=None) for one in (here, there))
+    assert (theirs.points, theirs.source, theirs.metric) == (mine.points, mine.source, mine.metric)
+    made = there.submit_point(theirs.points[1])
+    assert (made.attached, made.run.id) == (False, here.submit_point(mine.points[1]).run.id)
+    runs = {(theirs.points[1].place, theirs.points[1].seed): made.run.id}
+    assert there.rank(theirs, runs).to_json([{}, {}]) == here.rank(mine, runs).to_json([{}, {}])
+    with pytest.raises(InputError, match="no point of place 9"):
+        there.submit_point(replace(theirs.points[1], place=9))
+
+
+def test_a_parameter_that_a_verb_does_not_have_is_refused_as_over_http(bench: ServerBench) -> None:
+    control: Any = control_of(bench.workspace)
+    with pytest.raises(
+        InputError, match=r"ls: unknown parameter 'limits' \(did you mean 'limit'\?\); remove or rename it"
+    ):
+        control.ls(limits=5)
+    for words, options in (((), {}), ((5, None, None, 7), {}), ((5,), {"limit": 6})):
+        with pytest.raises(InputError, match=r"ls: .*limit|ls: too many"):
+            control.ls(*words, **options)
+    found = bench.ask("GET", "/v1/projects/default/runs?limits=5", KEY)
+    assert (found.status, "ls: unknown parameter 'limits'" in found.json["detail"]) == (422, True)
 
 
 @given(st.lists(st.floats(width=64), max_size=20))

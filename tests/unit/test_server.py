@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlencode
 
@@ -42,7 +41,7 @@ from posttrain.domain.ids import Role
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.records import Asset, RunRecord, StageRecord
 from posttrain.domain.runspec import Budget
-from posttrain.server import calling, limits
+from posttrain.server import limits
 from posttrain.server.underway import Once, request_id
 from posttrain.server.uploads import Uploads
 from posttrain.server.watching import Looking, Watchers
@@ -988,8 +987,7 @@ def test_more_followers_than_threads_are_refused_and_those_who_leave_make_room(
     assert found == [("end", b"{}")]
 
 
-def test_a_run_that_ended_is_given_to_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = SimpleNamespace(run=lambda name: SimpleNamespace(id=name, state="succeeded"), driver=lambda name: None)
-    monkeypatch.setattr(calling, "refuse", lambda *_: None)
-    with pytest.raises(InputError, match=r"run r-1: has ended \(succeeded\), so there is nothing to drive"):
-        calling.driven(ended, {"run_id": "r-1"}, None)  # type: ignore[arg-type]
+def test_a_run_that_ended_is_given_to_no_driver(bench: ServerBench) -> None:
+    over = ended(bench, "driven-22222222")
+    with pytest.raises(InputError, match=rf"run {over}: has ended \(\w+\), so there is nothing to drive"):
+        bench.control(KEY).detach(over)

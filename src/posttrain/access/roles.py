@@ -18,8 +18,7 @@ def role_of(ledger: Ledger, identity: Identity) -> Role | None:
     Where nobody was given a role yet, whoever the operating system lets open the ledger is its admin: a workspace of
     one's own. A token never has more than its scopes say.
     """
-    with ledger.snapshot() as now:
-        known = now.roles()
+    known = ledger.roles()
     role = known.get(identity.principal)
     if not known and identity.auth == OS:
         role = Role.ADMIN

@@ -32,25 +32,25 @@ SWEEP = {"path": RunFile, "overrides": list[Override], "seeds": int, "metric": s
 class Assets(Verbs):
     """Versioned data sets, models, rewards, and runs of other programs."""
 
-    @verb("POST /assets/datasets", Role.SUBMITTER, "app.assets", heavy=True, command="asset add")
+    @verb("POST /assets/datasets", Role.SUBMITTER, ".catalog.add_dataset", heavy=True, command="asset add", seals=True)
     def add_dataset(
         self, path: Path, name: Word, *more: Path, progress: Callable[[str], None] = lambda _: None
     ) -> Asset:
         """Register a data set: a file, a folder, or several files. `progress` is told how many rows were looked at."""
 
-    @verb("POST /assets/external", Role.SUBMITTER, "app.assets", heavy=True, command="asset add")
+    @verb("POST /assets/external", Role.SUBMITTER, "app.assets", heavy=True, command="asset add", seals=True)
     def add_external(self, uri: Word, name: Word, *, checksum: Word, version: Word) -> Asset:
         """Register a data set that stays where it is: one object, its checksum, its version in its store or empty."""
 
-    @verb("POST /assets/models", Role.SUBMITTER, "app.assets", heavy=True, command="asset add")
+    @verb("POST /assets/models", Role.SUBMITTER, ".catalog.add_model", heavy=True, command="asset add", seals=True)
     def add_model(self, folder: Path, name: Word, *, progress: Callable[[str], None] = lambda _: None) -> Asset:
         """Register a model's folder. `progress` is told how many files and bytes were stored."""
 
-    @verb("POST /assets/rewards", Role.SUBMITTER, "app.assets", heavy=True, command="asset add")
+    @verb("POST /assets/rewards", Role.SUBMITTER, ".catalog.add_reward", heavy=True, command="asset add", seals=True)
     def add_reward(self, path: Path, name: Word, *, entry: str | None, dialect: str, guideline: Path | None) -> Asset:
         """Register a reward's source file, with the guideline that it implements."""
 
-    @verb("POST /assets/made-models", Role.SUBMITTER, "app.models", heavy=True, command="init")
+    @verb("POST /assets/made-models", Role.SUBMITTER, "app.models", heavy=True, command="init", seals=True)
     def create_model(self, name: Word, config: Path, seed: int) -> tuple[Asset, str]:
         """Make a small base model from nothing, by a run of one stage; with that run's id."""
 
@@ -76,7 +76,7 @@ class Assets(Verbs):
     def recalled(self, *digests: Word) -> dict[str, AssetStatus]:
         """Of these bytes, those that were recalled or made from something recalled."""
 
-    @verb("POST /assets/marks", Role.APPROVER, "app.assets", heavy=True, command="asset recall")
+    @verb("POST /assets/marks", Role.APPROVER, "app.assets", heavy=True, command="asset recall", seals=True)
     def mark(self, ref: Word, status: str, reason: str) -> tuple[Asset, Marked]:
         """Say what is thought of a version: `approved`, `recalled`, or nothing any more; with where it is in use."""
 
@@ -84,7 +84,7 @@ class Assets(Verbs):
     def curves(self, ref: Word) -> list[Curve]:
         """The metrics of an imported run."""
 
-    @verb("POST /imports/trl", Role.SUBMITTER, "app.assets", heavy=True, command="import trl-output")
+    @verb("POST /imports/trl", Role.SUBMITTER, "app.assets", heavy=True, command="import trl-output", seals=True)
     def import_trl_output(self, folder: Path, name: Word | None) -> Imported:
         """Register what a TRL or transformers trainer left in its `output_dir`."""
 
@@ -95,11 +95,13 @@ class Assets(Verbs):
         heavy=True,
         command="import mlflow",
         sent={"folder": FileRef, "name": str | None},
+        meant="app.assets:what_was_read",
+        seals=True,
     )
     def import_mlflow(self, where: str, run: str | None, name: Word | None) -> Imported:
         """Register a run of an MLflow store."""
 
-    @verb("POST /imports/wandb", Role.SUBMITTER, "app.assets", heavy=True, command="import wandb-export")
+    @verb("POST /imports/wandb", Role.SUBMITTER, "app.assets", heavy=True, command="import wandb-export", seals=True)
     def import_wandb_export(self, folder: Path, name: Word | None) -> Imported:
         """Register a W&B run's files."""
 
@@ -107,7 +109,7 @@ class Assets(Verbs):
 class Models(Verbs):
     """A model asked, taken out, and runs of one file ranked."""
 
-    @verb("POST /answers", Role.SUBMITTER, "app.sampling", heavy=True, command="sample")
+    @verb("POST /answers", Role.SUBMITTER, "app.sampling", heavy=True, command="sample", streams="answers")
     def ask(
         self,
         model: Word,
@@ -136,7 +138,7 @@ class Models(Verbs):
             min_p: draw among those at least this times as likely as the likeliest.
         """
 
-    @verb("POST /exports", Role.SUBMITTER, "app.export", heavy=True, keeps=("folder", "progress"))
+    @verb("POST /exports", Role.SUBMITTER, "app.export", heavy=True, writes="folder")
     def export(self, model: Word, folder: Path, *, dtype: str | None, progress: Callable[[str], None]) -> Exported:
         """Write a model as a Hugging Face folder. `progress` is told each file."""
 
@@ -153,6 +155,7 @@ class Models(Verbs):
         heavy=True,
         command="sweep",
         sent={**SWEEP, "place": int, "seed": int},
+        meant="app.sweeping:sent_point",
     )
     def submit_point(self, point: Point) -> Submitted:
         """The run of a point: a new one, or the one that exists."""
@@ -164,6 +167,7 @@ class Models(Verbs):
         heavy=True,
         command="sweep",
         sent={**SWEEP, "runs": list[tuple[int, int, str]]},
+        meant="app.sweeping:sent_sweep",
     )
     def rank(self, sweep: Sweep, runs: Mapping[tuple[int, int], str]) -> Ranked:
         """Rank its settings; `runs`: (place of a setting, seed) → run id."""

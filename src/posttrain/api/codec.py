@@ -1,11 +1,12 @@
 """Values as JSON and back, by the types that verbs are annotated with.
 
-pydantic does the work. What is written here is where the names are found that modules import for the type checker
-alone: a room of values must not load the rooms below, and whoever decodes a value has to.
+pydantic does the work. What is written here is how names are found that modules import for the type checker alone: a
+room of values must not load the rooms below, and whoever decodes a value has to. Their own import lines say where.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import types
@@ -17,60 +18,40 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticUndefinedAnnotation
 
-_WHERE = {  # room → names of it that modules import for type checking only
-    "collections.abc": "Iterator Mapping Sequence",
-    "pathlib": "Path",
-    "posttrain.api.access": "Issued Whoami",
-    "posttrain.api.control": "Vigil Watcher",
-    "posttrain.api.values": (
-        "Asked ChannelView Collected Dead Erasure Exported Locked Marked Point Ranked RunDiff Submitted Sweep Why"
-    ),
-    "posttrain.control.comparing": "Cell Comparison Difference ImportedHistory MetricRow",
-    "posttrain.control.downstream": "Downstream",
-    "posttrain.control.lineage": "Node",
-    "posttrain.control.planning": "Planned Resolve",
-    "posttrain.control.scores": "Scores",
-    "posttrain.control.verifying": "VerifyReport",
-    "posttrain.data.importing": "Curve Imported",
-    "posttrain.decision.power": "Ranking",
-    "posttrain.domain.approvals": "Standing",
-    "posttrain.domain.errors": "PosttrainError",
-    "posttrain.domain.gates": "GateReport",
-    "posttrain.domain.ids": "Name Principal RunId SampleId StageName Tag TokenId Word",
-    "posttrain.domain.lifecycle": "ReleaseState",
-    "posttrain.domain.manifest": "Manifest",
-    "posttrain.domain.policies": "PinnedPolicy",
-    "posttrain.domain.records": (
-        "Asset AssetStatus AttemptRecord ChannelRecord Deployment Event Look RunNote Quarantine ReleaseEntry "
-        "RunRecord Signal StageRecord Token"
-    ),
-    "posttrain.domain.overrides": "Override Setting",
-    "posttrain.domain.sinks": "Rule SinkView",
-    "posttrain.drivers.requests": "RunDriver",
-    "posttrain.store.erasure": "Erased",
-    "posttrain.store.sweeping": "SweptBlobs",
-    "posttrain.telemetry.timeline": "StageTimeline",
-    "posttrain.trackers.tracking": "TrackerState",
-    "posttrain.views.logs": "LogFile",
-    "posttrain.views.moves": "Move",
-    "posttrain.views.plans": "PlanView",
-    "posttrain.views.reporting": "Written",
-    "posttrain.views.status": "RunStatus RunSummary",
-    "posttrain.views.tracing": "RecordedSample WrittenTrace",
-    "posttrain.web.report": "ComparePage RunReport",
-    "typing": "Any",
-}
-_ROOMS = {name: room for room, names in _WHERE.items() for name in names.split()}
-
 
 class _Names(dict[str, Any]):
-    """The names above, each loaded when it is asked for."""
+    """Names that modules import for the type checker alone, each loaded when it is asked for.
+
+    Such a module is entered when a verb of it is read, or when a name of it is loaded.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rooms: dict[str, str] = {}  # name → the module that it is imported from
+
+    def enter(self, module: str) -> None:
+        """Know what a module imports; of two equal names the first one counts."""
+        self._rooms = {**_imported(module), **self._rooms}
 
     def __missing__(self, name: str) -> Any:
-        if name not in _ROOMS:
-            raise KeyError(name)
-        self[name] = found = getattr(import_module(_ROOMS[name]), name)
+        room = self._rooms[name]
+        while not hasattr(import_module(room), name):  # it imports the name for the type checker too
+            room = _imported(room)[name]
+        self.enter(room)
+        self[name] = found = getattr(import_module(room), name)
         return found
+
+
+@functools.cache
+def _imported(module: str) -> dict[str, str]:
+    """Name → module, of what a module imports, also under `if TYPE_CHECKING`: its bytecode says both."""
+    found, room = {}, ""
+    for step in dis.get_instructions(import_module(module).__loader__.get_code(module)):  # type: ignore[union-attr]
+        if step.opname == "IMPORT_NAME":
+            room = str(step.argval)
+        elif step.opname == "IMPORT_FROM":
+            found[str(step.argval)] = room
+    return found
 
 
 _NAMES = _Names()
@@ -107,4 +88,5 @@ def answer(declared: Callable[..., Any]) -> TypeAdapter[Any]:
 def _hints(declared: Callable[..., Any], wanted: Callable[[str], bool]) -> dict[str, Any]:
     written = {name: word for name, word in declared.__annotations__.items() if wanted(name)}
     holder = types.SimpleNamespace(__annotations__=written)
+    _NAMES.enter(declared.__module__)
     return typing.get_type_hints(holder, vars(import_module(declared.__module__)), _NAMES)

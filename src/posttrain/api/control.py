@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from posttrain.api.access import Access
 from posttrain.api.assets import Assets, Models
 from posttrain.api.pages import numbers
-from posttrain.api.verbs import FileRef, Verb, Verbs, verb, verbs_of
+from posttrain.api.verbs import Verb, Verbs, verb, verbs_of
 from posttrain.domain.ids import Role
 
 if TYPE_CHECKING:
@@ -63,12 +63,6 @@ if TYPE_CHECKING:
         Signal,
     )
     from posttrain.domain.sinks import SinkView
-
-
-EVALUATION: Mapping[str, Any] = {  # files: relative path in the words → what lies there
-    **{"model": str, "suites": list[str], "settings": dict[str, Any], "runtime": dict[str, Any]},
-    **{"reward": dict[str, Any] | None, "seed": int, "again": bool, "files": dict[str, FileRef]},
-}
 
 
 class Sinks(Verbs):
@@ -157,7 +151,7 @@ class Submissions(Verbs):
         "app.evaluating:submit_evaluation",
         heavy=True,
         command="eval",
-        sent=EVALUATION,
+        along={"model": "model", "suites": "dataset", "reward": "reward"},
     )
     def evaluate(
         self,
@@ -273,7 +267,7 @@ class Runs(Verbs):
     def diff(self, first: Word, second: Word) -> RunDiff:
         """What differs between two runs, as a person names them."""
 
-    @verb("POST /comparisons", Role.VIEWER, "app.queries", heavy=True, sent={"words": list[str], "page": bool})
+    @verb("POST /comparisons", Role.VIEWER, "app.queries", heavy=True, writes="page", file="comparison.html")
     def compare(self, words: Sequence[Word], page: Path | None = None) -> Comparison:
         """Runs, or their evaluate stages, side by side; `page`: write one of it too."""
 
@@ -299,11 +293,18 @@ class Runs(Verbs):
     def report(self, run_id: RunId) -> RunReport:
         """Everything that its page shows."""
 
-    @verb("GET /runs/{run_id}/report", Role.VIEWER, "views.reporting", heavy=True, command="get --report")
-    def write_report(self, run_id: RunId) -> Written:
+    @verb(
+        "GET /runs/{run_id}/report",
+        Role.VIEWER,
+        "views.reporting",
+        heavy=True,
+        command="get --report",
+        writes="folder",
+    )
+    def write_report(self, run_id: RunId, folder: Path | None = None) -> Written:
         """Its page and its learning curves."""
 
-    @verb("GET /runs/{run_id}/trace", Role.VIEWER, "views.tracing", heavy=True, command="trace", keeps=("folder",))
+    @verb("GET /runs/{run_id}/trace", Role.VIEWER, "views.tracing", heavy=True, command="trace", writes="folder")
     def write_trace(self, run_id: RunId, stage: StageName | None, folder: Path) -> WrittenTrace:
         """Where its time went, as files."""
 
@@ -323,9 +324,9 @@ class Runs(Verbs):
     def sample(self, run_id: RunId, sample: SampleId, stage: StageName | None) -> RecordedSample:
         """One of them, token by token."""
 
-    @verb("GET /runs/{run_id}/trackers", Role.VIEWER, "app.queries", heavy=True, keeps=("wait",))
-    def trackers(self, run_id: RunId, wait: float = 0.0) -> list[TrackerState]:
-        """How its trackers stand, once nobody writes them any more, or after so many seconds."""
+    @verb("GET /runs/{run_id}/trackers", Role.VIEWER, "app.queries", heavy=True)
+    def trackers(self, run_id: RunId) -> list[TrackerState]:
+        """How its trackers stand."""
 
     @verb("POST /runs/{run_id}/trackers", Role.SUBMITTER, "app.queries", heavy=True)
     def track(self, run_id: RunId, chosen: Mapping[str, Any]) -> list[TrackerState]:
@@ -379,7 +380,12 @@ class Channels(Verbs):
 
     @verb("POST /channels/{channel}/rollback", Role.APPROVER, "app.channels", heavy=True)
     def rollback(
-        self, channel: Name, to: Word | None, since: int | None, reason: str = "", lift_quarantine: str = ""
+        self,
+        channel: Name,
+        to: Word | None = None,
+        since: int | None = None,
+        reason: str = "",
+        lift_quarantine: str = "",
     ) -> ReleaseEntry:
         """Point it back at the newest release that is not quarantined, or at `to` (number, run id, digest prefix).
 
@@ -389,7 +395,7 @@ class Channels(Verbs):
             lift_quarantine: why the quarantined model that `to` names may come back.
         """
 
-    @verb("POST /approvals", Role.APPROVER, "app.channels", heavy=True)
+    @verb("POST /approvals", Role.APPROVER, "app.channels", heavy=True, seals=True)
     def approve(self, what: Word, channel: Name | None, reason: str) -> Standing:
         """Approve what waits for it, as the present principal; where it stands afterwards.
 
@@ -401,7 +407,7 @@ class Channels(Verbs):
             AccessError: the policy does not name the principal, or what is asked for is the principal's own.
         """
 
-    @verb("POST /rejections", Role.APPROVER, "app.channels", heavy=True)
+    @verb("POST /rejections", Role.APPROVER, "app.channels", heavy=True, seals=True)
     def reject(self, what: Word, channel: Name | None, reason: str) -> Standing:
         """Reject it; as `approve`."""
 
@@ -445,15 +451,26 @@ class Channels(Verbs):
     def channel_events(self, name: Name, kind: Name) -> list[Event]:
         """What was told of it of one kind, such as `channel.frozen`, oldest first."""
 
-    @verb("PUT /channels/{name}/policy", Role.ADMIN, "app.channels", heavy=True, command="channel set-policy")
+    @verb(
+        "PUT /channels/{name}/policy", Role.ADMIN, "app.channels", heavy=True, command="channel set-policy", seals=True
+    )
     def set_policy(self, name: Word, path: Path) -> tuple[PinnedPolicy, list[str]]:
         """Let it have the policy in a YAML file from now on; with what that does not do, in words."""
 
-    @verb("DELETE /channels/{name}/policy", Role.ADMIN, "app.channels", heavy=True, command="channel remove-policy")
+    @verb(
+        "DELETE /channels/{name}/policy",
+        Role.ADMIN,
+        "app.channels",
+        heavy=True,
+        command="channel remove-policy",
+        seals=True,
+    )
     def remove_policy(self, name: Word) -> ChannelRecord:
         """Let releases pass what their runs say."""
 
-    @verb("PUT /channels/{name}/protection", Role.ADMIN, "app.channels", heavy=True, command="channel protect")
+    @verb(
+        "PUT /channels/{name}/protection", Role.ADMIN, "app.channels", heavy=True, command="channel protect", seals=True
+    )
     def protect(self, name: Word, *, protected: bool = True, why: str = "") -> ChannelRecord:
         """Make releases and changes of its policy and quarantine wait for the approval of somebody who neither
         submitted nor owns what is released; `protected=False` takes that back.
@@ -463,11 +480,20 @@ class Channels(Verbs):
             ApprovalError: nobody approved yet that it is unprotected; this call requests it.
         """
 
-    @verb("PUT /channels/{name}/freeze", Role.APPROVER, "app.channels", heavy=True, command="channel freeze")
+    @verb(
+        "PUT /channels/{name}/freeze", Role.APPROVER, "app.channels", heavy=True, command="channel freeze", seals=True
+    )
     def freeze(self, name: Word, *, rollbacks: bool = False, why: str = "") -> ChannelRecord:
         """Let nothing be released to it; with `rollbacks` let it not be rolled back either."""
 
-    @verb("DELETE /channels/{name}/freeze", Role.APPROVER, "app.channels", heavy=True, command="channel unfreeze")
+    @verb(
+        "DELETE /channels/{name}/freeze",
+        Role.APPROVER,
+        "app.channels",
+        heavy=True,
+        command="channel unfreeze",
+        seals=True,
+    )
     def unfreeze(self, name: Word, *, why: str = "") -> ChannelRecord:
         """Let it move again."""
 
@@ -500,11 +526,11 @@ class Records(Verbs):
     def assume_dead(self, stage: Word) -> AttemptRecord:
         """Take a person's word that the job of RUN/STAGE, of which nothing can be seen, is dead."""
 
-    @verb("POST /erasures", Role.ADMIN, "app.collecting", heavy=True)
+    @verb("POST /erasures", Role.ADMIN, "app.collecting", heavy=True, seals=True)
     def erase(self, what: Word, reason: str) -> Erasure:
         """Erase the words of a run, of a version of an asset, or the name of a person."""
 
-    @verb("POST /garbage-collections", Role.ADMIN, "app.collecting:collect_garbage", heavy=True)
+    @verb("POST /garbage-collections", Role.ADMIN, "app.collecting:collect_garbage", heavy=True, seals=True)
     def gc(self, older_than: float, *, dry_run: bool) -> Collected:
         """Delete what nobody needs and is older than so many seconds; `dry_run`: only say what that would be."""
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,10 +31,10 @@ class Guard:
         """Carry a verb out.
 
         Raises:
-            AccessError: they may not. InputError: an id or a name is none.
+            AccessError: they may not. InputError: an id or a name is none, a parameter is unknown or missing.
         """
         self.refuse(verb)
-        check_ids(verb, words, options)
+        check_ids(verb, verb.given(words, options))
         found = self._asks.ask(verb, *words, **options)
         if isinstance(found, Whoami):  # the role that holds here, a token's limit included
             role = self._role()
@@ -58,23 +57,19 @@ class Guard:
 
 
 @functools.cache
-def _ids_of(verb: Verb[..., Any]) -> tuple[tuple[str, ...], bool, Mapping[str, Id]]:
-    """The parameters of a verb; whether the first takes every word; what those must be that hold ids or names."""
-    _, *called = inspect.signature(verb.function).parameters.values()
-    written = {one.name: re.findall(r"\w+", str(one.annotation)) for one in called}
-    ids = {name: TYPES[word] for name, words in written.items() for word in words if word in TYPES}
-    return tuple(written), bool(called) and called[0].kind is inspect.Parameter.VAR_POSITIONAL, ids
+def _ids_of(verb: Verb[..., Any]) -> Mapping[str, Id]:
+    """The parameters of a verb that hold ids or names, and what these must be."""
+    written = {one.name: re.findall(r"\w+", str(one.annotation)) for one in verb.declared.parameters.values()}
+    return {name: TYPES[word] for name, words in written.items() for word in words if word in TYPES}
 
 
-def check_ids(verb: Verb[..., Any], words: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Check the ids and names that a verb is called with.
+def check_ids(verb: Verb[..., Any], given: Mapping[str, Any]) -> None:
+    """Check the ids and names among a verb's arguments.
 
     Raises:
         InputError: one is no such id or name.
     """
-    names, many, ids = _ids_of(verb)
-    given = {**dict(zip(names, [words] if many else words, strict=False)), **options}
-    for name, kind in ids.items():
+    for name, kind in _ids_of(verb).items():
         kind.check(given.get(name), f"{verb.typed}: {name}")
 
 

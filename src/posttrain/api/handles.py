@@ -116,6 +116,7 @@ class Run:
     signal = Bound(Control.signal)
     note = Bound(Control.note)
     stop = Bound(Control.stop)
+    promote = Bound(Control.promote)
 
     def retry(self) -> Run:
         """Let a stopped or failed run go on; then `wait()`."""
@@ -137,18 +138,6 @@ class Run:
     def reject(self, reason: str = "", *, channel: str | None = None) -> Standing:
         """Reject it; as `approve`."""
         return self.control.reject(self.id, channel, reason)
-
-    def promote(self, channel: str, *, lift_quarantine: str = "") -> ReleaseEntry:
-        """Point a channel at this run's model, if its gates pass.
-
-        Args:
-            lift_quarantine: why a model that was rolled back from the channel may come back.
-
-        Raises:
-            ApprovalError: the channel is protected or its policy names approvers, and an approval is missing; this
-                call requests it.
-        """
-        return self.control.promote(self.id, channel, lift_quarantine)
 
 
 class _Asked:
@@ -236,22 +225,7 @@ class Channel:
     protect = Bound(Control.protect)
     freeze = Bound(Control.freeze)
     unfreeze = Bound(Control.unfreeze)
-
-    def rollback(
-        self, to: str | None = None, *, since: int | None = None, reason: str = "", lift_quarantine: str = ""
-    ) -> ReleaseEntry:
-        """Point it back at the newest release that is not quarantined, or at `to` (number, run id, digest prefix).
-
-        Args:
-            since: the release that must be live now; makes a bare rollback safe to repeat.
-            reason: why, as the event log keeps it.
-            lift_quarantine: why the quarantined model that `to` names may come back.
-
-        Raises:
-            QuarantinedError: the model is quarantined, and `lift_quarantine` is empty.
-            ApprovalError: the model is quarantined, and may come back once that is approved.
-        """
-        return self.control.rollback(self.name, to, since, reason, lift_quarantine)
+    rollback = Bound(Control.rollback)
 
     def lineage(self) -> Node:
         """From its weights back to prompts, reward source, base model and manifest."""

@@ -5,8 +5,8 @@ request, the least role, and what answers it in this process. The call in proces
 route, the entry of the OpenAPI document, the request of a client and the page of the reference are derived from it.
 
 Parameters that a path names come from it; the others are the query of a GET and the JSON body of anything else, by
-their names. Files of whoever asks are uploaded by digest first, and named by a `FileRef` or a `RunFile`. What is called
-back meanwhile stays on the client.
+their names. Files of whoever asks are uploaded by digest first, and named by a `FileRef` or a `RunFile`; what a verb
+writes is fetched by digest. What is called back meanwhile stays on the client.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, get_origin, overload
 
+from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.ids import Role
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ W = TypeVar("W")
 PREFIX = f"/v{API_VERSION}/projects/{{project}}"
 MOST, USUAL = 1000, 100  # things of one page
 LIMIT, CURSOR = "limit", "cursor"
+FILES = "files"  # relative path in the words of a request → what lies there
 _NAMED = re.compile(r"{(\w+)}")
 
 
@@ -86,8 +88,15 @@ class Verb(Generic[P, R]):
     newest: Callable[[Any], str] | None = None  # of a list that begins with the newest: what names a thing
     key: Callable[[Any], tuple[Any, ...]] | None = None  # of a list in the order of a key that is each thing's own
     run_file: bool = False  # its path is a run file
-    keeps: tuple[str, ...] = ()  # parameters that stay on the client's side, beside what is called back
+    writes: str = ""  # the folder that it writes: it stays on the client's side, and the files are fetched into it
+    file: str = ""  # `writes` is no folder but a file, which may be left out; the server calls it so
+    streams: str = ""  # the field of its answer whose things may come one by one
+    along: Mapping[str, str] = field(
+        default_factory=dict
+    )  # words that may name local files, which are sent; their kind
     sent: Mapping[str, Any] | None = None  # what is sent instead: parameters are values which the server has
+    meant: str = ""  # MODULE:FUNCTION that makes the parameters of what is sent instead
+    seals: bool = False  # the event log is sealed behind it
 
     @overload
     def __get__(self, verbs: None, kind: type) -> Verb[P, R]: ...
@@ -105,8 +114,8 @@ class Verb(Generic[P, R]):
             return cast("R", asks.ask(self, *first, *words, **options))
 
         asked.__name__, asked.__doc__ = self.name, self.function.__doc__
-        taken = list(self._declared.parameters.values())[1 + len(first) :]
-        vars(asked)["__signature__"] = self._declared.replace(parameters=taken)
+        taken = list(self.declared.parameters.values())[len(first) :]
+        vars(asked)["__signature__"] = self.declared.replace(parameters=taken)
         return asked
 
     @property
@@ -130,8 +139,22 @@ class Verb(Generic[P, R]):
         return tuple(_NAMED.findall(self.path))
 
     @functools.cached_property
-    def _declared(self) -> inspect.Signature:
-        return inspect.signature(self.function)
+    def declared(self) -> inspect.Signature:
+        """Its parameters as they are written."""
+        own = inspect.signature(self.function)
+        return own.replace(parameters=list(own.parameters.values())[1:])
+
+    def given(self, words: Sequence[Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Its arguments by name.
+
+        Raises:
+            InputError: one is unknown, missing, or too many.
+        """
+        refuse_unknown(self.name, options, self.declared.parameters)
+        try:
+            return self.declared.bind(*words, **options).arguments
+        except TypeError as error:
+            raise InputError(f"{self.name}: {error}; see help({self.name})") from error
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:
@@ -169,10 +192,9 @@ class Verb(Generic[P, R]):
 
     def answers(self, workspace: Any) -> Callable[P, R]:
         """What answers it in this process, over an open workspace."""
-        place, _, name = self.answered_by.partition(":")
-        if place.startswith("."):
-            return cast("Callable[P, R]", functools.reduce(getattr, place[1:].split("."), workspace))
-        function = getattr(import_module(f"posttrain.{place}"), name or self.name)
+        if self.answered_by.startswith("."):
+            return cast("Callable[P, R]", functools.reduce(getattr, self.answered_by[1:].split("."), workspace))
+        function = named_function(self.answered_by, self.name)
         return functools.partial(function, getattr(workspace, _first(function), workspace))
 
     def _sent(self) -> Iterator[tuple[str, inspect.Parameter]]:
@@ -182,14 +204,41 @@ class Verb(Generic[P, R]):
             return
         for name, one in self.signature.parameters.items():
             kind, many = one.annotation, one.kind is inspect.Parameter.VAR_POSITIONAL
-            if get_origin(kind) is Callable or name in self.keeps or (name == LIMIT and self.paged):
+            if (
+                get_origin(kind) is Callable
+                or (name == LIMIT and self.paged)
+                or (name == self.writes and not self.file)
+            ):
+                continue
+            if name == self.writes:
+                yield name, _parameter(name, bool)
                 continue
             if kind is Path or kind == Path | None:
                 kind = RunFile if self.run_file else FileRef if kind is Path else FileRef | None
             yield name, _parameter(name, list[kind] if many else kind, () if many else one.default)  # type: ignore[valid-type]
+        if self.along:
+            yield FILES, _parameter(FILES, dict[str, FileRef])
         if self.paged:
             yield LIMIT, _parameter(LIMIT, _page_size(), USUAL)
             yield CURSOR, _parameter(CURSOR, str | None, None)
+
+
+def refuse_unknown(verb: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse a parameter that a verb does not have.
+
+    Raises:
+        InputError: there is one.
+    """
+    for name in given:
+        if name not in known:
+            raise InputError(f"{verb}: {UNKNOWN_PARAMETER} {name!r}{nearest(name, known)}; remove or rename it")
+
+
+def named_function(place: str, name: str = "") -> Callable[..., Any]:
+    """The function that MODULE[:FUNCTION] of this package names."""
+    module, _, own = place.partition(":")
+    found: Callable[..., Any] = getattr(import_module(f"posttrain.{module}"), own or name)
+    return found
 
 
 @functools.cache
@@ -220,8 +269,13 @@ def verb(
     newest: Callable[[Any], str] | None = None,
     key: Callable[[Any], tuple[Any, ...]] | None = None,
     run_file: bool = False,
-    keeps: tuple[str, ...] = (),
+    writes: str = "",
+    file: str = "",
+    streams: str = "",
+    along: Mapping[str, str] = {},
     sent: Mapping[str, Any] | None = None,
+    meant: str = "",
+    seals: bool = False,
 ) -> Callable[[Callable[Concatenate[Any, P], R]], Verb[P, R]]:
     """Declare a verb; everything else as the fields of `Verb`.
 
@@ -229,7 +283,7 @@ def verb(
         request: method and path below the project; empty: it is none, and a client does it with others.
     """
     method, _, path = request.partition(" ")
-    how = (heavy, command, newest, key, run_file, keeps, sent)
+    how = (heavy, command, newest, key, run_file, writes, file, streams, along, sent, meant, seals)
     return lambda function: Verb(function, method, path, needs, answered_by, *how)
 
 

@@ -22,8 +22,7 @@ _DAY = 86400.0  # seconds
 @answers(Control.whoami)
 def whoami(workspace: Workspace) -> Whoami:
     ledger, actor = workspace.ledger, workspace.actor
-    with ledger.snapshot() as now:
-        given = {project: str(role) for project, role in now.roles_of(actor).items()}
+    given = {project: str(role) for project, role in ledger.roles_of(actor).items()}
     return Whoami(actor, ledger.auth, ledger.project, given.get(ledger.project), given)
 
 
@@ -39,14 +38,7 @@ def add_project(workspace: Workspace, name: str) -> Whoami:
     made = workspace.seen_by(workspace.actor, name, workspace.ledger.auth)
     with made.ledger.transaction(made.actor) as transaction:
         transaction.add_project()
-    workspace.seal()
     return whoami(workspace)
-
-
-@answers(Control.images)
-def images(workspace: Workspace) -> list[str] | None:
-    with workspace.ledger.snapshot() as now:
-        return now.images()
 
 
 @answers(Control.allow_image)
@@ -54,36 +46,21 @@ def allow_image(workspace: Workspace, image: str) -> list[str] | None:
     rule = image_rule(image)
     with workspace.ledger.transaction(workspace.actor) as transaction:
         transaction.allow_image(rule)
-    workspace.seal()
-    return images(workspace)
+    return workspace.ledger.images()
 
 
 @answers(Control.remove_image)
 def remove_image(workspace: Workspace, image: str) -> list[str] | None:
     with workspace.ledger.transaction(workspace.actor) as transaction:
         transaction.remove_image(image)
-    workspace.seal()
-    return images(workspace)
-
-
-@answers(Control.members)
-def members(workspace: Workspace) -> dict[str, str]:
-    with workspace.ledger.snapshot() as now:
-        return {name: str(role) for name, role in now.roles().items()}
+    return workspace.ledger.images()
 
 
 @answers(Control.set_member)
 def set_member(workspace: Workspace, principal: str, role: str | None) -> dict[str, str]:
     with workspace.ledger.transaction(workspace.actor) as transaction:
         transaction.set_role(principal, None if role is None else _role(role))
-    workspace.seal()
-    return members(workspace)
-
-
-@answers(Control.tokens)
-def tokens(workspace: Workspace) -> list[Token]:
-    with workspace.ledger.snapshot() as now:
-        return now.tokens()
+    return {name: str(role) for name, role in workspace.ledger.roles().items()}
 
 
 @answers(Control.issue_token)
@@ -91,7 +68,7 @@ def issue_token(workspace: Workspace, principal: str, role: str | None, days: fl
     from posttrain.access.authenticators.token import issue, refuse_unnamed
 
     refuse_unnamed(principal)
-    ledger, known = workspace.ledger, members(workspace)
+    ledger, known = workspace.ledger, workspace.ledger.roles()
     most = role if role is not None else known.get(principal)
     if most is None:
         hint = meant_name(principal, known) or (f" (who has one: {', '.join(known)})" if known else "")
@@ -99,7 +76,6 @@ def issue_token(workspace: Workspace, principal: str, role: str | None, days: fl
             f"token: {principal} has no role here{hint}; posttrain member set {principal} ROLE gives them one"
         )
     secret, token = issue(ledger, workspace.actor, principal, {ledger.project: _role(most)}, days * _DAY)
-    workspace.seal()
     return Issued(secret, token)
 
 
@@ -108,19 +84,16 @@ def rotate_token(workspace: Workspace, token_id: str, days: float) -> Issued:
     from posttrain.access.authenticators.token import rotate
 
     secret, token = rotate(workspace.ledger, workspace.actor, token_id, days * _DAY)
-    workspace.seal()
     return Issued(secret, token)
 
 
 @answers(Control.revoke_token)
 def revoke_token(workspace: Workspace, token_id: str) -> list[Token]:
-    known = tokens(workspace)
-    if all(one.id != token_id for one in known):
+    if all(one.id != token_id for one in workspace.ledger.tokens()):
         raise NotFoundError(f"there is no token {token_id[:80]!r}; posttrain token ls shows them")
     with workspace.ledger.transaction(workspace.actor) as transaction:
         transaction.revoke_token(token_id)
-    workspace.seal()
-    return tokens(workspace)
+    return workspace.ledger.tokens()
 
 
 def _role(word: str) -> Role:

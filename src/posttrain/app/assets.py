@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from posttrain.api.control import Control
 from posttrain.api.values import Marked
@@ -24,48 +25,21 @@ from posttrain.foreign.trl_output import read_trl_output
 from posttrain.store.atomic import scratch
 
 
-@answers(Control.add_dataset)
-def add_dataset(
-    workspace: Workspace, path: Path, name: str, *more: Path, progress: Callable[[str], None] = lambda _: None
-) -> Asset:
-    return _sealed(workspace, workspace.catalog.add_dataset(path, name, *more, progress=progress))
-
-
 @answers(Control.add_external)
 def add_external(workspace: Workspace, uri: str, name: str, *, checksum: str, version: str) -> Asset:
     from posttrain.store.external import external
 
     place = external(uri, version)
     with scratch(workspace.root / "cache" / "scratch", "posttrain-external-") as scratched:
-        return _sealed(workspace, workspace.catalog.add_external(place, checksum, name, scratched))
-
-
-@answers(Control.add_model)
-def add_model(
-    workspace: Workspace, folder: Path, name: str, *, progress: Callable[[str], None] = lambda _: None
-) -> Asset:
-    return _sealed(workspace, workspace.catalog.add_model(folder, name, progress=progress))
-
-
-@answers(Control.add_reward)
-def add_reward(
-    workspace: Workspace, path: Path, name: str, *, entry: str | None, dialect: str, guideline: Path | None
-) -> Asset:
-    added = workspace.catalog.add_reward(path, name, entry=entry, dialect=dialect, guideline=guideline)
-    return _sealed(workspace, added)
+        return workspace.catalog.add_external(place, checksum, name, scratched)
 
 
 @answers(Control.mark)
 def mark(workspace: Workspace, ref: str, status: str, reason: str) -> tuple[Asset, Marked]:
     asset = workspace.catalog.find(ref)
-    return asset, _mark(workspace, asset, status, reason)
-
-
-def _mark(workspace: Workspace, asset: Asset, status: str, reason: str) -> Marked:
     said = set_status(workspace.stores, asset, status, reason)
-    workspace.seal()
     if status != RECALLED:
-        return Marked(said, still=recalls.recalled(workspace.ledger, [asset.digest]).get(asset.digest))
+        return asset, Marked(said, still=recalls.recalled(workspace.ledger, [asset.digest]).get(asset.digest))
     ledger = workspace.ledger
     found = {run.id: run for run in _that_may_use(workspace, asset)}
     used = {
@@ -76,7 +50,7 @@ def _mark(workspace: Workspace, asset: Asset, status: str, reason: str) -> Marke
     served = {entry.model_digest for history in histories.values() for entry in history}
     barred = recalls.recalled(ledger, served.union(*used.values())).keys()
     runs = tuple(one for one, digests in used.items() if digests & barred)
-    return Marked(
+    return asset, Marked(
         said,
         runs,
         tuple(one for one in runs if not is_final("run", found[one].state)),
@@ -126,6 +100,11 @@ def import_mlflow(workspace: Workspace, where: str, run: str | None, name: str |
     return _imported(workspace, read_mlflow(where, run), name)
 
 
+def what_was_read(control: Control, folder: Path, name: str | None) -> dict[str, Any]:
+    """What a client read of an MLflow store, as `import_mlflow` takes it."""
+    return {"where": str(folder), "run": None, "name": name}
+
+
 @answers(Control.import_wandb_export)
 def import_wandb_export(workspace: Workspace, folder: Path, name: str | None) -> Imported:
     """Register a W&B run's files. Raises as `import_trl_output`; InputError too where wandb is missing and needed."""
@@ -148,11 +127,4 @@ def curves(workspace: Workspace, ref: str) -> list[Curve]:
 
 
 def _imported(workspace: Workspace, found: OutsideRun, name: str | None) -> Imported:
-    made = import_run(workspace.catalog, workspace.blobs, workspace.root / "cache", found, name)
-    workspace.seal()
-    return made
-
-
-def _sealed(workspace: Workspace, asset: Asset) -> Asset:
-    workspace.seal()
-    return asset
+    return import_run(workspace.catalog, workspace.blobs, workspace.root / "cache", found, name)

@@ -65,7 +65,12 @@ def promote(workspace: Workspace, run_id: str, channel: str, lift_quarantine: st
 
 @answers(Control.rollback)
 def rollback(
-    workspace: Workspace, channel: str, to: str | None, since: int | None, reason: str = "", lift_quarantine: str = ""
+    workspace: Workspace,
+    channel: str,
+    to: str | None = None,
+    since: int | None = None,
+    reason: str = "",
+    lift_quarantine: str = "",
 ) -> ReleaseEntry:
     from posttrain.app import courier
     from posttrain.control.actions import rollback
@@ -95,9 +100,7 @@ def _said(workspace: Workspace, what: str, channel: str | None, verdict: str, re
     stores = workspace.stores
     named = what.startswith(DIGEST_PREFIX)
     request = find_request(stores, what) if named else find_release(stores, what, channel)
-    found = say(stores, request, verdict, reason)
-    workspace.seal()
-    return found
+    return say(stores, request, verdict, reason)
 
 
 @answers(Control.approval_requests)
@@ -139,7 +142,7 @@ def set_policy(workspace: Workspace, name: str, path: Path) -> tuple[PinnedPolic
     known = [record.name for record in workspace.ledger.channel_records()]
     with workspace.blobs.holding():
         chosen = pinned_policy(load_policy(path), path, workspace)
-        _changed(workspace, set_policy(workspace.stores, name, chosen))
+        set_policy(workspace.stores, name, chosen)
     pinned = policy(workspace, name)
     assert pinned is not None
     with workspace.ledger.snapshot() as now:
@@ -152,14 +155,14 @@ def set_policy(workspace: Workspace, name: str, path: Path) -> tuple[PinnedPolic
 def remove_policy(workspace: Workspace, name: str) -> ChannelRecord:
     from posttrain.control.channels import set_policy
 
-    return _changed(workspace, set_policy(workspace.stores, name, None))
+    return set_policy(workspace.stores, name, None)
 
 
 @answers(Control.protect)
 def protect(workspace: Workspace, name: str, *, protected: bool = True, why: str = "") -> ChannelRecord:
     from posttrain.control.channels import protect
 
-    return _changed(workspace, protect(workspace.stores, name, protected=protected, why=why))
+    return protect(workspace.stores, name, protected=protected, why=why)
 
 
 @answers(Control.freeze)
@@ -167,19 +170,14 @@ def freeze(workspace: Workspace, name: str, *, rollbacks: bool = False, why: str
     from posttrain.control.channels import EVERYTHING, RELEASES, freeze
 
     frozen = EVERYTHING if rollbacks else RELEASES
-    return _changed(workspace, freeze(workspace.stores, name, frozen, why))
+    return freeze(workspace.stores, name, frozen, why)
 
 
 @answers(Control.unfreeze)
 def unfreeze(workspace: Workspace, name: str, *, why: str = "") -> ChannelRecord:
     from posttrain.control.channels import freeze
 
-    return _changed(workspace, freeze(workspace.stores, name, "", why))
-
-
-def _changed(workspace: Workspace, record: ChannelRecord) -> ChannelRecord:
-    workspace.seal()
-    return record
+    return freeze(workspace.stores, name, "", why)
 
 
 def _looks_at_items_of(ledger: Ledger, live: ReleaseEntry | None) -> tuple[Look, ...]:

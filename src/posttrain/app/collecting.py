@@ -63,7 +63,6 @@ def collect_garbage(workspace: Workspace, older_than: float, *, dry_run: bool) -
         folders, size = _clear(workspace, blobs, older_than)  # first: nobody is told of bytes that are gone
     folders += _end_unfinished(workspace, blobs.url, older_than, dry_run)
     done = sweep(ledger, blobs, workspace.lock, actor, older_than=older_than, dry_run=dry_run)
-    workspace.seal()
     return Collected(dry_run, done, folders, size, answers)
 
 
@@ -138,13 +137,6 @@ def _bytes(path: Path) -> int:
 
 @answers(Control.erase)
 def erase(workspace: Workspace, what: str, reason: str) -> Erasure:
-    """Erase what is named, and say it in the sealed log. See `_erase`."""
-    found = _erase(workspace, what, reason)
-    workspace.seal()
-    return found
-
-
-def _erase(workspace: Workspace, what: str, reason: str) -> Erasure:
     """Erase the words of a run, of a version of an asset, or the name of a person.
 
     Args:

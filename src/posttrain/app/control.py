@@ -24,7 +24,10 @@ class Local:
 
     def ask(self, verb: Verb[..., Any], /, *words: Any, **options: Any) -> Any:
         """See `Asks.ask`."""
-        return verb.answers(self.workspace)(*words, **options)
+        found = verb.answers(self.workspace)(*words, **options)
+        if verb.seals:
+            self.workspace.seal()
+        return found
 
     def close(self) -> None:
         """See `Asks.close`."""
@@ -69,8 +72,7 @@ def open_control() -> Control:
         return remote_control(served.url, served.key, project or DEFAULT_PROJECT)
     workspace = Workspace(root)
     if project not in ("", DEFAULT_PROJECT):
-        with workspace.ledger.snapshot() as now:
-            known = now.projects()
+        known = workspace.ledger.projects()
         if project not in known:
             workspace.close()
             listed = ", ".join(known)

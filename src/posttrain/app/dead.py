@@ -9,7 +9,6 @@ from posttrain.app.workspace import Workspace
 from posttrain.control import attempts
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.records import AttemptRecord
-from posttrain.store.work import Work
 
 
 @answers(Control.dead)
@@ -22,7 +21,10 @@ def dead(workspace: Workspace, within: str | None) -> list[Dead]:
     Raises:
         NotFoundError: nothing there was set aside, or there is no such run.
     """
-    rows = [_dead(one) for one in workspace.reconciler.queue.rows(dead=True)]
+    rows = [
+        Dead(one.object, one.kind, one.failures, one.failed_since, one.dead_at or 0.0, one.error, one.traceback)
+        for one in workspace.reconciler.queue.rows(dead=True)
+    ]
     if within is None:
         return rows
     named = _named(workspace, within)
@@ -63,7 +65,3 @@ def _named(workspace: Workspace, text: str) -> str:
     run, _, stage = text.partition("/")
     found = workspace.ledger.find_run(run).id
     return f"{found}/{stage}" if stage else found
-
-
-def _dead(one: Work) -> Dead:
-    return Dead(one.object, one.kind, one.failures, one.failed_since, one.dead_at or 0.0, one.error, one.traceback)

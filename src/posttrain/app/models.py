@@ -51,6 +51,4 @@ def create_model(workspace: Workspace, name: str, config: Path, seed: int) -> tu
         raise error
     digest = next(row.outputs["model"]["digest"] for row in rows if row.name == STAGE)
     folder = materialise(workspace.blobs, digest, workspace.root / "cache")
-    asset = workspace.catalog.add_model(folder, name, origin={"run": run_id})
-    workspace.seal()
-    return asset, run_id
+    return workspace.catalog.add_model(folder, name, origin={"run": run_id}), run_id

@@ -35,8 +35,7 @@ _CHANNEL = "channel:"  # before the name of one, where a run or an asset could b
 
 @answers(Control.ids)
 def ids(workspace: Workspace, limit: int, before: str | None = None) -> list[str]:
-    with workspace.ledger.snapshot() as now:
-        return [run.id for run in now.runs(limit, before=before)]
+    return [run.id for run in workspace.ledger.runs(limit, before=before)]
 
 
 @answers(Control.manifest)
@@ -121,14 +120,10 @@ def logs(
 
 
 @answers(Control.trackers)
-def trackers(workspace: Workspace, run_id: str, wait: float = 0.0) -> list[TrackerState]:
-    if not wait:
-        from posttrain.trackers.tracking import states
+def trackers(workspace: Workspace, run_id: str) -> list[TrackerState]:
+    from posttrain.trackers.tracking import states
 
-        return states(workspace, workspace.ledger.run(run_id))
-    from posttrain.trackers.following import settled
-
-    return settled(workspace, run_id, wait)
+    return states(workspace, workspace.ledger.run(run_id))
 
 
 @answers(Control.track)
@@ -206,8 +201,7 @@ def verify(workspace: Workspace, target: str = "") -> VerifyReport:
     stores = workspace.stores
     channel = target.startswith(_CHANNEL) or target in stores.ledger.channels()
     run_id = "" if not target or channel or target.partition(":")[0] in KINDS else _run_id(workspace, target)
-    with stores.ledger.snapshot() as now:
-        named = bool(run_id) or now.projects() == [DEFAULT_PROJECT]  # run ids of other projects are not told
+    named = bool(run_id) or stores.ledger.projects() == [DEFAULT_PROJECT]  # run ids of other projects are not told
     lost = replace(workspace.lost(run_id or "*"), named=named)
     return verify(stores, lambda: lineage(workspace, target), lost, run_id) if target else verify_live(stores, lost)
 

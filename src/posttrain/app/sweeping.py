@@ -96,6 +96,23 @@ def rank(workspace: Workspace, sweep: Sweep, runs: Mapping[tuple[int, int], str]
     return Ranked(*rank_runs(workspace.stores, by_setting, sweep.model, sweep.metric, sweep.better))
 
 
+def sent_point(control: Control, place: int, seed: int, **words: Any) -> dict[str, Any]:
+    """The point that a client means, of a sweep that is planned again: it is what it was, or another one is refused.
+
+    Raises:
+        InputError: the sweep has no such point.
+    """
+    for point in control.plan_sweep(**words).points:
+        if (point.place, point.seed) == (place, seed):
+            return {"point": point}
+    raise InputError(f"sweep: has no point of place {place} and seed {seed}; plan it again")
+
+
+def sent_sweep(control: Control, runs: Sequence[tuple[int, int, str]], **words: Any) -> dict[str, Any]:
+    """The sweep that a client means, planned again, and its runs."""
+    return {"sweep": control.plan_sweep(**words), "runs": {(place, seed): run for place, seed, run in runs}}
+
+
 def _seeds(spec: RunSpec, count: int) -> list[int]:
     return [spec.seed, *(derive_seed(spec.seed, "sweep", place) % MAX_SEED for place in range(1, count))]
 

@@ -337,8 +337,7 @@ def _record_executor(workspace: Workspace, name: str) -> None:
 
 def _with_jobs(workspace: Workspace) -> Iterator[str]:
     """Runs of any project with a stage to come that is a job. One that only waits for a person to release has none."""
-    with workspace.ledger.snapshot() as now:
-        projects = now.projects()
+    projects = workspace.ledger.projects()
     for project in projects:
         ledger = workspace.seen_by(workspace.actor, project, OS).ledger
         for run in [run for state in RunState if not is_final("run", state) for run in ledger.runs(state=state)]:

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,7 +43,7 @@ from posttrain.domain.overrides import single
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
-    from posttrain.api.values import RunStatus, Submitted
+    from posttrain.api.values import RunStatus, Submitted, TrackerState
     from posttrain.domain.records import RunRecord
 
 DETACHED = 130
@@ -53,6 +54,7 @@ RunArgument = Annotated[
     ),
 ]
 _STOP_SECONDS = 90.0
+_LOOK = 0.2  # seconds between two looks how trackers stand
 _TRACKERS_SECONDS = 10.0  # that the end of `run` waits for trackers; they go on without it
 
 
@@ -341,8 +343,18 @@ def _summary(control: Control, status: RunStatus) -> None:
         say(f"warning: no report: {error}")
     else:
         say(f"report: {written.report}", *([f"curves: {written.curves}"] if written.curves else []))
-    trackers = control.trackers(run_id, _TRACKERS_SECONDS)
+    trackers = _settled(control, run_id)
     for line in tracker_lines(trackers):
         screen.print(line)
     if any(one.under_way for one in trackers):
         say(f"posttrain track {run_id} waits until its trackers are written")
+
+
+def _settled(control: Control, run_id: str) -> list[TrackerState]:
+    """How its trackers stand once nobody writes them any more, or after a while."""
+    until = time.monotonic() + _TRACKERS_SECONDS
+    while True:
+        found = control.trackers(run_id)
+        if not any(one.under_way for one in found) or time.monotonic() >= until:
+            return found
+        time.sleep(_LOOK)

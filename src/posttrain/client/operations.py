@@ -111,21 +111,24 @@ class RemoteWatcher:
 
 
 class RemoteVigil:
-    """Waits for a run."""
+    """Waits for a run; a server is asked twice a second at most."""
 
     def __init__(self, look: Callable[[], RunRecord], timeout: float | None) -> None:
-        self._look = look
-        self._timeout, self._until = timeout, None if timeout is None else time.monotonic() + timeout
+        self._look, self._timeout, self._began = look, timeout, time.monotonic()
+        self._known: tuple[float, RunRecord] | None = None
 
     def look(self) -> RunRecord:
-        """The run as it is now. Raises DeadlineError when the time is up."""
-        run = self._look()
-        if self._until is not None and time.monotonic() >= self._until and not is_final("run", run.state):
+        """The run as it is now, or was half a second ago. Raises DeadlineError when the time is up."""
+        now = time.monotonic()
+        if self._known is None or now - self._known[0] >= _EVERY:
+            self._known = now, self._look()
+        run = self._known[1]
+        if self._timeout is not None and now - self._began >= self._timeout and not is_final("run", run.state):
             raise DeadlineError(
-                f"run {run.id}: still {run.state} after {self._timeout:g} s; look again, or wait longer"
+                f"run {run.id}: still {run.state} after {self._timeout:g} s; wait again or look: posttrain why {run.id}"
             )
         return run
 
     def rest(self, seconds: float) -> None:
         """Until the next look."""
-        time.sleep(max(seconds, _EVERY))
+        time.sleep(seconds)

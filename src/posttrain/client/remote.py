@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +15,11 @@ from pydantic import ValidationError
 from posttrain.api.codec import adapter
 from posttrain.api.control import Control
 from posttrain.api.values import Answer, Asked
-from posttrain.api.verbs import CURSOR, LIMIT, PREFIX, FileRef, R, RunFile, Verb
+from posttrain.api.verbs import CURSOR, FILES, LIMIT, PREFIX, FileRef, R, RunFile, Verb
 from posttrain.client.blobs import Bundle, Fetcher, Sender, refuse_full
 from posttrain.client.operations import RemoteLog, RemoteVigil, RemoteWatcher, carried_out
 from posttrain.client.transport import Transport, in_path
-from posttrain.domain.errors import ApiVersionError, DeadlineError, NotFoundError
+from posttrain.domain.errors import ApiVersionError, NotFoundError
 from posttrain.domain.ids import lock_path
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.overrides import Override
@@ -28,24 +27,18 @@ from posttrain.store.trees import beside_model, left_behind, tree_digest
 
 if TYPE_CHECKING:
     from posttrain.api.values import (
-        Comparison,
-        Exported,
         Imported,
-        Locked,
         Point,
         Ranked,
         Submitted,
         Sweep,
-        TrackerState,
-        Written,
-        WrittenTrace,
     )
     from posttrain.domain.overrides import Setting
     from posttrain.domain.records import RunRecord
 
 _OF_FOLDERS = {"add_model": beside_model}  # verb → which files in a folder are not sent
 _PAGE = 200  # things of one page
-_EVERY, _DRAW = 0.5, 0.1  # seconds between two looks at a run, and between two calls of whoever draws it
+_DRAW = 0.1  # seconds between two calls of whoever draws a run
 
 
 class Remote:
@@ -64,12 +57,15 @@ class Remote:
         self._transport.close()
 
     def _asked(self, verb: Verb[..., Any], /, *words: Any, **options: Any) -> Any:
-        bound = verb.signature.bind(*words, **options)
-        bound.apply_defaults()
-        sent = self._sent(verb, bound.arguments)
+        given = verb.signature.bind(*words, **options)
+        given.apply_defaults()
+        sent = self._sent(verb, given.arguments)
         if verb.paged:
-            return self._pages(verb, sent, bound.arguments.get(LIMIT))
-        return self._read(verb, self._body(verb, sent))
+            return self._pages(verb, sent, given.arguments.get(LIMIT))
+        if verb.streams:
+            return self._streamed(verb, sent)
+        body = self._body(verb, sent)
+        return self._fetched(verb, given.arguments, json.loads(body)) if verb.writes else self._read(verb, body)
 
     def _sent(self, operation: Verb[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments as they are sent: files are uploaded, what is called back stays here."""
@@ -79,7 +75,9 @@ class Remote:
             value = given.get(name, one.default)
             if value is one.default or (value == one.default and type(value) is type(one.default)):
                 continue  # so that a server of the release before, which may not know it, answers
-            if isinstance(value, Path):
+            if name == operation.writes:
+                value = value is not None
+            elif isinstance(value, Path):
                 run_file = operation.run_file
                 value = (
                     Bundle(self._sender).of(value, setting)
@@ -91,7 +89,34 @@ class Remote:
             found[name] = value
         if operation.run_file and "setting" in found:
             found["setting"] = ()  # written into the file
+        if operation.along:
+            bundle = Bundle(self._sender)
+            found |= {name: _sent_along(bundle, kind, found.get(name)) for name, kind in operation.along.items()}
+            found[FILES] = bundle.files
         return found
+
+    def _fetched(self, verb: Verb[..., Any], given: Mapping[str, Any], said: Mapping[str, Any]) -> Any:
+        """The answer of a verb that writes: what the server wrote is fetched to where it was wanted."""
+        files, target = said["files"], given[verb.writes]
+        found = self._read(verb, json.dumps(said["value"]).encode())
+        if verb.file:
+            if target is not None:
+                self._fetcher.fetch({target.name: files[verb.file]}, target.parent)
+            return found
+        self._fetcher.fetch(files, target, given.get("progress", lambda _: None))
+        paths = {one.name: getattr(found, one.name) for one in fields(found)}
+        inside = {name: target / path.name for name, path in paths.items() if isinstance(path, Path)}
+        return replace(found, **inside)
+
+    def _streamed(self, verb: Verb[..., Any], sent: Mapping[str, Any]) -> Any:
+        """An answer whose things come as they are said."""
+        path = in_path(verb.whole_path, {"project": self._project})
+        events = self._transport.stream(path, body=_plain(sent))
+        kind, first = next(events)
+        said = json.loads(first) if kind == "asked" else {}
+        known = {name: str(said.get(name, "")) for name in ("name", "digest", "form", "why")}
+        kinds = adapter(Answer | str)
+        return Asked(**known, answers=(kinds.validate_json(data) for kind, data in events if kind == "answer"))
 
     def _pages(self, operation: Verb[..., Any], sent: Mapping[str, Any], wanted: int | None) -> Any:
         """All pages of a list, or those of its first `wanted` things."""
@@ -151,9 +176,8 @@ class Remote:
 
     # --- verbs that are more than one request, or none ----------------------------------------------------------------
 
-    def _lock(self, path: Path, *, seed: int | None = None, setting: Setting = ()) -> Locked:
-        found: Locked = self._asked(Control.lock, path, seed=seed, setting=setting)
-        return replace(found, place=lock_path(path))
+    def _lock(self, path: Path, *, seed: int | None = None, setting: Setting = ()) -> Any:
+        return replace(self._asked(Control.lock, path, seed=seed, setting=setting), place=lock_path(path))
 
     def _drive(
         self,
@@ -164,22 +188,14 @@ class Remote:
         report: bool = False,
     ) -> RunRecord:
         """The server drives it; this waits."""
-        until = None if timeout is None else time.monotonic() + timeout
-        control = Control(self)
-        run = control.run(run_id)
-        looked = time.monotonic()
+        vigil = RemoteVigil(lambda: Control(self).run(run_id), timeout)
         while True:
+            run = vigil.look()
             if watch:
                 watch(run)
             if is_final("run", run.state):
                 return run
-            if until is not None and time.monotonic() >= until:
-                raise DeadlineError(
-                    f"run {run_id}: still {run.state} after {timeout:g} s; wait again or look: posttrain why {run_id}"
-                )
-            time.sleep(_DRAW)
-            if time.monotonic() - looked >= _EVERY:
-                run, looked = control.run(run_id), time.monotonic()
+            vigil.rest(_DRAW)
 
     def _watcher(self, run_id: str) -> RemoteWatcher:
         return RemoteWatcher(self._transport, self._project, run_id)
@@ -195,14 +211,10 @@ class Remote:
                 said = json.loads(data)
                 yield RemoteLog(said["run_id"], said["stage"], said["attempt"]), said["text"]
 
-    def _compare(self, words: Sequence[str], page: Path | None = None) -> Comparison:
-        """A page is made by the server, and fetched."""
-        folders = {word: _model_digest(word) for word in words if word.startswith((".", "~", "/"))}
-        sent = {"words": [folders.get(word, word) for word in words], "page": page is not None}
-        said = json.loads(self._body(Control.compare, sent))
-        if page is not None:
-            self._fetcher.fetch({page.name: said["files"]["comparison.html"]}, page.parent)
-        return self._read(Control.compare, json.dumps(said["value"]).encode())
+    def _compare(self, words: Sequence[str], page: Path | None = None) -> Any:
+        """Model folders of this machine are named by what is in them."""
+        named = [_model_digest(word) if word.startswith((".", "~", "/")) else word for word in words]
+        return self._asked(Control.compare, named, page)
 
     def _import_mlflow(self, where: str, run: str | None, name: str | None) -> Imported:
         """The store is read here, and what was found is sent."""
@@ -214,68 +226,21 @@ class Remote:
         body = self._body(Control.import_mlflow, {"folder": replace(sent, name="run"), "name": name})
         return self._read(Control.import_mlflow, body)
 
-    def _trackers(self, run_id: str, wait: float = 0.0) -> list[TrackerState]:
-        until = time.monotonic() + wait
-        while True:
-            body = self._body(Control.trackers, {"run_id": run_id})
-            found: list[TrackerState] = self._read(Control.trackers, body)
-            if not any(one.under_way for one in found) or time.monotonic() >= until:
-                return found
-            time.sleep(_EVERY)
-
-    def _write_report(self, run_id: str) -> Written:
-        """Into this user's cache."""
-        from posttrain.views.reporting import Written
-
-        said = json.loads(self._body(Control.write_report, {"run_id": run_id}))
-        made = self._fetcher.fetch(said["files"], _cache() / "reports" / run_id)
-        return Written(made["report.html"], made.get("curves.png"))
-
-    def _write_trace(self, run_id: str, stage: str | None, folder: Path) -> WrittenTrace:
-        said = json.loads(self._body(Control.write_trace, {"run_id": run_id, "stage": stage}))
-        made = self._fetcher.fetch(said["files"], folder)
-        found: WrittenTrace = Control.write_trace.answer.validate_python(said["value"])
-        return replace(found, trace=made[found.trace.name], page=made[found.page.name])
+    def _write_report(self, run_id: str, folder: Path | None = None) -> Any:
+        """Into this user's cache, where no other folder is named."""
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "posttrain"
+        return self._asked(Control.write_report, run_id, folder or cache / "reports" / run_id)
 
     def _follow(self, run_id: str) -> None:
         """The server's driver sees to it."""
 
-    def _export(self, model: str, folder: Path, *, dtype: str | None, progress: Callable[[str], None]) -> Exported:
-        """What the server writes is fetched."""
+    def _export(self, model: str, folder: Path, **how: Any) -> Any:
         refuse_full(folder)
-        said = json.loads(self._body(Control.export, {"model": model, "dtype": dtype}))
-        self._fetcher.fetch(said["files"], folder, progress)
-        found: Exported = Control.export.answer.validate_python(said["value"])
-        return replace(found, folder=folder)
+        return self._asked(Control.export, model, folder, **how)
 
-    def _evaluate(self, model: str, suites: Sequence[str], **how: Any) -> Submitted:
-        """Local files that its words name are sent along."""
-        bundle = Bundle(self._sender)
-        words = {"model": bundle.word("model", model), "suites": [bundle.word("dataset", one) for one in suites]}
-        if how.get("reward"):
-            how["reward"] = {**how["reward"], "ref": bundle.word("reward", how["reward"]["ref"])}
-        body = self._body(Control.evaluate, {**words, **how, "files": bundle.files})
-        return self._read(Control.evaluate, body)
-
-    def _ask(self, model: str, prompts: Sequence[str], **how: Any) -> Asked:
-        """Its answers come as they are said."""
-        path = in_path(Control.ask.whole_path, {"project": self._project})
-        body = {"model": model, "prompts": list(prompts), **how}
-        events = self._transport.stream(path, body=_plain(body))
-        kind, first = next(events)
-        said = json.loads(first) if kind == "asked" else {}
-        known = {name: str(said.get(name, "")) for name in ("name", "digest", "form", "why")}
-        kinds = adapter(Answer | str)
-        return Asked(**known, answers=(kinds.validate_json(data) for kind, data in events if kind == "answer"))
-
-    def _plan_sweep(
-        self, path: Path, overrides: Sequence[Override], *, seeds: int, metric: str | None, better: str | None
-    ) -> Sweep:
-        asked = {"overrides": overrides, "seeds": seeds, "metric": metric, "better": better}
-        sent = {"path": Bundle(self._sender).of(path), **asked}
-        found: Sweep = self._read(Control.plan_sweep, self._body(Control.plan_sweep, sent))
-        self._sweep = sent
-        return replace(found, source=path)
+    def _plan_sweep(self, path: Path, *words: Any, **how: Any) -> Sweep:
+        self._sweep = self._sent(Control.plan_sweep, Control.plan_sweep.signature.bind(path, *words, **how).arguments)
+        return replace(self._read(Control.plan_sweep, self._body(Control.plan_sweep, self._sweep)), source=path)
 
     def _submit_point(self, point: Point) -> Submitted:
         """Of the sweep that was planned last."""
@@ -303,6 +268,15 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _sent_along(bundle: Bundle, kind: str, value: Any) -> Any:
+    """A word, several, or the ref of a reward, as the server can resolve them: local files that they name are sent."""
+    if isinstance(value, str):
+        return bundle.word(kind, value)
+    if isinstance(value, Mapping):
+        return {**value, "ref": bundle.word(kind, value["ref"])}
+    return value and [bundle.word(kind, one) for one in value]
+
+
 def _model_digest(word: str) -> str:
     """Of a model folder of this machine, once it is seen to be one."""
     from posttrain.data.assets import inspect_model
@@ -311,7 +285,3 @@ def _model_digest(word: str) -> str:
     path = local_path(parse_ref(word, "model"), Path.cwd())
     inspect_model(path)
     return tree_digest(path, skip=beside_model)
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "posttrain"

@@ -105,10 +105,7 @@ def _ask_to_stop(stores: Stores, jobs: Jobs, order: AskToStop) -> None:
     with suppress(IntegrityError):  # its folder is not what it was: it hears nothing, and is ended after the grace
         jobs.executor.signal(job_of(jobs.folders, order.attempt), Signal.STOP)
     reason = order.attempt.reason if order.attempt.reason == Reason.ASSUMED_DEAD else Reason.STOP_REQUESTED
-    with stores.ledger.transaction(stores.actor) as transaction:
-        transaction.update_attempt(
-            order.attempt, reason=reason, stop_requested_at=stores.clock.now(), stop_cause=order.cause
-        )
+    stores.update_attempt(order.attempt, reason=reason, stop_requested_at=stores.clock.now(), stop_cause=order.cause)
 
 
 def _keep_watch(stores: Stores, order: KeepWatch) -> None:
@@ -158,24 +155,22 @@ def _move_run(stores: Stores, order: MoveRun) -> None:
 
 
 def _end_wait(stores: Stores, order: EndWait) -> None:
-    with stores.ledger.transaction(stores.actor) as transaction:
-        transaction.update_stage(
-            order.stage,
-            state=order.state,
-            reason=order.reason,
-            message=order.message,
-            next_action=order.next_action,
-            finished_at=stores.clock.now(),
-        )
+    stores.update_stage(
+        order.stage,
+        state=order.state,
+        reason=order.reason,
+        message=order.message,
+        next_action=order.next_action,
+        finished_at=stores.clock.now(),
+    )
 
 
 def _stop_stage(stores: Stores, order: StopStage) -> None:
     action = f"posttrain retry {order.stage.run_id} resumes it"
-    with stores.ledger.transaction(stores.actor) as transaction:
-        transaction.update_stage(
-            order.stage,
-            state=StageState.STOPPED,
-            reason=Reason.STOPPED,
-            message="stopped by a person",
-            next_action=action,
-        )
+    stores.update_stage(
+        order.stage,
+        state=StageState.STOPPED,
+        reason=Reason.STOPPED,
+        message="stopped by a person",
+        next_action=action,
+    )

@@ -66,8 +66,7 @@ def another_runs(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord
         return False
     if attempt.reason != Reason.ANOTHER_RUNS:
         message = f"process {held.pid} of {held.host} began this attempt before the launched job; its result counts"
-        with stores.ledger.transaction(stores.actor) as transaction:
-            transaction.update_attempt(attempt, reason=Reason.ANOTHER_RUNS, message=message)
+        stores.update_attempt(attempt, reason=Reason.ANOTHER_RUNS, message=message)
     return True
 
 
@@ -99,8 +98,7 @@ def assume_dead(stores: Stores, jobs: Jobs, run_id: str, stage: str) -> AttemptR
         held = jobs.folders.of(attempt).channel.started()
     if held is not None and held.host == socket.gethostname() and _may_live(held):
         raise InputError(f"{run_id}/{stage}: process {held.pid} of this host lives; posttrain stop {run_id} ends it")
-    with stores.ledger.transaction(stores.actor) as transaction:
-        return transaction.update_attempt(attempt, reason=Reason.ASSUMED_DEAD, message=message)
+    return stores.update_attempt(attempt, reason=Reason.ASSUMED_DEAD, message=message)
 
 
 def _with_its_host(stores: Stores, jobs: Jobs, attempt: AttemptRecord, message: str) -> AttemptRecord:

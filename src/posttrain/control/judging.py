@@ -77,18 +77,17 @@ def judge_stage(stores: Stores, manifest: Manifest, stage: StageRecord) -> None:
     digest = stores.blobs.put(written)
     passed = report.outcome is Outcome.PASS
     crashpoint("gate.before_commit")
-    with stores.ledger.transaction(stores.actor) as transaction:
-        transaction.update_stage(
-            stage,
-            state=StageState.SUCCEEDED if passed else StageState.REJECTED,
-            reason=Reason.GATE_PASSED if passed else _REASONS[report.outcome],
-            message=_summary(report),
-            next_action="" if passed else f"posttrain why {stage.run_id}",
-            outputs={"report": {"digest": digest, "form": "file"}},
-            sizes={digest: len(written)},
-            metrics={f"{v.gate}/estimate": v.estimate for v in report.verdicts if v.estimate is not None},
-            finished_at=stores.clock.now(),
-        )
+    stores.update_stage(
+        stage,
+        state=StageState.SUCCEEDED if passed else StageState.REJECTED,
+        reason=Reason.GATE_PASSED if passed else _REASONS[report.outcome],
+        message=_summary(report),
+        next_action="" if passed else f"posttrain why {stage.run_id}",
+        outputs={"report": {"digest": digest, "form": "file"}},
+        sizes={digest: len(written)},
+        metrics={f"{v.gate}/estimate": v.estimate for v in report.verdicts if v.estimate is not None},
+        finished_at=stores.clock.now(),
+    )
     crashpoint("gate.after_commit")
 
 
@@ -97,8 +96,7 @@ def _looks(stores: Stores, manifest: Manifest, gate: StageRecord) -> dict[str, L
     pinned = None
     if manifest.release is not None and manifest.policy is not None:
         pinned = policy_of(stores, manifest.release.channel, manifest.policy)
-    with stores.ledger.snapshot() as now:
-        rows = {row.name: row for row in now.stages(gate.run_id)}
+    rows = {row.name: row for row in stores.ledger.stages(gate.run_id)}
     return gate_looks(stores, manifest, pinned, rows, gate.run_id)
 
 

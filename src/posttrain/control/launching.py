@@ -396,8 +396,7 @@ def waits_for_devices(stores: Stores, jobs: Jobs, manifest: Manifest, stage: Sta
 def say(stores: Stores, stage: StageRecord, reason: Reason, message: str, action: str = "none needed") -> None:
     """Write down what a stage waits for, once."""
     if (stage.reason, stage.message) != (reason, message):
-        with stores.ledger.transaction(stores.actor) as transaction:
-            transaction.update_stage(stage, reason=reason, message=message, next_action=action)
+        stores.update_stage(stage, reason=reason, message=message, next_action=action)
 
 
 def record_launch(stores: Stores, attempt: AttemptRecord, handle: str, stage: StageRecord) -> None:
@@ -460,8 +459,7 @@ def _settled(stores: Stores, jobs: Jobs, attempt: AttemptRecord) -> AttemptRecor
     url = jobs.folders.channel_of(attempt.run_id, attempt.stage, attempt.number)
     if url == attempt.channel:
         return attempt
-    with stores.ledger.transaction(stores.actor) as transaction:
-        return transaction.update_attempt(attempt, channel=url)
+    return stores.update_attempt(attempt, channel=url)
 
 
 def _lay_down(folder: AttemptFolder, order: JobOrder) -> None:

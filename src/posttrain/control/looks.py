@@ -111,8 +111,7 @@ def gate_looks(
     gate = next((stage for stage in manifest.stages if kind_of(stage.kind).judges), None)
     if gate is None:
         return {}
-    with stores.ledger.snapshot() as now:
-        budget: LookBudget = "corrected" if now.roles() else "warn"
+    budget: LookBudget = "corrected" if stores.ledger.roles() else "warn"
     if pinned is not None and pinned.policy.looks is not None:
         budget = pinned.policy.looks
     named = {slot: ref.name for slot, ref in gate.inputs.items() if ref.source == "stage"}

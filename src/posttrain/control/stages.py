@@ -50,17 +50,16 @@ def bind_pending(
     taken = {slot: ref.output for slot, ref in plan.inputs.items() if ref.source == "stage" and ref.output}
     waits = kind_of(stage.kind).driver is Driver.WAIT
     begun: dict[str, Any] = wait_of(manifest, stage.name).begun(stores.clock.now()) if waits else {}
-    with stores.ledger.transaction(stores.actor) as transaction:
-        return transaction.update_stage(
-            stage,
-            state=StageState.READY,
-            reason=Reason.READY,
-            message="inputs are there",
-            next_action="",
-            inputs=bound,
-            taken=taken,
-            **begun,
-        )
+    return stores.update_stage(
+        stage,
+        state=StageState.READY,
+        reason=Reason.READY,
+        message="inputs are there",
+        next_action="",
+        inputs=bound,
+        taken=taken,
+        **begun,
+    )
 
 
 def _channel(ledger: Ledger, manifest: Manifest, stages: Mapping[str, StageRecord], channel: str) -> InputBlob | None:
@@ -77,15 +76,14 @@ def _channel(ledger: Ledger, manifest: Manifest, stages: Mapping[str, StageRecor
 
 def _skip(stores: Stores, stage: StageRecord, channel: str) -> StageRecord:
     message = f"channel {channel} has no release yet, so there is no baseline to evaluate"
-    with stores.ledger.transaction(stores.actor) as transaction:
-        return transaction.update_stage(
-            stage,
-            state=StageState.SKIPPED,
-            reason=Reason.CHANNEL_EMPTY,
-            message=message,
-            next_action="none needed",
-            finished_at=stores.clock.now(),
-        )
+    return stores.update_stage(
+        stage,
+        state=StageState.SKIPPED,
+        reason=Reason.CHANNEL_EMPTY,
+        message=message,
+        next_action="none needed",
+        finished_at=stores.clock.now(),
+    )
 
 
 def bound_inputs(stage: StageRecord) -> dict[str, InputBlob]:
@@ -122,14 +120,13 @@ def start_ready(stores: Stores, jobs: Jobs, view: View, stage: StageRecord) -> N
         return
     over = budgets.exhausted(manifest, spent)
     if over:
-        with stores.ledger.transaction(stores.actor) as transaction:
-            transaction.update_stage(
-                stage,
-                state=StageState.FAILED,
-                reason=Reason.BUDGET_EXCEEDED,
-                message=over,
-                next_action="raise the budget",
-            )
+        stores.update_stage(
+            stage,
+            state=StageState.FAILED,
+            reason=Reason.BUDGET_EXCEEDED,
+            message=over,
+            next_action="raise the budget",
+        )
         return
     if not waits_for_devices(stores, jobs, manifest, stage, jobs.trainer(manifest.stage(stage.name).trainer)):
         with stores.blobs.holding():
@@ -156,14 +153,13 @@ def _code_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRe
         return False
     locked, present = manifest.code[name], now[name]
     message = f"the code of {called(name)} must be {locked[:19]}… as the manifest says, got {present[:19]}…"
-    with stores.ledger.transaction(stores.actor) as transaction:
-        transaction.update_stage(
-            stage,
-            state=StageState.FAILED,
-            reason=Reason.CODE_CHANGED,
-            message=message,
-            next_action="submit the run file again: it locks the present code",
-        )
+    stores.update_stage(
+        stage,
+        state=StageState.FAILED,
+        reason=Reason.CODE_CHANGED,
+        message=message,
+        next_action="submit the run file again: it locks the present code",
+    )
     return True
 
 
@@ -173,14 +169,13 @@ def _environment_changed(stores: Stores, jobs: Jobs, manifest: Manifest, stage: 
     message = "" if image else environments.differs(stores, jobs, manifest, stage.run_id)  # an image brings its own
     if not message:
         return False
-    with stores.ledger.transaction(stores.actor) as transaction:
-        transaction.update_stage(
-            stage,
-            state=StageState.FAILED,
-            reason=Reason.ENVIRONMENT_CHANGED,
-            message=message,
-            next_action=f"restore it, or posttrain retry {stage.run_id}, which takes it as it is",
-        )
+    stores.update_stage(
+        stage,
+        state=StageState.FAILED,
+        reason=Reason.ENVIRONMENT_CHANGED,
+        message=message,
+        next_action=f"restore it, or posttrain retry {stage.run_id}, which takes it as it is",
+    )
     return True
 
 
@@ -188,19 +183,18 @@ def _reuse(stores: Stores, stage: StageRecord, key: str, cached: StageRecord) ->
     if not usable(cached, stores.blobs):
         return False
     origin = f"{cached.run_id}/{cached.name}"
-    with stores.ledger.transaction(stores.actor) as transaction:
-        transaction.update_stage(
-            stage,
-            state=StageState.SUCCEEDED,
-            reason=Reason.CACHE_HIT,
-            message=f"same code, parameters and inputs as {origin}",
-            next_action="",
-            cache_key=key,
-            cached_from=origin,
-            outputs=cached.outputs,
-            metrics=cached.metrics,
-            finished_at=stores.clock.now(),
-        )
+    stores.update_stage(
+        stage,
+        state=StageState.SUCCEEDED,
+        reason=Reason.CACHE_HIT,
+        message=f"same code, parameters and inputs as {origin}",
+        next_action="",
+        cache_key=key,
+        cached_from=origin,
+        outputs=cached.outputs,
+        metrics=cached.metrics,
+        finished_at=stores.clock.now(),
+    )
     return True
 
 
@@ -219,5 +213,4 @@ def _twin(stores: Stores, stage: StageRecord, same: Iterable[StageRecord]) -> st
 def _wait(stores: Stores, stage: StageRecord, reason: Reason, message: str, key: str) -> None:
     if (stage.reason, stage.message) == (reason, message):
         return
-    with stores.ledger.transaction(stores.actor) as transaction:
-        transaction.update_stage(stage, reason=reason, message=message, next_action="none needed", cache_key=key)
+    stores.update_stage(stage, reason=reason, message=message, next_action="none needed", cache_key=key)

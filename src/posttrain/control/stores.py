@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from posttrain.domain.manifest import Manifest, manifest_from_json
 from posttrain.domain.ports import BlobStore, Clock
-from posttrain.domain.records import RunRecord
+from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.store.ledger import Ledger
 
 
@@ -30,3 +31,13 @@ class Stores:
             IntegrityError: its bytes no longer match the digest.
         """
         return manifest_from_json(json.loads(self.blobs.get(run.manifest_digest)))
+
+    def update_stage(self, stage: StageRecord, **changes: Any) -> StageRecord:
+        """Change a stage in a transaction of its own; see `Transaction.update_stage`."""
+        with self.ledger.transaction(self.actor) as transaction:
+            return transaction.update_stage(stage, **changes)
+
+    def update_attempt(self, attempt: AttemptRecord, **changes: Any) -> AttemptRecord:
+        """Change an attempt in a transaction of its own; see `Transaction.update_attempt`."""
+        with self.ledger.transaction(self.actor) as transaction:
+            return transaction.update_attempt(attempt, **changes)

@@ -93,8 +93,7 @@ class Troubles:
 
     def _say(self, stage: StageRecord, reason: Reason, message: str, action: str) -> None:
         try:
-            with self._stores.ledger.transaction(self._stores.actor) as transaction:
-                transaction.update_stage(stage, reason=reason, message=message, next_action=action)
+            self._stores.update_stage(stage, reason=reason, message=message, next_action=action)
         except ConflictError:  # the stage has moved on, which says more
             return
 
@@ -108,10 +107,9 @@ class Troubles:
     def _fail(self, stage: StageRecord, error: Exception) -> None:
         reason = Reason.CORRUPT if isinstance(error, IntegrityError) else Reason.JOB_FAILED_BAD_INPUT
         action = f"mend what the message names, then posttrain retry {stage.run_id}"
-        with self._stores.ledger.transaction(self._stores.actor) as transaction:
-            transaction.update_stage(
-                stage, state=StageState.FAILED, reason=reason, message=one_line(error), next_action=action
-            )
+        self._stores.update_stage(
+            stage, state=StageState.FAILED, reason=reason, message=one_line(error), next_action=action
+        )
 
 
 def record_trouble(

@@ -186,9 +186,9 @@ class Catalog:
         folder: Path,
         name: str,
         *,
+        progress: Callable[[str], None] = lambda _: None,
         origin: dict[str, Any] | None = None,
         parents: tuple[str, ...] = (),
-        progress: Callable[[str], None] = lambda _: None,
     ) -> Asset:
         """Register a model folder in Hugging Face format with safetensors weights.
 

@@ -120,8 +120,7 @@ def _refuse_unmet(manifest: Manifest, path: Path, workspace: OpenWorkspace) -> N
 def _foreign(manifest: Manifest, workspace: OpenWorkspace) -> set[str]:
     """Digests that the project does not know, though the store, which several have, may hold their bytes."""
     named = {str(ref.digest) for _, _, ref in manifest.assets()}
-    with workspace.ledger.snapshot() as now:
-        known = {artifact.digest for artifact in now.artifacts(*named)}
+    known = {artifact.digest for artifact in workspace.ledger.artifacts(*named)}
     return {
         digest for digest in named - known if not external_versions(workspace.ledger.assets_by_digest(digest), digest)
     }

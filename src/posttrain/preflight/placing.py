@@ -290,8 +290,7 @@ def refuse_image(image: str | None, workspace: OpenWorkspace, source: Path) -> N
     """
     if image is None:
         return
-    with workspace.ledger.snapshot() as now:
-        allowed = now.images()
+    allowed = workspace.ledger.images()
     if is_confined() if allowed is None else not allows(allowed, image):
         known = f"it allows {', '.join(allowed)}" if allowed else "it allows none"
         raise InputError(

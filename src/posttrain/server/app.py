@@ -164,7 +164,7 @@ def _answering(server: Server, operation: Verb[..., Any]) -> Callable[[Request],
                 return await in_thread(lane, _asked, server, operation, who, given, key, number, asking)
 
         wait = wait_of(request) if operation.unsafe and operation.heavy else None
-        if operation.name == "ask" and streams.wants_events(request):
+        if operation.streams and "text/event-stream" in request.headers.get("accept", ""):
             return await streams.answers(request, carry)
         if wait is not None:
             known = await in_thread(READ, _elsewhere, server, who, number, asked_of(operation.name, given))

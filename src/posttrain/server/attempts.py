@@ -225,8 +225,7 @@ class _Inputs:
 
     def _reached(self, who: Granted) -> frozenset[str]:
         seen = self._workspace.seen_by(self._workspace.actor, who.project, "job")
-        with seen.ledger.snapshot() as now:
-            [stage] = [one for one in now.stages(who.run_id) if one.name == who.stage]
+        [stage] = [one for one in seen.ledger.stages(who.run_id) if one.name == who.stage]
         named: list[Any] = [*stage.inputs.values()]
         named += [{"digest": who.resume, "form": "tree"}] if who.resume else []
         found = {str(blob["digest"]) for blob in named}

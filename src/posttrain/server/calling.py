@@ -1,6 +1,6 @@
 """From what was sent to a verb's arguments, and from what it answers to JSON.
 
-Verbs that are asked otherwise over HTTP than in process: their values name the server's own, or they write files.
+What a verb declares of itself decides the rest: files that it writes are fetched, things that it streams are told.
 
 Pages of the lists that verbs answer with.
 
@@ -10,26 +10,26 @@ What a verb tells while it is carried out: to whoever waits for it, where somebo
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin
 
 import pydantic_core
 from pydantic import ValidationError
 
 from posttrain.api.codec import adapter
 from posttrain.api.control import OPERATIONS
-from posttrain.api.guarding import refuse
 from posttrain.api.pages import cursor, place
-from posttrain.api.verbs import CURSOR, LIMIT, UNKNOWN_PARAMETER, USUAL, FileRef, RunFile, Verb
-from posttrain.domain.errors import CursorError, InputError, PosttrainError, nearest
+from posttrain.api.verbs import CURSOR, LIMIT, USUAL, FileRef, RunFile, Verb, named_function, refuse_unknown
+from posttrain.domain.errors import CursorError, InputError, PosttrainError
+from posttrain.domain.ids import Role
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
-    from posttrain.api.values import Sweep
     from posttrain.server.uploads import Bundles
 
 ASKED, ANSWER, PROGRESS = "asked", "answer", "progress"
@@ -89,118 +89,33 @@ def tell(kind: str, value: Any) -> None:
         told(kind, value)
 
 
-def driven(control: Control, named: Mapping[str, Any], _: Bundles | None) -> Any:
-    """The server drives every run, so nobody needs to be asked."""
-    refuse(control, "detach")
-    run = control.run(named["run_id"])
-    found = control.driver(run.id)
-    if found is None:
-        raise InputError(f"run {run.id}: has ended ({run.state}), so there is nothing to drive; posttrain get {run.id}")
-    return found
-
-
-def ask(control: Control, named: Mapping[str, Any], _: Bundles | None) -> Any:
-    """All answers at once; each is told as it comes."""
-    how = {name: value for name, value in named.items() if name not in ("model", "prompts")}
-    asked = control.ask(named["model"], named["prompts"], **how)
-    said = {name: getattr(asked, name) for name in ("name", "digest", "form", "why")}
+def _streamed(verb: Verb[..., Any], found: Any) -> dict[str, Any]:
+    """An answer whose things come one by one: each is told as it comes, and all are answered at the end."""
+    said = {one.name: getattr(found, one.name) for one in fields(found) if one.name != verb.streams}
     tell(ASKED, said)
-    answers = []
-    for one in asked.answers:
+    things = []
+    for one in getattr(found, verb.streams):
         tell(ANSWER, one)
-        answers.append(one)
-    return {**said, "answers": answers}
+        things.append(one)
+    return {**said, verb.streams: things}
 
 
-def evaluate(control: Control, named: Mapping[str, Any], _: Bundles | None) -> Any:
-    """Its words may name files that were sent along, which lie beside."""
-    how = {name: value for name, value in named.items() if name not in ("model", "suites", "files")}
-    return control.evaluate(named["model"], named["suites"], **how)
-
-
-def report(control: Control, named: Mapping[str, Any], bundles: Bundles | None) -> Any:
-    """The files that `write_report` writes."""
-    written = control.write_report(named["run_id"])
-    paths = [path for path in (written.report, written.curves) if path is not None]
-    return {"files": _sent(bundles, ((path.name, path) for path in paths))}
-
-
-def trace(control: Control, named: Mapping[str, Any], bundles: Bundles | None) -> Any:
-    """The files that `write_trace` writes."""
-    written = control.write_trace(named["run_id"], named["stage"], Path(_OUT))
-    value = replace(written, trace=Path(written.trace.name), page=Path(written.page.name))
-    return {"value": value, "files": _sent(bundles, _below(Path(_OUT)))}
-
-
-def export(control: Control, named: Mapping[str, Any], bundles: Bundles | None) -> Any:
-    """The files of a model."""
-    done = control.export(named["model"], Path(_OUT), dtype=named["dtype"], progress=lambda name: tell(PROGRESS, name))
-    return {"value": replace(done, folder=Path(".")), "files": _sent(bundles, _below(Path(_OUT)), to_viewers=False)}
-
-
-def compare(control: Control, named: Mapping[str, Any], bundles: Bundles | None) -> Any:
-    """The comparison, and its page where one is wanted."""
-    page = Path(_OUT, "comparison.html") if named["page"] else None
-    if page is not None:
-        page.parent.mkdir()
-    value = control.compare(named["words"], page)
-    return {"value": value, "files": _sent(bundles, ((one.name, one) for one in [page] if one is not None))}
-
-
-def import_mlflow(control: Control, named: Mapping[str, Any], _: Bundles | None) -> Any:
-    """What the client read of the store."""
-    return control.import_mlflow(str(named["folder"]), None, named["name"])
-
-
-def submit_point(control: Control, named: Mapping[str, Any], _: Bundles | None) -> Any:
-    """The run of one point of a sweep, which is planned again: it is what it was, or another one is refused."""
-    sweep = _sweep(control, named)
-    for point in sweep.points:
-        if (point.place, point.seed) == (named["place"], named["seed"]):
-            return control.submit_point(point)
-    raise InputError(f"sweep: has no point of place {named['place']} and seed {named['seed']}; plan it again")
-
-
-def rank(control: Control, named: Mapping[str, Any], _: Bundles | None) -> Any:
-    """The settings of a sweep by what was measured so far."""
-    return control.rank(_sweep(control, named), {(place, seed): run for place, seed, run in named["runs"]})
-
-
-def _sweep(control: Control, named: Mapping[str, Any]) -> Sweep:
-    asked = {name: named[name] for name in ("seeds", "metric", "better")}
-    return control.plan_sweep(named["path"], named["overrides"], **asked)
-
-
-def _below(folder: Path) -> Iterator[tuple[str, Path]]:
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            yield path.relative_to(folder).as_posix(), path
-
-
-def _sent(
-    bundles: Bundles | None, files: Iterator[tuple[str, Path]], *, to_viewers: bool = True
-) -> dict[str, dict[str, Any]]:
-    """Files put into the store, from where whoever asked fetches them by their digests."""
-    if bundles is None:
-        raise PosttrainError("a verb that writes files was asked of the server itself")
-    return {
-        name: {"digest": bundles.keep(path, to_viewers=to_viewers), "bytes": path.stat().st_size}
-        for name, path in files
+def _written(verb: Verb[..., Any], found: Any, bundles: Bundles) -> dict[str, Any]:
+    """An answer with the files that were written, which are in the store from now on: whoever asked fetches them by
+    their digests. Paths in the answer are relative.
+    """
+    out = Path(_OUT).absolute()
+    paths = {one.name: getattr(found, one.name) for one in fields(found)}
+    inside = {name: path.absolute().relative_to(out) for name, path in paths.items() if isinstance(path, Path)}
+    files = {
+        path.relative_to(out).as_posix(): {
+            "digest": bundles.keep(path, to_viewers=verb.needs is Role.VIEWER),
+            "bytes": path.stat().st_size,
+        }
+        for path in sorted(out.rglob("*"))
+        if path.is_file()
     }
-
-
-SPECIAL: Mapping[str, Callable[[Control, Mapping[str, Any], Bundles | None], Any]] = {
-    "ask": ask,
-    "compare": compare,
-    "detach": driven,
-    "evaluate": evaluate,
-    "export": export,
-    "import_mlflow": import_mlflow,
-    "rank": rank,
-    "submit_point": submit_point,
-    "write_report": report,
-    "write_trace": trace,
-}
+    return {"value": replace(found, **inside), "files": files}
 
 
 def to_json(value: Any) -> bytes:
@@ -222,11 +137,7 @@ def arguments(operation: Verb[..., Any], sent: Mapping[str, Any]) -> dict[str, A
         InputError: one is missing, unknown, or of another type.
     """
     known = operation.parameters
-    for name in sent:
-        if name not in known:
-            raise InputError(
-                f"{operation.name}: {UNKNOWN_PARAMETER} {name!r}{nearest(name, known)}; remove or rename it"
-            )
+    refuse_unknown(operation.name, sent, known)
     found = {}
     for name, one in known.items():
         value = sent.get(name, one.default)
@@ -262,27 +173,24 @@ def call(
 
 
 def _call(control: Control, verb: str, named: Mapping[str, Any], bundles: Bundles | None) -> Any:
+    declared = OPERATIONS[verb]
+    taken = declared.signature.parameters
     with bundles.opened() if bundles else nullcontext():
-        if verb in SPECIAL:
-            return SPECIAL[verb](control, {name: _laid_down(value, bundles) for name, value in named.items()}, bundles)
-        positional: list[Any] = []
-        options: dict[str, Any] = {}
-        for name, one in OPERATIONS[verb].signature.parameters.items():
-            if name not in named:
-                if name in _CALLBACKS:
-                    options[name] = _tell
-                continue
-            value = _laid_down(named[name], bundles)
-            if one.kind is inspect.Parameter.KEYWORD_ONLY:
-                options[name] = value
-            elif one.kind is inspect.Parameter.VAR_POSITIONAL:
-                positional.extend(value)
-            else:
-                positional.append(value)
-        return getattr(control, verb)(*positional, **options)
-
-
-_CALLBACKS = ("say", "progress")
+        given = {name: _laid_down(value, bundles) for name, value in named.items()}
+        if declared.meant:
+            given = named_function(declared.meant)(control, **given)
+        if declared.writes:
+            Path(_OUT).mkdir()
+            given[declared.writes] = Path(_OUT, declared.file) if given.get(declared.writes, True) else None
+        given |= {name: _tell for name, one in taken.items() if get_origin(one.annotation) is Callable}
+        known = OrderedDict((name, given[name]) for name in taken if name in given)
+        bound = inspect.BoundArguments(declared.signature, known)
+        found = getattr(control, verb)(*bound.args, **bound.kwargs)
+        if declared.writes:
+            if bundles is None:
+                raise PosttrainError("a verb that writes files was asked of the server itself")
+            return _written(declared, found, bundles)
+        return _streamed(declared, found) if declared.streams else found
 
 
 def _tell(text: str) -> None:

@@ -15,7 +15,7 @@ from posttrain.access.roles import role_of
 from posttrain.api.control import Control
 from posttrain.api.guarding import Guard
 from posttrain.app.control import Local
-from posttrain.domain.errors import AccessError, AuthenticationError, NotFoundError, PosttrainError
+from posttrain.domain.errors import AccessError, AuthenticationError, InputError, NotFoundError, PosttrainError
 from posttrain.domain.ids import Role
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.server.watching import Looking, Watchers
@@ -23,6 +23,7 @@ from posttrain.server.watching import Looking, Watchers
 if TYPE_CHECKING:
     from posttrain.api.verbs import Verb
     from posttrain.app.workspace import Workspace
+    from posttrain.drivers.requests import RunDriver
     from posttrain.store.ledger import Ledger
 
 _SCHEME = "bearer "
@@ -63,7 +64,21 @@ class _Kept(Local):
             return self._watchers.read(self.workspace, *words, **options)
         if verb is Control.watcher:
             return Looking(self._watchers, self.workspace, *words, **options)
+        if verb is Control.detach:
+            return _driven(Control(self), *words, **options)
         return super().ask(verb, *words, **options)
+
+
+def _driven(control: Control, run_id: str) -> RunDriver:
+    """Who drives a run: the server drives every one, so nobody needs to be asked.
+
+    Raises:
+        InputError: it has ended.
+    """
+    run, found = control.run(run_id), control.driver(run_id)
+    if found is None:
+        raise InputError(f"run {run.id}: has ended ({run.state}), so there is nothing to drive; posttrain get {run.id}")
+    return found
 
 
 class Entrance:
@@ -164,13 +179,11 @@ class Entrance:
         )
 
     def _roles(self, principal: str) -> dict[str, str]:
-        with self._workspace.ledger.snapshot() as now:
-            return {name: str(role) for name, role in now.roles_of(principal).items()}
+        return {name: str(role) for name, role in self._workspace.ledger.roles_of(principal).items()}
 
     def _exists(self, project: str) -> bool:
         if project not in self._projects:
-            with self._workspace.ledger.snapshot() as now:
-                found = set(now.projects())
+            found = set(self._workspace.ledger.projects())
             with self._lock:
                 self._projects |= found
         return project in self._projects

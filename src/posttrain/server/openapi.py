@@ -27,10 +27,6 @@ _FILES = {  # of verbs that answer with files, which are fetched by their digest
     },
     "required": ["files"],
 }
-_OWN: dict[str, dict[str, Any]] = {
-    "ask": {"type": "object"},
-    **dict.fromkeys(("compare", "export", "write_trace", "write_report"), _FILES),
-}
 _PROBLEM = {
     "type": "object",
     "properties": {
@@ -127,7 +123,7 @@ def _described(operation: Verb[..., Any], schemas: dict[str, Any]) -> dict[str, 
             "headers": {"location": {"schema": {"type": "string"}}},
             "content": _json(_OPERATION),
         }
-    if operation.name == "ask":
+    if operation.streams:
         found["responses"]["200"]["content"]["text/event-stream"] = {}
     return found
 
@@ -169,8 +165,8 @@ def _json(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answer(operation: Verb[..., Any], schemas: dict[str, Any]) -> dict[str, Any]:
-    if operation.name in _OWN:
-        return _OWN[operation.name]
+    if operation.writes or operation.streams:
+        return _FILES if operation.writes else {"type": "object"}
     found = _taken(operation.answer.json_schema(mode="serialization", ref_template=_REF), schemas)
     if not operation.paged:
         return found

@@ -203,11 +203,6 @@ def _event(kind: str, body: bytes) -> bytes:
 # --- answers of a model ----------------------------------------------------------------------------------------------
 
 
-def wants_events(request: Request) -> bool:
-    """Whether answers are to come one by one."""
-    return "text/event-stream" in request.headers.get("accept", "")
-
-
 async def answers(request: Request, carry: Callable[[Asking], Coroutine[Any, Any, bytes]]) -> Response:
     """Events `asked`, `answer` for each, then `end`. What goes wrong before the first is a problem document."""
     loop, told = asyncio.get_running_loop(), asyncio.Queue[bytes | None]()

@@ -41,8 +41,7 @@ class Uploads:
 
         A file that looks like the listing of a tree is none: what it lists need not be the project's.
         """
-        with self._workspace.ledger.snapshot() as now:
-            return any(form in ("", artifact.form) for artifact in now.artifacts(digest))
+        return any(form in ("", artifact.form) for artifact in self._workspace.ledger.artifacts(digest))
 
     def held(self, digest: str) -> bool:
         """Whether the project has these bytes, so that nobody needs to send them again."""

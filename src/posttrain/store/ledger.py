@@ -163,6 +163,13 @@ class Ledger:
     cached_stage = _read(Snapshot.cached_stage)
     computed = _read(Snapshot.computed)
     events = _read(Snapshot.events)
+    images = _read(Snapshot.images)
+    projects = _read(Snapshot.projects)
+    roles = _read(Snapshot.roles)
+    roles_of = _read(Snapshot.roles_of)
+    tokens = _read(Snapshot.tokens)
+    token_of = _read(Snapshot.token_of)
+    artifacts = _read(Snapshot.artifacts)
     pending_events = _read(Snapshot.pending_events)
 
     def close(self) -> None:

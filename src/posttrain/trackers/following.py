@@ -409,13 +409,3 @@ class Scribe:
         except PosttrainError:
             return True
         return all(state.state == WRITTEN for state in found)
-
-
-def settled(workspace: OpenWorkspace, run_id: str, seconds: float) -> list[TrackerState]:
-    """How the trackers of a run that has ended stand, once nobody writes them any more, or after so many seconds."""
-    until = time.monotonic() + seconds
-    while True:
-        found = states(workspace, workspace.ledger.run(run_id))
-        if all(one.state != WRITING for one in found) or time.monotonic() >= until:
-            return found
-        time.sleep(0.05)

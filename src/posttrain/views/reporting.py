@@ -43,15 +43,15 @@ class Written:
     curves: Path | None  # None: no stage reported anything to draw
 
 
-def write_report(workspace: OpenWorkspace, run_id: str) -> Written:
-    """Write (again) `report.html` and `curves.png` into the run's folder.
+def write_report(workspace: OpenWorkspace, run_id: str, folder: Path | None = None) -> Written:
+    """Write (again) `report.html` and `curves.png` into a folder; None: the run's.
 
     Raises:
         WorkspaceError: the folder cannot be written.
     """
     watcher = RunWatcher(workspace, run_id, cached=True)
     status = watcher.read()  # of a run that is there
-    folder = workspace.root / "runs" / run_id
+    folder = folder or workspace.root / "runs" / run_id
     folder.mkdir(parents=True, exist_ok=True)
     manifest = workspace.stores.manifest(status.run)
     curves = main_curves(workspace, watcher, status, manifest, run_id)

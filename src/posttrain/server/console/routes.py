@@ -156,10 +156,6 @@ def _brief(one: RunSummary) -> Any:
     return one.id, one.state, one.message, one.under_way, one.tokens, str(one.driver), one.tags
 
 
-def _runs(control: Control, _: str) -> Any:
-    return [_brief(one) for one in (*control.queue(PAGE), *control.ls(PAGE))]
-
-
 def _run(control: Control, run_id: str) -> Any:
     status = control.watcher(run_id).read()
     stages = [
@@ -171,20 +167,12 @@ def _run(control: Control, run_id: str) -> Any:
     return status.run.generation, over, said, stages, status.signals, status.approvals, status.notes
 
 
-def _channels(control: Control, _: str) -> Any:
-    return control.channels(), control.live()
-
-
-def _channel(control: Control, name: str) -> Any:
-    return control.channel(name), control.approval_requests(name)
-
-
 # each asks what whoever is logged in may look at, which is why nobody is asked again where a mark is known
 _LOOKS: dict[str, Callable[[Control, str], Any]] = {
-    "runs": _runs,
+    "runs": lambda control, _: [_brief(one) for one in (*control.queue(PAGE), *control.ls(PAGE))],
     "run": _run,
-    "channels": _channels,
-    "channel": _channel,
+    "channels": lambda control, _: (control.channels(), control.live()),
+    "channel": lambda control, name: (control.channel(name), control.approval_requests(name)),
 }
 
 
