@@ -34,6 +34,7 @@ from posttrain.control.submission import submit
 from posttrain.domain.errors import FailureClass
 from posttrain.domain.facts import Metric, Progress
 from posttrain.domain.jobs import Failure, JobOrder, JobResult, Output
+from posttrain.domain.lifecycle import is_final
 from posttrain.domain.requests import JobRequest
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.executors.fake import FakeExecutor
@@ -135,7 +136,9 @@ class Builder:
         }
         planned = plan_run(parse_run_spec(raw, "run.yaml"), "run.yaml", self._resolve, self.jobs.trainers)
         run_id = submit(self.stores, planned.manifest).run.id
-        self.reconciler.drive(run_id, interval=1.0, timeout=36_000)
+        while not is_final("run", (tick := self.reconciler.step(run_id)).run.state):
+            if not tick.changed:
+                self.reconciler.rest(1.0)
         return run_id
 
     def _job(self, request: JobRequest) -> int:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any
 from sqlalchemy import Engine, event
 
 from benchmarks.judging import at_most, judge
-from posttrain.app.background import Background
+from posttrain.app.driver import Driver
 from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.control.planning import plan_run
 from posttrain.control.reconciler import Reconciler
@@ -40,7 +40,6 @@ from posttrain.domain.requests import JobRef
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.execution.trainers.native import NativeTrainer
-from posttrain.server.driver import OpenRuns
 from posttrain.store.blobs import open_blobs
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
@@ -97,13 +96,25 @@ class Counting(FakeExecutor):
         return super().observe(jobs)
 
 
-class Log:
-    """Nobody reads it."""
+class Every:
+    """Wants every run for good."""
 
-    def say(self, line: str) -> None:
+    def __init__(self, project: str) -> None:
+        self.runs: list[str] = []
+        self._project = project
+
+    def wanted(self) -> dict[str, list[str]]:
+        """See `Wanted.wanted`."""
+        return {self._project: self.runs}
+
+    def over(self) -> bool:
+        """Never."""
+        return False
+
+    def done(self, run_id: str, over: Callable[[], bool]) -> None:
         """Nothing."""
 
-    def bound(self) -> None:
+    def give_up(self, run_id: str, trouble: str) -> None:
         """Nothing."""
 
 
@@ -129,9 +140,9 @@ class Bench:
         ledger = Ledger(Database(root / "ledger.db"), self.clock)
         self.stores = Stores(ledger, open_blobs(str(root / "blobs")), self.clock, "bench")
         self.jobs = Jobs(self.executor, {"native": NativeTrainer()}, AttemptFolders(root), slots=max(1, running))
-        self.runs: list[str] = []
-        self._wanted, served = OpenRuns(), Served(root, self.stores, self.jobs)
-        self.driver = Background(served, self._wanted, Log())  # type: ignore[arg-type]
+        self._wanted, served = Every(ledger.project), Served(root, self.stores, self.jobs)
+        self.runs = self._wanted.runs
+        self.driver = Driver(served, self._wanted, lambda line: None)  # type: ignore[arg-type]
 
     def submit(self, count: int) -> None:
         """So many more."""
@@ -139,12 +150,11 @@ class Bench:
             raw = {**_RUN, "seed": len(self.runs)}
             planned = plan_run(parse_run_spec(raw, "run.yaml"), "run.yaml", _resolve, self.jobs.trainers)
             self.runs.append(submit(self.stores, planned.manifest).run.id)
-        self._wanted.take(self.runs)
 
     def passes(self, seconds: float) -> None:
         """What a server's driver does."""
         for _ in range(round(seconds * _PER_SECOND)):
-            self.driver.pass_over()
+            self.driver.look()
             self.clock.sleep(1 / _PER_SECOND)
 
 

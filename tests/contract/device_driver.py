@@ -16,6 +16,7 @@ from posttrain.control.stores import Stores
 from posttrain.control.submission import submit
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.jobs import JobOrder, JobSpec
+from posttrain.domain.lifecycle import is_final
 from posttrain.domain.manifest import InputRef
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.executors.local.devices import Devices
@@ -61,7 +62,14 @@ def main(root: Path, name: str, locks: str, devices: int) -> int:
     raw = {"name": name, "owner": "ada", "seed": 1, "model": "model:tiny", "data": {"train": "dataset:train"}}
     raw |= {"stages": stages, "budget": {"attempts": 20}}
     manifest = plan_run(parse_run_spec(raw, "run.yaml"), "run.yaml", resolve, jobs.trainers).manifest
-    run = Reconciler(stores, jobs, process_name(), process_alive).drive(submit(stores, manifest).run.id)
+    reconciler = Reconciler(stores, jobs, process_name(), process_alive)
+    run = submit(stores, manifest).run
+    with reconciler.kept():
+        while not is_final("run", run.state):
+            tick = reconciler.step(run.id)
+            run = tick.run
+            if not tick.changed:
+                reconciler.rest(0.1)
     print(run.id, run.state, flush=True)
     return 0
 

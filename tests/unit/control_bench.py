@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from driving import drive
 from posttrain.control.jobs import AttemptFolders, Jobs
 from posttrain.control.planning import plan_run
 from posttrain.control.reconciler import Reconciler
@@ -148,7 +149,7 @@ class Bench:
         return submit(self.stores, planned.manifest, again=again).run.id
 
     def drive(self, run_id: str) -> Any:
-        return self.reconciler.drive(run_id, interval=1.0, timeout=3600)
+        return drive(self.reconciler, run_id, interval=1.0, timeout=3600)
 
     def stage(self, run_id: str, name: str) -> Any:
         return next(s for s in self.ledger.stages(run_id) if s.name == name)

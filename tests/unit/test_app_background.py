@@ -17,10 +17,11 @@ import psutil
 import pytest
 from cli_world import World, make_world
 
-from posttrain.app.background import Background, Ears, _tidy
+from posttrain.app.background import Ears, _tidy
+from posttrain.app.driver import Driver, drive
 from posttrain.app.workspace import Workspace
 from posttrain.control.owners import process_name
-from posttrain.domain.errors import InfrastructureError, InputError, IntegrityError, WorkspaceError
+from posttrain.domain.errors import DeadlineError, InfrastructureError, InputError, IntegrityError, WorkspaceError
 from posttrain.domain.lifecycle import RunState
 from posttrain.drivers import detaching
 from posttrain.drivers import detaching as driver_environment
@@ -255,29 +256,36 @@ class Driven:
 
     def __init__(self, workspace: Workspace) -> None:
         self.said: list[str] = []
-        self.ears = Ears(workspace.root, KEY, self.said.append)
-        log = DriverLog(workspace.root / "log", Veil({}))
-        log.say = self.said.append  # type: ignore[method-assign]
-        self.driver = Background(workspace, self.ears, log)
         self.let_go = 0
+        self.ears = Ears(workspace.root, KEY, workspace.ledger.project, self.said.append, self.free)
+        self.driver = Driver(workspace, self.ears, self.said.append)
+
+    def free(self) -> None:
+        """Let the next driver come."""
+        self.let_go += 1
+
+    def wanted(self) -> list[str]:
+        """The runs to drive."""
+        (runs,) = self.ears.wanted().values()
+        return runs
 
     def to_the_end(self) -> None:
         """Until it ends by itself."""
         self.ears.listen()
-        self.driver.drive(lambda: setattr(self, "let_go", self.let_go + 1))
-        self.driver.leave()
+        self.driver.drive()
 
 
 @pytest.fixture
 def driven(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> Driven:
-    def rest(self: Background, seconds: float) -> None:
+    made = Driven(workspace)
+
+    def rest(seconds: float) -> None:
         workspace.ledger.clock.sleep(1.0)
-        for known in self._known.values():
+        for known in made.driver._known.values():
             known.again_at = 0.0
 
-    monkeypatch.setattr(Background, "_rest", rest)
-    monkeypatch.setattr(DriverLog, "bound", lambda self: None)
-    return Driven(workspace)
+    monkeypatch.setattr(made.driver, "_rest", rest)
+    return made
 
 
 def test_it_takes_every_run_of_its_environment_to_its_end(world: World, workspace: Workspace, driven: Driven) -> None:
@@ -333,8 +341,9 @@ def test_one_runs_trouble_stops_no_other(
     assert sum(f"{bad}: unexpected ZeroDivisionError" in line for line in driven.said) == 1, "told once"
     assert any("given up" in line for line in driven.said)
     assert told(world, bad)["trouble"] == "unexpected ZeroDivisionError: of a bug"
-    driven.said.clear()
-    driven.to_the_end()
+    again = Driven(workspace)
+    again.to_the_end()
+    assert (again.let_go, again.said) == (1, [])
     assert workspace.ledger.run(bad).state == "running", "a person has to look at it first"
 
 
@@ -343,15 +352,19 @@ def test_a_run_that_was_let_go_on_meanwhile_is_kept(world: World, workspace: Wor
     ask(workspace, run_id)
     driven.ears.listen()
     driven.ears.done(run_id, lambda: False)
-    assert (driven.ears.wanted(), requested(workspace.root)) == ([run_id], [run_id])
-    assert driven.ears.close(lambda: pytest.fail("it has a run")) is False
+    assert (driven.wanted(), requested(workspace.root)) == ([run_id], [run_id])
+    assert driven.ears.over() is False
     driven.ears.done(run_id, lambda: True)
-    assert (driven.ears.wanted(), requested(workspace.root)) == ([], [])
+    assert (driven.wanted(), requested(workspace.root)) == ([], [])
     ask(workspace, run_id)
-    assert driven.ears.close(lambda: pytest.fail("it was asked at the last moment")) is False
+    assert driven.ears.over() is False, "it was asked at the last moment"
     with requests_held(workspace.root):
         drivers.remove_request(workspace.root, run_id)
-    assert driven.ears.close(lambda: None) is True
+    driven.ears.listen()
+    assert (driven.ears.over(), driven.let_go) == (True, 1)
+    ask(workspace, run_id)
+    driven.ears.listen()
+    assert read_request(workspace.root, run_id) == Request(run_id, KEY, str(workspace.root)), "the next driver's"
 
 
 def test_a_request_that_is_taken_back_is_forgotten(world: World, workspace: Workspace, driven: Driven) -> None:
@@ -361,7 +374,7 @@ def test_a_request_that_is_taken_back_is_forgotten(world: World, workspace: Work
     with requests_held(workspace.root):
         drivers.remove_request(workspace.root, run_id)
     driven.ears.listen()
-    assert driven.ears.wanted() == []
+    assert driven.wanted() == []
 
 
 def test_whoever_ends_a_run_forgets_its_request(world: World, workspace: Workspace) -> None:
@@ -384,9 +397,9 @@ def test_told_to_end_it_gives_the_leases_back(
 ) -> None:
     run_id = held(world)
     ask(workspace, run_id)
-    monkeypatch.setattr(Background, "_rest", lambda self, seconds: self.end(15))
+    monkeypatch.setattr(driven.driver, "_rest", lambda seconds: driven.driver.end(15))
     driven.to_the_end()
-    assert driven.said[-1] == f"ended by SIGTERM; waiting for a driver: {run_id}"
+    assert (driven.driver.told, driven.let_go) == (15, 0)
     assert workspace.ledger.run(run_id).lease_owner is None
     assert requested(workspace.root) == [run_id]
     assert workspace.ledger.run(run_id).state == RunState.RUNNING
@@ -408,6 +421,19 @@ def test_what_long_gone_drivers_left_is_removed(world: World, workspace: Workspa
     assert requested(workspace.root) == [going]
     kept = ["aaaaaaaa", KEY, *(f"{number:08d}" for number in range(4, 12))]
     assert {path.name for path in folder.glob("*.log")} == {f"{key}{one}.log" for key in kept for one in ("", ".1")}
+
+
+def test_a_wait_has_a_deadline(world: World, workspace: Workspace) -> None:
+    run_id = held(world)
+    clock = workspace.ledger.clock
+    until = clock.now() + 60
+
+    def watch(_: object) -> None:
+        assert clock.now() < until, "long past its deadline"
+
+    with pytest.raises(DeadlineError, match="still running after 20 s; wait again or look: posttrain why"):
+        drive(workspace, run_id, timeout=20, watch=watch)
+    assert workspace.ledger.run(run_id).lease_owner is None
 
 
 # --- its log ----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ from rich.console import Console
 from test_app_background import Driven, ask
 from test_channel_policies import ACCURACY, POLICY, STEADY, better, policy_file, refused
 
-from posttrain.app.background import Background
+from driving import drive
+from posttrain.app.driver import Driver
 from posttrain.app.workspace import open_workspace
 from posttrain.cli.live import run_table
 from posttrain.cli.screens import approval_lines
@@ -601,14 +602,14 @@ def test_a_background_driver_keeps_a_run_that_waits_and_goes_on_when_it_is_appro
     make_folder(runs_folder(workspace.root))
     ask(workspace, run)
 
-    def rest(driver: Background, seconds: float) -> None:
+    def rest(driver: Driver, seconds: float) -> None:
         workspace.ledger.clock.sleep(1.0)
         rests.append(workspace.ledger.run(run).state)
         if len(rests) == 5:
             user("ann")
             world.ok("approve", run)
 
-    monkeypatch.setattr(Background, "_rest", rest)
+    monkeypatch.setattr(Driver, "_rest", rest)
     Driven(workspace).to_the_end()
     assert rests[:5] == ["running"] * 5
     assert workspace.ledger.run(run).state == "succeeded"
@@ -937,7 +938,7 @@ def test_audit_4_history_names_who_requested_a_release_and_never_the_account_of_
     run_id = planned(bench, monkeypatch)  # submitted by `test`
     driver = Reconciler(by(bench, DRIVER), bench.jobs, "here")
     actions.say(by(bench, "user:ann"), actions.find_release(bench.stores, run_id, None), APPROVED)
-    assert driver.drive(run_id, interval=1.0, timeout=3600).state == "succeeded"
+    assert drive(driver, run_id, interval=1.0, timeout=3600).state == "succeeded"
     (move,) = moves(bench.ledger, "prod")
     assert (move.entry.actor, move.approved_by) == ("test", ("user:ann",))
     (event,) = bench.ledger.events_about("prod", "channel.promote")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from control_bench import RUN, TRAIN_ONLY, Bench, train, vanish
 
+from driving import drive
 from posttrain.control import actions, launching
 from posttrain.control.decide import BACKOFF_SECONDS
 from posttrain.control.launching import trained_elsewhere
@@ -295,7 +296,7 @@ def test_an_order_that_no_job_has_read_says_what_holds_now(bench: Bench, monkeyp
     monkeypatch.setattr(bench.executor, "submit", dies)
     run_id = bench.submit(**TRAIN_ONLY)
     with pytest.raises(KeyboardInterrupt):
-        Reconciler(bench.stores, replace(bench.jobs, trust_rewards=True), "here").drive(run_id)
+        drive(Reconciler(bench.stores, replace(bench.jobs, trust_rewards=True), "here"), run_id)
     monkeypatch.undo()
     attempt = bench.ledger.attempts(run_id)[0]
     assert (attempt.state, bench.jobs.folders.of(attempt).read_order().trust_rewards) == ("planned", True)

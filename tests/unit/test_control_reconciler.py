@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from control_bench import RUN, TRAIN_ONLY, Bench, evaluate, fail, train, vanish
 
+from driving import drive
 from posttrain.control import actions, launching
 from posttrain.control.decide import STOP_GRACE_SECONDS, View, decide_stage
 from posttrain.control.jobs import AttemptFolders
@@ -16,7 +17,6 @@ from posttrain.control.reconciler import LEASE_SECONDS, Reconciler
 from posttrain.control.stores import Stores
 from posttrain.domain.errors import (
     BudgetExceededError,
-    DeadlineError,
     FailureClass,
     GateRejectedError,
     InfrastructureError,
@@ -295,17 +295,6 @@ def test_only_the_lease_holder_acts_and_a_dead_one_is_succeeded(bench: Bench) ->
     assert bench.reconciler.tick(run_id) is not None
 
 
-def test_a_wait_has_a_deadline(bench: Bench) -> None:
-    bench.scripts["sft"] = [None]
-    until = bench.clock.now() + 60
-
-    def watch(_: object) -> None:
-        assert bench.clock.now() < until, "long past its deadline"
-
-    with pytest.raises(DeadlineError, match="still running after 5 s"):
-        bench.reconciler.drive(bench.submit(), timeout=5, watch=watch)
-
-
 def test_rollback_returns_to_the_model_before(bench: Bench) -> None:
     first = bench.drive(bench.submit())
     bench.scripts |= {"sft": [train("better")], "evaluate": [evaluate(199)]}
@@ -334,7 +323,7 @@ def test_nothing_starts_in_a_run_that_another_driver_ended_a_moment_ago(
     def claim_late(name: str, row: Work | None) -> object:
         held = claim(name, row)
         bench.clock.sleep(LEASE_SECONDS + 1)
-        bench.reconciler.drive(name, interval=0.01)
+        drive(bench.reconciler, name, interval=0.01)
         bench.clock.sleep(3600)
         return held
 

@@ -11,6 +11,7 @@ import pytest
 from control_bench import RUN, TRAIN_ONLY, Bench, evaluate, train
 from sqlalchemy import text
 
+from driving import drive
 from posttrain.control import actions, reconciler
 from posttrain.control.trouble import PATIENCE_SECONDS
 from posttrain.domain.errors import ConflictError, InfrastructureError, IntegrityError, StaleWriteError
@@ -71,7 +72,7 @@ def test_a_store_that_answers_503_for_one_stage_ends_neither_the_other_nor_the_d
         if len(told) == 2:
             assert two.state == "succeeded", "the other stage went on"
 
-    run = bench.reconciler.drive(run_id, interval=0.1, timeout=3600, watch=watch)
+    run = drive(bench.reconciler, run_id, interval=0.1, timeout=3600, watch=watch)
     assert (run.state, flaky.raised) == ("succeeded", 3)
     assert [words.rpartition("looking again in ")[2] for words in told] == ["0.5 s", "2 s", "8 s"]
     assert all("503" in words for words in told)
@@ -115,7 +116,7 @@ def test_trouble_without_end_ends_the_driver_and_loses_nothing(bench: Bench, mon
     monkeypatch.setattr(bench.stores.blobs, "put_file", faulty(10**9, away(), put_file))
     started = bench.clock.now()
     with pytest.raises(InfrastructureError, match=rf"503.*; mend the cause, then posttrain dead {run_id}/sft --retry"):
-        bench.reconciler.drive(run_id, interval=60.0, timeout=10 * PATIENCE_SECONDS)
+        drive(bench.reconciler, run_id, interval=60.0, timeout=10 * PATIENCE_SECONDS)
     assert PATIENCE_SECONDS <= bench.clock.now() - started < 1.1 * PATIENCE_SECONDS
     assert (bench.stage(run_id, "sft").state, bench.stage(run_id, "sft").reason) == ("running", "SetAside")
     monkeypatch.setattr(bench.stores.blobs, "put_file", put_file)
@@ -167,7 +168,7 @@ def test_a_run_whose_manifest_is_gone_is_set_aside_and_goes_on_when_it_is_back(
     run_id, real = bench.submit(), bench.stores.blobs.get
     monkeypatch.setattr(bench.stores.blobs, "get", faulty(10**9, away(), real))
     with pytest.raises(InfrastructureError, match="503"):
-        bench.reconciler.drive(run_id, interval=20.0, timeout=10 * PATIENCE_SECONDS)
+        drive(bench.reconciler, run_id, interval=20.0, timeout=10 * PATIENCE_SECONDS)
     with pytest.raises(InfrastructureError, match=f"set aside after .* tries: .*503.*posttrain dead {run_id} --retry"):
         bench.drive(run_id)
     (told,) = [one for one in bench.ledger.pending_events() if one.kind == "run.set_aside"]
@@ -218,7 +219,7 @@ def test_a_race_that_wakes_nobody_is_looked_at_again(bench: Bench, monkeypatch: 
         return real(self, *row)
 
     monkeypatch.setattr(Transaction, "put_cache", lose_some)
-    run = bench.reconciler.drive(bench.submit(), interval=0.1, timeout=120)
+    run = drive(bench.reconciler, bench.submit(), interval=0.1, timeout=120)
     assert (run.state, len(lost)) == ("succeeded", 3)
 
 

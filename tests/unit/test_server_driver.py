@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +10,15 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
+from posttrain.app import driver as loop
+from posttrain.app.driver import Driver
 from posttrain.app.workspace import Workspace, init_workspace
+from posttrain.control.reconciler import Reconciler
 from posttrain.domain.canonical import digest_json
+from posttrain.domain.errors import WorkspaceError
 from posttrain.domain.records import RunRecord, StageRecord
-from posttrain.drivers.log import DriverLog, Veil
 from posttrain.server import driver as module
-from posttrain.server.driver import OpenRuns, Upkeep
+from posttrain.server.driver import OpenRuns
 from posttrain.store.work import open_runs
 from posttrain.views.status import RunSummary, read_newest
 
@@ -89,9 +90,10 @@ def test_an_idle_minute_costs_less_than_two_statements_a_second(
     workspace.seal()
     clock = Seconds()
     monkeypatch.setattr(module, "time", clock)
-    driver = module.Driver(workspace, DriverLog(workspace.root / "driver.log", Veil(os.environ)))
-    passed: list[str] = []
-    monkeypatch.setattr(module.Background, "pass_over", lambda self: bool(passed.append("")))
+    monkeypatch.setattr(loop, "time", clock)
+    passed: list[list[str]] = []
+    monkeypatch.setattr(Reconciler, "worth", lambda self, runs: bool(passed.append(runs)) or [])
+    driver = Driver(workspace, OpenRuns(workspace, print), print, served=True)
 
     def minute() -> None:
         for _ in range(600):
@@ -99,36 +101,50 @@ def test_an_idle_minute_costs_less_than_two_statements_a_second(
             driver.look()
 
     assert counted(workspace, minute) <= 120
-    assert len(passed) == 600
-    driver.close()
+    assert [len(runs) for runs in passed] == [5] * 600
+    driver._leave(0.0)
 
 
-def test_an_event_of_any_project_is_sealed(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Seconds()
-    monkeypatch.setattr(module, "time", clock)
-    upkeep = Upkeep(workspace)
+def test_an_event_of_any_project_is_sealed(workspace: Workspace) -> None:
+    driver = Driver(workspace, OpenRuns(workspace, print), print, served=True)
     waiting(workspace, "a", "a-1")
-    upkeep.step()
+    driver._look_after()
     with workspace.seen_by("user:ann", "a", "os").ledger.snapshot() as now:
         assert now.pending_events() == []
         assert any(event.kind == "run.pending" for event in now.events(limit=1000))
-    upkeep.close()
+    driver._leave(0.0)
 
 
-def test_a_run_that_was_given_up_rests_and_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_given_up_rests_and_is_looked_at_again(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Seconds()
     monkeypatch.setattr(module, "time", clock)
-    runs = OpenRuns()
-    runs.take(["one", "two"])
-    runs.give_up("one", "no reason")
-    assert runs.wanted() == ["two"]
-    clock.now += 60.0
-    assert runs.wanted() == ["one", "two"]
-    runs.done("two", lambda: True)
-    assert runs.wanted() == ["one"]
-    runs.stop()
-    assert runs.wanted() == []
-    assert time.monotonic() != clock.now
+    one, two = waiting(workspace, "a", "one"), waiting(workspace, "a", "two")
+    runs = OpenRuns(workspace, print)
+    assert runs.wanted() == {"a": [one, two]}
+    runs.give_up(one, "no reason")
+    assert runs.wanted() == {"a": [two]}
+    clock.now += 1.0
+    runs.done(two, lambda: True)
+    assert runs.wanted() == {"a": []}
+    clock.now += 59.0
+    assert runs.wanted() == {"a": [one, two]}, "whoever has ended is not open any more: this one was let go on"
+
+
+def test_a_ledger_that_is_away_is_said_and_asked_again(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, said, found = Seconds(), list[str](), {"a": ["one"]}
+    monkeypatch.setattr(module, "time", clock)
+
+    def away(*_: object) -> dict[str, list[str]]:
+        raise WorkspaceError("away")
+
+    monkeypatch.setattr(module, "open_runs", lambda *_: found)
+    runs = OpenRuns(workspace, said.append)
+    assert runs.wanted() == found
+    monkeypatch.setattr(module, "open_runs", away)
+    clock.now += 1.5
+    assert (runs.wanted(), runs.errors, said) == (found, 1, ["the ledger cannot be used: away"])
 
 
 def test_jobs_of_another_project_are_nobodys_orphans(workspace: Workspace) -> None:

@@ -22,7 +22,7 @@ from posttrain.api.verbs import Verb
 from posttrain.domain.errors import InputError, WorkspaceError
 from posttrain.domain.ids import Role
 from posttrain.server import logs
-from posttrain.server.logs import DriverLines, Logging, Printed, begin
+from posttrain.server.logs import Logging, Printed, begin, say_of_driver
 
 WORD, ACCESS = "canary", "posttrain.server.access"
 SIGNED = f"https://store.example/bucket/key?X-Amz-Signature={WORD}-signature&X-Amz-Credential={WORD}-id"
@@ -219,7 +219,7 @@ def test_secrets_of_the_environment_and_tokens_are_hidden_in_what_anybody_says(
     said = Said()
     monkeypatch.setattr(logs, "_write", said.write)
     begin(Logging("text"))
-    DriverLines().say(f"run sort-abcd.2: failed with {WORD}/of/aws and posttrain_{WORD * 7} at {SIGNED}")
+    say_of_driver(f"run sort-abcd.2: failed with {WORD}/of/aws and posttrain_{WORD * 7} at {SIGNED}")
     Printed().write(f"Authorization: Bearer {WORD}\nand no end")
     logging.getLogger("asyncio").error("Task exception was never retrieved\nfuture: <Task ... %s>", WORD)
     logging.getLogger("other").info("debug of a library")

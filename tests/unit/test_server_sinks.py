@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 from server_bench import ServerBench, served
 
+from posttrain.app import driver as loop
+from posttrain.app.driver import Driver
 from posttrain.domain.errors import AccessError, InputError, NotFoundError, SinkError
 from posttrain.domain.ids import Role
 from posttrain.domain.sinks import FOR_PEOPLE, Rule
 from posttrain.events.admitting import SECRETS, VARIABLE, public, secrets_of
-from posttrain.server.driver import Upkeep
+from posttrain.server.driver import OpenRuns
 from sink_servers import SECRET, Receiver, receiver
 
 WEB = {"secret_env": "POSTTRAIN_SINK_SECRET"}
@@ -87,6 +90,11 @@ def test_who_may_only_look_adds_none(bench: ServerBench, http: Receiver) -> None
             asked()
 
 
+def delivering(bench: ServerBench) -> Driver:
+    """The server's driver in this process, a pass at a time."""
+    return Driver(bench.workspace, OpenRuns(bench.workspace, print), print, served=True)
+
+
 def test_what_a_server_knows_is_not_carried_out_by_a_sink(
     bench: ServerBench, http: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,16 +120,16 @@ def test_the_servers_driver_delivers_each_projects_events_to_its_own_sinks(bench
         web = WEB if project == "default" else {"secret_env": "POSTTRAIN_SINK_OTHER_SECRET"}
         control.add_sink("chat", "webhook", {"url": f"{http.url}/{project}", **web}, {"on": ["all"]})
         tell(bench, project)
-    upkeep = Upkeep(bench.workspace)
+    driver = delivering(bench)
     told: dict[str, list[dict[str, Any]]] = {}
     both = ("default", "other")
     while not all(any(one["type"] == "note.told" for one in told.get(of, [])) for of in both):
-        upkeep.step()
+        driver._look_after()
         posts = list(http.posts)
         told = {
             of: [json.loads(post.body) for post in posts if post.path == f"/hook/{of}"] for of in ("default", "other")
         }
-    upkeep.close()
+    driver._leave(0.0)
     for project, events in told.items():
         assert {one["project"] for one in events} == {project}
         assert [one["audited"]["of"] for one in events if one["type"] == "note.told"] == [project]
@@ -176,12 +184,12 @@ def test_a_webhook_reaches_nothing_that_only_the_server_reaches(
     with pytest.raises(SinkError, match=r"may not be reached: .* is no public address"):
         control.test_sink("inside")
     tell(bench, "default")
-    upkeep = Upkeep(bench.workspace)
+    driver = delivering(bench)
     try:
         while not control.sinks()[0].failures:
-            upkeep.step()
+            driver._look_after()
     finally:
-        upkeep.close()
+        driver._leave(0.0)
     assert "no public address" in control.sinks()[0].error
     assert http.posts == []
 
@@ -244,3 +252,31 @@ def test_a_secret_that_is_not_there_is_said_at_once(bench: ServerBench, monkeypa
     assert made.lacks == "variable POSTTRAIN_SINK_SECRET is not set"
     monkeypatch.setenv("POSTTRAIN_SINK_SECRET", SECRET)
     assert control.sinks()[0].lacks == ""
+
+
+def test_a_sink_that_hangs_and_is_removed_holds_up_no_driver(
+    bench: ServerBench, http: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: list[float | None] = []
+    real = threading.Thread.join
+
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread.name.startswith("posttrain-sink-"):
+            joined.append(timeout)
+        real(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", join)
+    monkeypatch.setattr(loop, "_SINKS", 0.0)
+    http.always = "hang"
+    control = bench.control(bench.person("ann", Role.ADMIN))
+    control.add_sink("deaf", "webhook", {"url": http.url, **WEB}, {"on": ["all"]})
+    tell(bench, "default")
+    driver = delivering(bench)
+    while not http.posts:
+        driver._look_after()
+    control.remove_sink("deaf")
+    driver._stepped = 0.0
+    driver._look_after()
+    assert driver._deliverers == {}
+    assert joined == [0.0], "its thread still waits for an answer"
+    driver._leave(0.0)

@@ -114,10 +114,6 @@ ALLOWED = {
         'bench.jobs.folders.of(attempt).write_result(JobResult("stopped", seconds=5.0))',
     ): SAID,
     (
-        "unit/test_control_reconciler.py",
-        "bench.reconciler.drive(bench.submit(), timeout=5, watch=watch)",
-    ): "on a scripted clock",
-    (
         "unit/test_engine_groups_typing.py",
         '("method by name", "group.each(\'step\', 0.1)", "group.within(3).each(Worker.step, 0.1)"),',
     ): "a line for the type checker, never run",

@@ -12,6 +12,7 @@ import obstore
 import pytest
 from control_bench import TRAIN_ONLY, Bench, evaluate, train, vanish
 
+from driving import drive
 from posttrain.app.workspace import init_workspace
 from posttrain.control import actions
 from posttrain.control.jobs import AttemptFolders
@@ -171,7 +172,7 @@ def test_an_order_that_its_job_rewrote_leads_nobody_elsewhere_and_bills_nothing_
         sink(Progress(3, 3, "sft", 390, 0.0))
     channel.write_result(JobResult("stopped", tokens=400))
     bench.executor.finish(attempt.name)
-    assert reconciler.drive(run_id, interval=1.0, timeout=600).state == "stopped"
+    assert drive(reconciler, run_id, interval=1.0, timeout=600).state == "stopped"
     attempts = again.attempts(run_id)
     assert [(one.state, one.tokens) for one in attempts] == [("lost", 150), ("stopped", 300)]
     assert trained_elsewhere(stores, bench.jobs.folders, attempts) == ""
@@ -191,7 +192,7 @@ def test_a_copy_of_the_workspace_gives_what_was_planned_in_the_original_a_channe
         reconciler.tick(run_id)
     assert [one.state for one in bench.ledger.attempts(run_id)] == ["planned"]
     copied = replace(bench.jobs, folders=AttemptFolders(bench.root, lambda: f"{store}/copy"))
-    assert Reconciler(bench.stores, copied, "there").drive(run_id, interval=1.0, timeout=600).state == "succeeded"
+    assert drive(Reconciler(bench.stores, copied, "there"), run_id, interval=1.0, timeout=600).state == "succeeded"
     (attempt,) = bench.ledger.attempts(run_id)
     assert attempt.channel == copied.folders.of(attempt).read_order().channel == f"{store}/copy/{run_id}/sft/001"
     assert ObjectStoreObjects(attempt.channel).get("result.json") is not None

@@ -166,7 +166,7 @@ class Submissions(Verbs):
     ) -> Submitted:
         """Record a run of one evaluate stage. See `app.evaluating`."""
 
-    @verb("", Role.SUBMITTER, "app.runs", command="attach")
+    @verb("", Role.SUBMITTER, "app.driver", command="attach")
     def drive(
         self,
         run_id: RunId,

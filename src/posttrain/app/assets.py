@@ -36,11 +36,10 @@ def add_external(workspace: Workspace, uri: str, name: str, *, checksum: str, ve
 
 @answers(Control.mark)
 def mark(workspace: Workspace, ref: str, status: str, reason: str) -> tuple[Asset, Marked]:
-    asset = workspace.catalog.find(ref)
+    asset, ledger = workspace.catalog.find(ref), workspace.ledger
     said = set_status(workspace.stores, asset, status, reason)
     if status != RECALLED:
-        return asset, Marked(said, still=recalls.recalled(workspace.ledger, [asset.digest]).get(asset.digest))
-    ledger = workspace.ledger
+        return asset, Marked(said, still=recalls.recalled(ledger, [asset.digest]).get(asset.digest))
     found = {run.id: run for run in _that_may_use(workspace, asset)}
     used = {
         one: {str(ref.digest) for stage in workspace.stores.manifest(run).stages for ref in stage.inputs.values()}

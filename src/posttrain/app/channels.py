@@ -52,14 +52,13 @@ def channel(workspace: Workspace, name: str) -> ChannelView:
 
 @answers(Control.promote)
 def promote(workspace: Workspace, run_id: str, channel: str, lift_quarantine: str = "") -> ReleaseEntry:
-    from posttrain.app import courier
+    from posttrain.app import sinks
     from posttrain.control.actions import promote
     from posttrain.trackers.registering import announce
 
     entry = promote(workspace.stores, run_id, channel, lift_quarantine)
     announce(workspace, channel)
-    workspace.seal()
-    courier.announce(workspace)
+    sinks.announce(workspace)
     return entry
 
 
@@ -72,15 +71,14 @@ def rollback(
     reason: str = "",
     lift_quarantine: str = "",
 ) -> ReleaseEntry:
-    from posttrain.app import courier
+    from posttrain.app import sinks
     from posttrain.control.actions import rollback
     from posttrain.trackers.registering import announce
 
     stores = workspace.stores
     entry = rollback(stores, channel, to, since=since, reason=reason, lift_quarantine=lift_quarantine)
-    workspace.seal()
     announce(workspace, channel)
-    courier.announce(workspace)
+    sinks.announce(workspace)
     return entry
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Local:
-    """Carries verbs out in this process, over an open workspace."""
+    """Carries verbs out in this process, over an open workspace, and seals the events that they leave behind."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace

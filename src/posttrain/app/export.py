@@ -49,17 +49,6 @@ DTYPES: tuple[str, ...] = get_args(Dtype)
 def export(
     workspace: Workspace, model: str, folder: Path, *, dtype: str | None, progress: Callable[[str], None]
 ) -> Exported:
-    return export_model(workspace, named_model(workspace, model), folder, dtype=dtype, progress=progress)
-
-
-def export_model(
-    workspace: Workspace,
-    model: NamedModel,
-    target: Path,
-    *,
-    dtype: str | None = None,
-    progress: Callable[[str], None] = lambda file: None,
-) -> Exported:
     """Write a model's files into a new folder. It appears whole, or not at all.
 
     Args:
@@ -67,33 +56,34 @@ def export_model(
         progress: told each file.
 
     Raises:
-        InputError: something is at `target`, an unknown dtype, or weights that the dtype cannot hold.
+        InputError: something is at `folder`, an unknown dtype, or weights that the dtype cannot hold.
         NotFoundError, IntegrityError: a file of the model is missing or corrupt.
-        WorkspaceError: `target` cannot be written.
+        WorkspaceError: `folder` cannot be written.
     """
+    named = named_model(workspace, model)
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    if model.ref.on_disk:
-        raise InputError(f"{model.word}: is a folder on this machine already; copy it")
-    target = _place(target, workspace)
+    if named.ref.on_disk:
+        raise InputError(f"{named.word}: is a folder on this machine already; copy it")
+    target = _place(folder, workspace)
     with scratch(target.parent, _PARTIAL) as work:
         made = work / "made"
-        _copied(workspace, model.digest, made, progress)
+        _copied(workspace, named.digest, made, progress)
         stored = floating_types(made)
         cast = dtype is not None and stored != {dtype}
         if cast:
             for answer in foreground.answers(_CAST, {"folder": str(made), "dtype": dtype}, timeout=_CAST_SECONDS):
                 progress(f"{answer['file']} in {dtype}")
         kind = dtype or ", ".join(sorted(stored))
-        described = model.made is not None and _describe(workspace, model.made, made, kind, cast=cast)
+        described = named.made is not None and _describe(workspace, named.made, made, kind, cast=cast)
         if not described:
-            _say_lineage(workspace, model, made, kind, cast=cast)
+            _say_lineage(workspace, named, made, kind, cast=cast)
         opener = "AutoModelForSequenceClassification" if _is_classifier(made) else "AutoModelForCausalLM"
         sync_tree(made)
         _put(made, target)
     files = tuple(sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()))
     size = sum((target / name).stat().st_size for name in files)
-    return Exported(target, model.pinned.name, model.digest, kind, cast, files, size, described, opener)
+    return Exported(target, named.pinned.name, named.digest, kind, cast, files, size, described, opener)
 
 
 def _place(target: Path, workspace: Workspace) -> Path:

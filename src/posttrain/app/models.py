@@ -7,7 +7,8 @@ from pathlib import Path
 
 from posttrain.api.control import Control
 from posttrain.api.verbs import answers
-from posttrain.app.runs import drive_run, plan_spec, submit_planned
+from posttrain.app.driver import drive
+from posttrain.app.runs import plan_spec, submit_planned
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import InputError
 from posttrain.domain.records import Asset, outcome_error
@@ -44,7 +45,7 @@ def create_model(workspace: Workspace, name: str, config: Path, seed: int) -> tu
     }
     spec = parse_run_spec(raw, str(config))
     run_id = submit_planned(plan_spec(spec, workspace, config), workspace).run.id
-    record = drive_run(workspace, run_id)
+    record = drive(workspace, run_id)
     rows = tuple(workspace.ledger.stages(run_id))
     error = outcome_error(record, rows)
     if error:

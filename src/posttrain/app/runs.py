@@ -1,4 +1,4 @@
-"""From run files to runs: plan them, submit them, drive them.
+"""From run files to runs: plan them, submit them.
 
 What `posttrain plan` shows: the manifest, what is cached, what it will cost, whether its gates can tell.
 
@@ -7,16 +7,13 @@ Nothing here writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 from posttrain.api.control import Control
 from posttrain.api.values import Locked, Submitted
 from posttrain.api.verbs import answers
-from posttrain.app.courier import Courier
 from posttrain.app.sinks import lacking
 from posttrain.app.workspace import Workspace
 from posttrain.control import actions, channels
@@ -39,7 +36,6 @@ from posttrain.domain.records import RunRecord, StageRecord
 from posttrain.domain.rewards import AS_FOUND, Called
 from posttrain.domain.runspec import RunSpec, load_run_spec
 from posttrain.domain.trackers import Trackers
-from posttrain.drivers.requests import forget_request
 from posttrain.execution.trainers.installed import InstalledTrainer
 from posttrain.preflight.confinement import check_confinement, check_imports, refuse_missing_secrets
 from posttrain.preflight.fitting import check_fit, counter, repeated, seen_in_training, wide_steps
@@ -54,80 +50,17 @@ from posttrain.preflight.placing import (
     residencies,
     slower,
 )
-from posttrain.trackers.following import Scribe
 from posttrain.trackers.tracking import check_trackers, describe, of_workspace, record_trackers, resolved
 from posttrain.views.plans import PlanView, StagePlan
 
-JUDGING = (
-    "pyarrow.compute",
-    "pyarrow.pandas_compat",
-    "pyarrow.vendored.version",
-    "scipy.optimize",
-    "scipy.special",
-    "scipy.stats",
-)  # what gates import when they judge
-REPORTING = ("posttrain.views.reporting", "posttrain.app.queries")
 _MOVED = "a model that the run file names is another by now; this run goes on with the one that it began with"
 MAX_SEED = 2**53  # beyond it an integer is not the same number in every JSON reader
-
-
-def drive_run(
-    workspace: Workspace,
-    run_id: str,
-    timeout: float | None = None,
-    watch: Callable[[RunRecord], None] | None = None,
-    *,
-    ahead: Sequence[str] = (),
-) -> RunRecord:
-    """Drive a run in this process until it ends (or watch, while another process drives it).
-
-    Args:
-        timeout: seconds; None: as long as it takes. Only a `wall_clock` budget bounds the jobs then.
-        watch: called about ten times a second with the run.
-        ahead: modules that are needed at its end, loaded while its first job starts (see `load_ahead`).
-
-    Raises:
-        DeadlineError: `timeout` passed; the run is not stopped by that.
-    """
-    judges = any(kind_of(stage.kind).judges for stage in workspace.ledger.stages(run_id))
-    reconciler, scribe, courier = workspace.reconciler, Scribe(workspace, run_id), Courier(workspace)
-
-    def look(now: RunRecord) -> None:
-        loading.result()
-        scribe.keep()
-        courier.keep()
-        if watch:
-            watch(now)
-
-    loader = ThreadPoolExecutor(1, "load-ahead")
-    loading = loader.submit(load_ahead, [*ahead, *(JUDGING if judges else ())])
-    try:
-        record = reconciler.drive(run_id, timeout=timeout, watch=look)
-    finally:
-        loader.shutdown()
-        reconciler.release(run_id)
-        workspace.seal()
-        courier.close()
-    forget_request(workspace.root, run_id)
-    return record
 
 
 @answers(Control.lock)
 def lock(workspace: Workspace, path: Path, *, seed: int | None = None, setting: Setting = ()) -> Locked:
     planned = plan(path, workspace, seed=seed, setting=setting)
     return Locked(planned.manifest, planned.warnings, planned.changes, lock_path(path))
-
-
-@answers(Control.drive)
-def drive(
-    workspace: Workspace,
-    run_id: str,
-    *,
-    timeout: float | None = None,
-    watch: Callable[[RunRecord], None] | None = None,
-    report: bool = False,
-) -> RunRecord:
-    return drive_run(workspace, run_id, timeout, watch, ahead=REPORTING if report else ())
 
 
 @answers(Control.retry)
@@ -332,12 +265,6 @@ def submit_planned(planned: Planned, workspace: Workspace, *, again: bool = Fals
     warnings = () if submitted.attached else planned.warnings
     now = workspace.ledger.run(submitted.run.id)
     return Submitted(now, submitted.attached, (_MOVED,) if submitted.moved else warnings)
-
-
-def load_ahead(modules: Iterable[str]) -> None:
-    """Import what a driver will need at the end: sources and libraries may be replaced under one of days."""
-    for module in modules:
-        import_module(module)
 
 
 @answers(Control.plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from posttrain.data.refs import is_confined
 from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.sinks import BY_PERSON, Cursor, Rule, SinkRecord, SinkView
 from posttrain.events.admitting import public, refuse_foreign_secrets, refuse_resolved
-from posttrain.events.bus import Deliverer
+from posttrain.events.bus import LEAVE, Deliverer
 from posttrain.events.messages import trial
 from posttrain.events.ports import Admit, Sink, anywhere
 from posttrain.events.sinks.email import EmailSink
@@ -33,6 +34,7 @@ _OPENS: Mapping[str, Callable[[Mapping[str, Any], Callable[[], float], Admit], S
 KINDS = tuple(_OPENS)
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 _ENDS = 8  # random bytes of a test's id
+_SERIAL = itertools.count()  # of whoever delivers in this process: digits behind its start time
 
 
 def open_sink(workspace: OpenWorkspace, record: SinkRecord, *, served: bool = False) -> Sink:
@@ -65,7 +67,18 @@ def deliverer(workspace: OpenWorkspace, *, served: bool = False) -> Deliverer:
         return found.release.channel if found is not None and found.release is not None else ""
 
     opens = functools.partial(open_sink, workspace, served=served)
-    return Deliverer(workspace.ledger, opens, channel, process_name(), process_alive, workspace.actor)
+    owner = f"{process_name()}{next(_SERIAL):06}"  # of several in one process only one delivers to a sink at a time
+    return Deliverer(workspace.ledger, opens, channel, owner, process_alive, workspace.actor)
+
+
+def announce(workspace: OpenWorkspace) -> None:
+    """Seal what happened a moment ago and deliver it, for a few seconds; where a server asked, its driver delivers.
+
+    What is left waits for the next driver, and `posttrain sink ls` shows it.
+    """
+    workspace.seal()
+    if workspace.ledger.auth == OS and not workspace.read_only:
+        deliverer(workspace).finish(LEAVE)
 
 
 @answers(Control.sinks)
@@ -105,8 +118,7 @@ def view(workspace: OpenWorkspace, name: str) -> SinkView:
     Raises:
         NotFoundError: there is none of this name.
     """
-    with workspace.ledger.snapshot() as now:
-        now.sink(name)
+    workspace.ledger.sink(name)
     return next(one for one in sinks(workspace) if one.name == name)
 
 
@@ -139,7 +151,6 @@ def add_sink(
     workspace.seal()
     with workspace.ledger.transaction(workspace.actor) as transaction:
         transaction.add_sink(record, 0 if from_start else transaction.snapshot.sealed())
-    workspace.seal()
     return view(workspace, name)
 
 
@@ -164,8 +175,7 @@ def test_sink(workspace: OpenWorkspace, name: str) -> str:
         SinkError: it was not taken.
     """
     ledger = workspace.ledger
-    with ledger.snapshot() as now:
-        record = now.sink(name)
+    record = ledger.sink(name)
     sink = open_sink(workspace, record, served=is_confined())
     sink.send([trial(name, ledger.project, ledger.entropy(_ENDS).hex(), ledger.clock.now())])
     return sink.where
@@ -194,15 +204,12 @@ def pause_sink(workspace: OpenWorkspace, name: str) -> SinkView:
     with workspace.ledger.transaction(workspace.actor) as transaction:
         transaction.snapshot.sink(name)
         transaction.pause_sink(name, BY_PERSON)
-    workspace.seal()
     return view(workspace, name)
 
 
 @answers(Control.resume_sink)
 def resume_sink(workspace: OpenWorkspace, name: str, *, skip: bool = False) -> SinkView:
     """Deliver again; `skip`: only what comes from now on."""
-    from posttrain.app.courier import announce
-
     workspace.seal()
     with workspace.ledger.transaction(workspace.actor) as transaction:
         transaction.snapshot.sink(name)
@@ -217,7 +224,6 @@ def remove_sink(workspace: OpenWorkspace, name: str) -> None:
     with workspace.ledger.transaction(workspace.actor) as transaction:
         transaction.snapshot.sink(name)
         transaction.remove_sink(name)
-    workspace.seal()
 
 
 def _where(workspace: OpenWorkspace, record: SinkRecord) -> str:

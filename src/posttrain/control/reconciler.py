@@ -6,8 +6,8 @@ Loops and who unblocks whom::
       ▲        pending  waits for upstream stages (an earlier tick), binds inputs ─▶ ready
       │        ready    waits for a slot, back-off, an identical stage elsewhere ──▶ running | from cache
       │        running  waits for the job's result.json (the job), observes ───────▶ succeeded | failed | ready again
-      └── drive: looks when the queue says so (somebody changed a row, a time has come), a job is seen to have moved, or
-                 something became free; ends on a final state, or where all that is left was set aside for a person
+      └── step: looks when the queue says so (somebody changed a row, a time has come), a job is seen to have moved, or
+                 something became free; raises where all that is left was set aside for a person
 
     deciding thread ──an order that hashes, uploads, judges, launches or kills──▶ a thread of `Beside`
       ▲ collects what it raised, and looks at the rows again; no other order of that stage meanwhile ◀──┘ ends
@@ -36,12 +36,12 @@ from posttrain.control.pulse import Beside, Pulse, Turns, look_again_after
 from posttrain.control.sights import Looks, end_orphans, see
 from posttrain.control.stores import Stores
 from posttrain.control.trouble import Troubles, one_line, record_trouble
-from posttrain.domain.errors import ConflictError, DeadlineError, InfrastructureError, IntegrityError, PosttrainError
+from posttrain.domain.errors import ConflictError, InfrastructureError, IntegrityError, PosttrainError
 from posttrain.domain.lifecycle import AttemptState, Reason, StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord, RunRows
 from posttrain.domain.sinks import RUN_SET_ASIDE
-from posttrain.domain.waits import signals_of, waiting
+from posttrain.domain.waits import signals_of
 from posttrain.store.waking import RUN, SWEEP
 from posttrain.store.work import NEVER, Work, WorkQueue
 
@@ -239,43 +239,6 @@ class Reconciler:
         self._pulse.follow(run_id, None)
         for beside in (self._beside, self._ending):
             beside.forget(run_id)
-
-    def drive(
-        self,
-        run_id: str,
-        *,
-        interval: float = 0.1,
-        timeout: float | None = None,
-        watch: Callable[[RunRecord], None] | None = None,
-    ) -> RunRecord:
-        """Look until the run is final; while another process holds the lease, only watch.
-
-        Args:
-            interval: seconds between looks at what its jobs do.
-            timeout: seconds; None: the run's own budget bounds it.
-            watch: called after every look, e.g. to draw.
-
-        Raises:
-            DeadlineError: `timeout` passed and the run is not final; it goes on when somebody drives it again.
-            InfrastructureError: what is left of the run was set aside: it failed again and again.
-        """
-        clock = self._stores.clock
-        until = None if timeout is None else clock.now() + timeout
-        with self.kept():
-            while True:
-                tick = self.step(run_id)
-                if watch:
-                    watch(tick.run)
-                if is_final("run", tick.run.state):
-                    return tick.run
-                if until is not None and clock.now() >= until:
-                    waits = [f"; stage {s.name} {s.message}" for s in self._stores.ledger.stages(run_id) if waiting(s)]
-                    raise DeadlineError(
-                        f"run {run_id}: still {tick.run.state} after {timeout:g} s{''.join(waits)}; "
-                        f"wait again or look: posttrain why {run_id}"
-                    )
-                if not tick.changed:
-                    self.rest(interval)
 
     def rest(self, seconds: float) -> bool:
         """Wait so long, or until work beside this thread is to be collected; whether some is."""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from posttrain._version import __version__
 from posttrain.domain.crashpoints import crashpoint
-from posttrain.domain.errors import InfrastructureError, InputError, PosttrainError, WorkspaceError
+from posttrain.domain.errors import InfrastructureError, InputError, WorkspaceError
 from posttrain.domain.lifecycle import is_final
 from posttrain.drivers.log import Veil, last_line
 from posttrain.drivers.requests import (
@@ -28,10 +28,10 @@ from posttrain.drivers.requests import (
     Request,
     RunDriver,
     background_of,
+    forget_request,
     lock_path,
     log_path,
     read_request,
-    remove_request,
     requests_held,
     run_driver,
     runs_folder,
@@ -128,7 +128,7 @@ def detach(workspace: OpenWorkspace, run_id: str) -> RunDriver:
     try:
         return _await_taken(workspace, run_id, key)
     except BaseException:
-        _withdraw(root, run_id)
+        forget_request(root, run_id)  # unless it was granted at the last moment
         raise
 
 
@@ -163,17 +163,6 @@ def _await_taken(workspace: OpenWorkspace, run_id: str, key: str) -> RunDriver:
 
 def _instead(run_id: str, log: Path) -> str:
     return f"its log is {log}; posttrain attach {run_id} drives it here"
-
-
-def _withdraw(root: Path, run_id: str) -> None:
-    """Take the request back, unless it was granted at the last moment."""
-    try:
-        with requests_held(root):
-            request = read_request(root, run_id)
-            if request is not None and not request.taken:
-                remove_request(root, run_id)
-    except PosttrainError:  # what was in the way is told already
-        return
 
 
 def _start(root: Path, key: str) -> subprocess.Popen[bytes] | None:

@@ -58,9 +58,6 @@ class DriverLog(io.TextIOBase):
                 self._put(whole + end)
         return len(text)
 
-    def flush(self) -> None:
-        """Nothing is held back but a line that has not ended."""
-
     def bound(self) -> None:
         """Begin another file where this one is full; what was started with the old one goes on writing to that."""
         with suppress(OSError):  # the workspace is gone, say: then nothing is made there

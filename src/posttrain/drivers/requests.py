@@ -13,12 +13,9 @@ written between its last look and its end.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -31,13 +28,13 @@ from posttrain.domain.errors import InfrastructureError, IntegrityError, Posttra
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import RunRecord
 from posttrain.store.atomic import read_json, unwritable, write_json
+from posttrain.store.holding import Refusal, held
 from posttrain.workspace.served import is_served
 
 FOLDER = "drivers"
 _RUNS = "runs"
 _SUFFIX = ".json"
 _LOCK_SECONDS = 60.0  # for others to change a small file
-_LOCK_POLL = 0.01
 
 
 class DriverKind(StrEnum):
@@ -194,8 +191,8 @@ def remove_request(root: Path, run_id: str) -> None:
 
 
 def forget_request(root: Path, run_id: str) -> None:
-    """Nobody need drive a run that has ended: remove what a driver left that is gone."""
-    with suppress(PosttrainError):  # the next driver removes it
+    """Take a request back that no living driver has; where that is impossible, the next driver sees to it."""
+    with suppress(PosttrainError):
         if read_request(root, run_id) is not None:
             with requests_held(root):
                 request = read_request(root, run_id)
@@ -220,8 +217,7 @@ def fingerprint(root: Path) -> list[tuple[int, int, str]]:
     return sorted(found)
 
 
-@contextmanager
-def requests_held(root: Path) -> Iterator[None]:
+def requests_held(root: Path) -> AbstractContextManager[None]:
     """One process at a time changes requests, in a folder that is there.
 
     Raises:
@@ -229,25 +225,8 @@ def requests_held(root: Path) -> Iterator[None]:
         InfrastructureError: somebody else, suspended perhaps, does not let go of it.
     """
     folder = runs_folder(root)
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise unwritable(folder, error) from error
-    until = time.monotonic() + _LOCK_SECONDS
-    try:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() >= until:
-                    raise InfrastructureError(
-                        f"{folder}: another process has held it for {_LOCK_SECONDS:g} s; look: posttrain doctor"
-                    ) from error
-                time.sleep(_LOCK_POLL)
-        yield
-    finally:
-        os.close(handle)
+    said = f"{folder}: another process has held it for {_LOCK_SECONDS:g} s; look: posttrain doctor"
+    return held(folder, refusal=Refusal(_LOCK_SECONDS, InfrastructureError(said)), make=False)
 
 
 def suspended(owner: str) -> bool:

@@ -14,6 +14,7 @@ hangs holds up its own thread. No transaction is open while something is sent.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,7 +32,8 @@ EVENTS = 500  # read in one pass
 BACKOFF = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0)  # seconds after a failure, the first of a row first
 PATIENCE = 86400.0  # seconds of failures, after which a sink is paused
 _LOOK = 1.0  # seconds between two looks
-_LEAVE = 5.0  # seconds that `close` waits for a delivery under way
+_MOMENT = 0.05  # seconds between two looks at the end
+LEAVE = 5.0  # seconds that the end of whoever delivers waits for what is left
 Opener = Callable[[SinkRecord], Sink]
 
 
@@ -185,7 +187,7 @@ class Deliverer:
         self._ledger, self._opens, self._actor = ledger, opens, actor
         self._facts, self._cursors = RunFacts(ledger, channel), Cursors(ledger, owner, alive)
         self._loops: dict[str, _Loop] = {}
-        self.behind = False  # as of the last step: whether a sink that delivers has not passed every sealed event
+        self.behind = False  # as of the last step: whether a sink has not passed every sealed event and may do so soon
 
     def step(self) -> float:
         """Look which sinks have something to do, and let them; sends nothing itself. One statement.
@@ -205,8 +207,9 @@ class Deliverer:
         for sink, cursor, sealed in found:
             if sink.paused or (cursor is not None and cursor.sequence >= sealed):
                 continue
-            self.behind = True
-            if cursor is None or (cursor.not_before or 0.0) <= moment:
+            due = 0.0 if cursor is None else cursor.not_before or 0.0
+            self.behind = self.behind or due <= moment + LEAVE
+            if due <= moment:
                 self._loop(sink).wake()
         return _LOOK
 
@@ -216,11 +219,20 @@ class Deliverer:
             self._loops[sink.name] = _Loop(deliveries)
         return self._loops[sink.name]
 
-    def close(self) -> None:
+    def finish(self, seconds: float) -> None:
+        """Deliver what is left, for so long at most. What did not get through waits behind the cursors."""
+        until = time.monotonic() + seconds
+        with suppress(PosttrainError):  # the ledger is away
+            while time.monotonic() < until and self.step() and self.behind:
+                time.sleep(_MOMENT)
+        self.close(until - time.monotonic())
+
+    def close(self, seconds: float = LEAVE) -> None:
         """Begin no delivery any more; one that is under way gets a few seconds, and may come again afterwards."""
+        until = time.monotonic() + seconds
         for loop in self._loops.values():
             loop.end()
         for loop in self._loops.values():
             if loop.thread is not None:
                 with suppress(RuntimeError):
-                    loop.thread.join(_LEAVE)
+                    loop.thread.join(max(0.0, until - time.monotonic()))

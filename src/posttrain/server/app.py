@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from posttrain._version import __version__
-from posttrain.api.control import OPERATIONS
+from posttrain.api.control import OPERATIONS, Control
 from posttrain.api.guarding import refuse
 from posttrain.api.problems import MEDIA_TYPE, problem
 from posttrain.api.verbs import API_VERSIONS, PREFIX, Verb
@@ -95,6 +95,17 @@ class Server:
         object.__setattr__(self, "operations", known)
         object.__setattr__(self, "underway", Underway(known))
 
+    def admitted(self, request: Request, verb: str) -> tuple[Asker, Control]:
+        """Who asks, and what they may ask. It reads the ledger: call it in a thread.
+
+        Raises:
+            AccessError: not this verb. As `asker`.
+        """
+        who = asker(request)
+        control = self.entrance.control(who)
+        refuse(control, verb)
+        return who, control
+
 
 def build(server: Server) -> FastAPI:
     """The application."""
@@ -104,17 +115,11 @@ def build(server: Server) -> FastAPI:
         app.add_api_route(
             operation.whole_path, _answering(server, operation), methods=[operation.method], name=operation.name
         )
-    blobs.add_routes(app, server)
-    attempts.add_routes(app, server)
-    streams.add_routes(app, server)
-    underway.add_routes(app, server)
-    console.add_routes(app, server)
-    app.add_api_route("/healthz", _healthy, methods=["GET"], name="healthz")
-    app.add_api_route("/readyz", _ready, methods=["GET"], name="readyz")
-    app.add_api_route("/metrics", _metrics, methods=["GET"], name="metrics")
-    app.add_api_route("/v1/version", _version, methods=["GET"], name="version")
-    app.add_api_route("/v1/token", _token, methods=["GET"], name="token")
-    app.add_api_route("/openapi.json", _interface, methods=["GET"], name="openapi")
+    for room in (blobs, attempts, streams, underway, console):
+        room.add_routes(app, server)
+    for path, answer in _PLACES.items():
+        name = path.rpartition("/")[2].removesuffix(".json")
+        app.add_api_route(path, answer, methods=["GET"], name=name)
     app.add_exception_handler(HTTPException, _http_problem)
     app.add_middleware(_Around)
     app.add_middleware(
@@ -141,9 +146,8 @@ def _answering(server: Server, operation: Verb[..., Any]) -> Callable[[Request],
     light = READ if operation.unsafe else LOOK  # looks never keep a stop waiting
 
     async def answer(request: Request) -> Response:
-        who = await in_thread(
-            READ if operation.heavy else light, _admitted, server, operation, request
-        )  # before anything of the body is read
+        # before anything of the body is read: whoever may not keeps no worker busy, and no key
+        who, _ = await in_thread(READ if operation.heavy else light, server.admitted, request, operation.name)
         async with server.limits.taken(who.identity.principal, BODY, weight(operation, request)):
             return await answered(request, who)
 
@@ -191,13 +195,6 @@ def _response(operation: Verb[..., Any], request: Request, found: bytes) -> Resp
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=_UNCHANGED, headers=headers)
     return Response(found, media_type="application/json", headers=headers)
-
-
-def _admitted(server: Server, operation: Verb[..., Any], request: Request) -> Asker:
-    """Who asks, if they may: whoever may not keeps no worker busy, and no key."""
-    who = asker(request)
-    refuse(server.entrance.control(who), operation.name)
-    return who
 
 
 def _given(
@@ -362,4 +359,12 @@ async def _version() -> Response:
     return JSONResponse({"version": __version__, "api": list(API_VERSIONS)})
 
 
+_PLACES: Mapping[str, Callable[..., Awaitable[Response]]] = {  # beside the verbs'
+    "/healthz": _healthy,
+    "/readyz": _ready,
+    "/metrics": _metrics,
+    "/v1/version": _version,
+    "/v1/token": _token,
+    "/openapi.json": _interface,
+}
 __all__ = ["PREFIX", "Server", "asker", "build"]

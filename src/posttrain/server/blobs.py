@@ -45,11 +45,14 @@ _STALLED = 60.0  # seconds without a byte, after which an upload holds no thread
 def add_routes(app: FastAPI, server: Server) -> None:
     """State asks how much of an upload is there, PATCH adds to it, GET gives the bytes; POST asks for a way around."""
     all_of = _Blobs(server)
-    app.add_api_route(_PATH + "/direct", all_of.offer, methods=["POST"], name="blob_direct")
-    app.add_api_route(_PATH + "/arrived", all_of.arrived, methods=["POST"], name="blob_arrived")
-    app.add_api_route(_PATH + "/state", all_of.state, methods=["GET"], name="blob_state")
-    app.add_api_route(_PATH, all_of.add, methods=["PATCH"], name="blob_add")
-    app.add_api_route(_PATH, all_of.fetch, methods=["GET"], name="blob_fetch")
+    for method, below, answer, name in (
+        ("POST", "/direct", all_of.offer, "direct"),
+        ("POST", "/arrived", all_of.arrived, "arrived"),
+        ("GET", "/state", all_of.state, "state"),
+        ("PATCH", "", all_of.add, "add"),
+        ("GET", "", all_of.fetch, "fetch"),
+    ):
+        app.add_api_route(_PATH + below, answer, methods=[method], name=f"blob_{name}")
 
 
 class _Blobs:
@@ -124,10 +127,7 @@ class _Blobs:
 
     def _seen(self, request: Request, verb: str) -> tuple[Asker, OpenWorkspace]:
         """Who asks, if they may, and the workspace as their project has it."""
-        from posttrain.server.app import asker
-
-        who = asker(request)
-        refuse(self._server.entrance.control(who), verb)
+        who, _ = self._server.admitted(request, verb)
         return who, self._server.workspace.seen_by(who.identity.principal, who.project, who.identity.auth)
 
 

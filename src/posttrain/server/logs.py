@@ -21,13 +21,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from posttrain.api.problems import SERVER_ERRORS, problem
 from posttrain.domain.errors import InputError, PosttrainError
-from posttrain.drivers.log import DriverLog, Veil
+from posttrain.drivers.log import Veil
 
 JSON, TEXT = "json", "text"
 FORMATS = (JSON, TEXT)
@@ -125,24 +124,10 @@ class Printed(io.TextIOBase):
         return len(text)
 
 
-class DriverLines(DriverLog):
-    """What a driver says, as lines of the server's log. Whoever reads stderr bounds it."""
-
-    def __init__(self) -> None:
-        super().__init__(Path(os.devnull), Veil({}))
-        self._said = logging.getLogger(f"{OURS}.driver")
-
-    def say(self, line: str) -> None:
-        """See `DriverLog.say`."""
-        run = _RUN.match(line)
-        self._said.info("%s", line, extra=facts(run=run[1] if run else None))
-
-    def bound(self) -> None:
-        """See `DriverLog.bound`."""
-
-    def take_over(self) -> None:
-        """See `DriverLog.take_over`."""
-        sys.stdout = sys.stderr = Printed()
+def say_of_driver(line: str) -> None:
+    """What a driver says, as a line of the server's log."""
+    run = _RUN.match(line)
+    logging.getLogger(f"{OURS}.driver").info("%s", line, extra=facts(run=run[1] if run else None))
 
 
 def traced(error: BaseException) -> list[str]:

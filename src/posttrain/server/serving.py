@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import gc
 import itertools
 import logging
@@ -24,7 +23,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from fastapi import FastAPI
 
 from posttrain._version import __version__
 from posttrain.access.authenticators.token import issue
+from posttrain.app.collecting import ANSWERS_SECONDS
 from posttrain.app.workspace import Workspace
 from posttrain.control.owners import process_name
 from posttrain.domain.errors import ConflictError, InputError, PosttrainError, WorkspaceError
@@ -56,10 +56,10 @@ from posttrain.server.forwarding import Peers
 from posttrain.server.logs import Logging
 from posttrain.server.metering import Board, Meters
 from posttrain.server.readiness import Ready, StoreLook, Systemd
-from posttrain.server.underway import ANSWERS_KEPT_SECONDS
 from posttrain.server.workers import Workers
-from posttrain.store.atomic import make_folder, unwritable, write_json
+from posttrain.store.atomic import make_folder, write_json
 from posttrain.store.blobs import open_blobs
+from posttrain.store.holding import Refusal, held
 from posttrain.store.hosts import Hosts
 from posttrain.store.ledger import Ledger
 from posttrain.store.operations import forget_before
@@ -268,20 +268,9 @@ def _first_token(workspace: Workspace, wanted: bool) -> str:
     return secret
 
 
-@contextmanager
-def _alone(root: Path) -> Iterator[None]:
-    path = root / LOCK
-    try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise unwritable(path, error) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise ConflictError(f"{root}: is served already, {server_of(root)}; end that one first") from error
-    finally:
-        os.close(lock)
+def _alone(root: Path) -> AbstractContextManager[None]:
+    said = f"{root}: is served already, {server_of(root)}; end that one first"
+    return held(root / LOCK, refusal=Refusal(0.0, ConflictError(said)))
 
 
 @contextmanager
@@ -398,7 +387,7 @@ def _tidy(workers: Workers, ledger: Ledger, over: threading.Event) -> None:
         with suppress(PosttrainError):  # a database that is away: the next time
             workers.tidy()
             if round_ % _FORGET == 0:
-                forget_before(ledger, ledger.clock.now() - ANSWERS_KEPT_SECONDS)
+                forget_before(ledger, ledger.clock.now() - ANSWERS_SECONDS)
 
 
 def _shown(host: str) -> str:

@@ -16,7 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from posttrain.api.guarding import refuse
 from posttrain.api.verbs import PREFIX
 from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.lifecycle import is_final
@@ -26,10 +25,8 @@ from posttrain.server.logs import logged_problem
 from posttrain.server.workers import Asking, Refused
 
 if TYPE_CHECKING:
-    from posttrain.api.control import Control
     from posttrain.domain.records import RunRecord
     from posttrain.server.app import Server
-    from posttrain.store.ledger import Ledger
 
 _EVERY = 0.5  # seconds between two looks at a run
 _AGAIN = 5.0  # seconds between two looks whether whoever follows still may
@@ -40,21 +37,12 @@ _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 def add_routes(app: FastAPI, server: Server) -> None:
     """Each ends with an event `end`, or `problem` where something went wrong after the first piece."""
-    from posttrain.server.app import asker
-
-    def control(request: Request, verb: str) -> Control:
-        found = server.entrance.control(asker(request))
-        refuse(found, verb)
-        return found
-
-    def ledger(request: Request) -> Ledger:
-        return server.entrance.ledger(asker(request))
 
     async def watch(request: Request) -> Response:
         run_id = request.path_params["run_id"]
-        asked = await in_thread(READ, control, request, "status")
-        who = await in_thread(READ, asker, request)
-        if (elsewhere := await server.peers.answer(request, lambda: ledger(request), run_id, who.identity)) is not None:
+        who, asked = await in_thread(READ, server.admitted, request, "status")
+        elsewhere = await server.peers.answer(request, lambda: server.entrance.ledger(who), run_id, who.identity)
+        if elsewhere is not None:
             return elsewhere
         watcher = await in_thread(READ, asked.watcher, run_id)
         await in_thread(READ, watcher.read)  # an unknown run is a problem document, and no stream
@@ -63,7 +51,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
             status = watcher.read()
             return to_json(status), is_final("run", status.run.state)
 
-        stream = _looks(request, look, _Leave(control, request, "status"))
+        stream = _looks(request, look, _Leave(server.admitted, request, "status"))
         return Followed(stream, server.limits.taken(who.identity.principal, FOLLOW))
 
     async def logs(request: Request) -> Response:
@@ -71,14 +59,14 @@ def add_routes(app: FastAPI, server: Server) -> None:
         follow = request.query_params.get("follow", "false")
         if follow not in ("true", "false"):
             raise InputError(f"logs: follow must be true or false, got {follow[:40]!r}")
-        asked = await in_thread(READ, control, request, "logs")
-        who = await in_thread(READ, asker, request)
-        if (elsewhere := await server.peers.answer(request, lambda: ledger(request), run_id, who.identity)) is not None:
+        who, asked = await in_thread(READ, server.admitted, request, "logs")
+        elsewhere = await server.peers.answer(request, lambda: server.entrance.ledger(who), run_id, who.identity)
+        if elsewhere is not None:
             return elsewhere
         await in_thread(READ, asked.run, run_id)  # an unknown run is a problem document, and no stream
         vigil = _WhileRead(lambda: asked.run(run_id)) if follow == "true" else None
         pieces = await in_thread(READ, asked.logs, run_id, stage, vigil)
-        stream = _printed(request, pieces, vigil, _Leave(control, request, "logs"))
+        stream = _printed(request, pieces, vigil, _Leave(server.admitted, request, "logs"))
         return Followed(stream, server.limits.taken(who.identity.principal, FOLLOW))
 
     app.add_api_route(PREFIX + "/runs/{run_id}/watch", watch, methods=["GET"], name="watch")
@@ -101,15 +89,15 @@ class Followed(StreamingResponse):
 class _Leave:
     """Whether whoever follows a stream may still do so: a token may be revoked, a role taken away meanwhile."""
 
-    def __init__(self, control: Callable[[Request, str], Control], request: Request, verb: str) -> None:
-        self._control, self._request, self._verb = control, request, verb
+    def __init__(self, admitted: Callable[[Request, str], object], request: Request, verb: str) -> None:
+        self._admitted, self._request, self._verb = admitted, request, verb
         self._asked = time.monotonic()
 
     async def check(self) -> None:
         """Raise AccessError where they may not any more; asked now and then only."""
         if time.monotonic() - self._asked >= _AGAIN:
             self._asked = time.monotonic()
-            await in_thread(READ, self._control, self._request, self._verb)
+            await in_thread(READ, self._admitted, self._request, self._verb)
 
 
 async def _looks(request: Request, look: Any, leave: _Leave) -> AsyncIterator[bytes]:

@@ -28,10 +28,8 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from posttrain.api.guarding import refuse
 from posttrain.api.problems import problem
 from posttrain.api.verbs import PREFIX
-from posttrain.app.collecting import ANSWERS_SECONDS
 from posttrain.control.owners import process_alive, process_name
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import (
@@ -55,7 +53,6 @@ if TYPE_CHECKING:
     from posttrain.server.app import Server
     from posttrain.server.entrance import Asker
 
-ANSWERS_KEPT_SECONDS = ANSWERS_SECONDS
 _FORM = re.compile(r"[A-Za-z0-9_-]{8,64}")
 _REQUEST = 26  # hexadecimal digits of a request's id
 _UNKEPT = frozenset({"issue_token", "rotate_token"})  # their answers are secrets
@@ -412,19 +409,19 @@ class _Looking:
         self._server = server
 
     async def look(self, request: Request) -> Response:
-        who = await in_thread(READ, self._admitted, request, "whoami")
+        who, _ = await in_thread(READ, self._server.admitted, request, "whoami")
         one = self._server.underway.find(request.path_params["operation_id"], who.identity.principal, who.project)
         if one is not None:
-            await in_thread(READ, self._admitted, request, one.verb)  # a role that was taken away meanwhile
+            await in_thread(READ, self._server.admitted, request, one.verb)  # a role that was taken away meanwhile
             return _shown(_said(one))
         return _shown(as_now(await in_thread(READ, self._elsewhere, request, who)))
 
     async def cancel(self, request: Request) -> Response:
         """What is carried out elsewhere is looked at until it ended, for so long as a request waits."""
-        who = await in_thread(READ, self._admitted, request, "whoami")
+        who, _ = await in_thread(READ, self._server.admitted, request, "whoami")
         one = self._server.underway.find(request.path_params["operation_id"], who.identity.principal, who.project)
         if one is not None:
-            await in_thread(READ, self._admitted, request, one.verb)
+            await in_thread(READ, self._server.admitted, request, one.verb)
             if not one.task.done():
                 one.asking.end()
                 await asyncio.wait({one.task})
@@ -448,20 +445,13 @@ class _Looking:
         found = self._server.operations.find(*mine) if _ID.fullmatch(number) else None  # a database takes no other
         if found is None:
             raise _absent(number)
-        self._admitted(request, found.verb)
+        self._server.admitted(request, found.verb)
         if found.lost:
             raise LostOperationError(
                 f"operation {found.id}: the server that carried it out is gone; ask again with the same "
                 "Idempotency-Key, which carries it out once"
             )
         return found
-
-    def _admitted(self, request: Request, verb: str) -> Asker:
-        from posttrain.server.app import asker
-
-        who = asker(request)
-        refuse(self._server.entrance.control(who), verb)
-        return who
 
 
 def _said(one: Running) -> bytes:

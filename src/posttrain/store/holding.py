@@ -12,10 +12,11 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from posttrain.domain.errors import DeadlineError
+from posttrain.domain.errors import DeadlineError, PosttrainError
 from posttrain.store.atomic import taken, writing
 
 LOCK = "store.lock"  # in a workspace's folder
@@ -53,22 +54,45 @@ class FileLock:
 
     def shared(self) -> AbstractContextManager[None]:
         """See `StoreLock.shared`."""
-        return _held(self._path, fcntl.LOCK_SH, PATIENCE, DELETES)
+        return self._held(fcntl.LOCK_SH, PATIENCE, DELETES)
 
     def alone(self, patience: float) -> AbstractContextManager[None]:
         """See `StoreLock.alone`."""
-        return _held(self._path, fcntl.LOCK_EX, patience, STORES)
+        return self._held(fcntl.LOCK_EX, patience, STORES)
+
+    def _held(self, kind: int, patience: float, by: str) -> AbstractContextManager[None]:
+        said = f"{self._path}: was held for more than {patience:g} s: {by}; nothing is lost, run the command again"
+        return held(self._path, kind, Refusal(patience, DeadlineError(said)))
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What is raised where somebody else holds a lock for so many seconds."""
+
+    patience: float
+    error: PosttrainError
 
 
 @contextmanager
-def _held(lock: Path, kind: int, patience: float, by: str) -> Iterator[None]:
-    with writing(lock):
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+def held(
+    place: Path, kind: int = fcntl.LOCK_EX, refusal: Refusal | None = None, *, make: bool = True
+) -> Iterator[None]:
+    """A lock for the length of the block; the kernel lets go of it when this process dies.
+
+    Args:
+        place: a file, or with `make=False` a folder, which must be there.
+        refusal: None: it is waited for, however long that takes.
+
+    Raises:
+        WorkspaceError: the place cannot be opened.
+    """
+    with writing(place):
+        handle = os.open(place, os.O_RDWR | os.O_CREAT if make else os.O_RDONLY, 0o600)
     try:
-        if not taken(handle, kind, patience):
-            raise DeadlineError(
-                f"{lock}: was held for more than {patience:g} s: {by}; nothing is lost, run the command again"
-            )
+        if refusal is None:
+            fcntl.flock(handle, kind)
+        elif not taken(handle, kind, refusal.patience):
+            raise refusal.error
         yield
     finally:
         os.close(handle)

@@ -13,11 +13,10 @@ elsewhere. A password is never recorded: libpq finds it in PGPASSWORD or ~/.pgpa
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from posttrain.domain.errors import InputError, WorkspaceError
 from posttrain.execution.processes import NEVER
 from posttrain.store.atomic import read_json, write_json
 from posttrain.store.blobs import blobs_url
+from posttrain.store.holding import held
 from posttrain.store.hosts import GONE_SECONDS, Hosts
 from posttrain.store.ledger import Ledger
 from posttrain.store.postgres import checked_address
@@ -221,12 +221,6 @@ def record_limits(root: Path, limits: Mapping[str, int]) -> None:
         write_json(root / SETTINGS, record | ({LIMITS: dict(limits)} if limits else {}))
 
 
-@contextmanager
-def settings_lock(root: Path) -> Iterator[None]:
+def settings_lock(root: Path) -> AbstractContextManager[None]:
     """One process at a time reads and writes workspace.json; the folder itself is locked, for nothing to be left."""
-    handle = os.open(root, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
+    return held(root, make=False)
