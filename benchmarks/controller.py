@@ -52,8 +52,7 @@ from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.tracing import Trace
 from posttrain.engine.weights.stream import PolicyVersion
 from posttrain.sandbox.port import ScriptedReward
-from posttrain.store.attempts import AttemptFolder
-from posttrain.store.event_writer import EventWriter
+from posttrain.store.attempts import AttemptFolder, EventWriter
 
 SIZE = InitModelConfig(hidden_size=128, intermediate_size=384, layers=4, heads=4, kv_heads=2, context_length=512)
 TARGET = 0.02  # of a step, at most: for the controller, and for tracing

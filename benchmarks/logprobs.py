@@ -62,7 +62,7 @@ def measure(side: str, dtype: str, tokens: int, hidden: int) -> Measured:
     import torch
     from torch import nn
 
-    from posttrain.engine.memory import peak_memory
+    from posttrain.engine.batch import peak_memory
     from posttrain.engine.models.language_model import OutputHead
     from posttrain.engine.models.logprobs import chunked_logprobs
 

@@ -39,8 +39,7 @@ from posttrain.domain.requests import JobRequest
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.execution.trainers.native import NativeTrainer
-from posttrain.store.attempts import AttemptFolder
-from posttrain.store.event_writer import EventWriter
+from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.ledger import Ledger
 
 RUNS, STEPS, ITEMS, TRIES, HELDOUTS = 2_000, 40, 200, 3, 20

@@ -46,8 +46,7 @@ from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.tracing import SampleTracer, Trace
 from posttrain.engine.weights.stream import PolicyVersion
 from posttrain.sandbox.port import ScriptedReward
-from posttrain.store.attempts import AttemptFolder
-from posttrain.store.event_writer import EventWriter
+from posttrain.store.attempts import AttemptFolder, EventWriter
 
 TARGET = 0.01  # of a step: tracing
 GROUP, LENGTH = 8, 10_000

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from posttrain.engine.models.sharding import Shard, put
-from posttrain.engine.weights.attestation import attest
-from posttrain.engine.weights.stream import BUCKET_BYTES, buckets
+from posttrain.engine.weights.stream import BUCKET_BYTES, attest, buckets
 
 SHAPES = {"24M": (384, 1152, 12, 4096), "1M": (128, 384, 4, 512)}  # hidden, intermediate, layers, vocabulary
 

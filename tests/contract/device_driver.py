@@ -23,8 +23,7 @@ from posttrain.execution.executors.local.devices import Devices
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.blobs import open_blobs
-from posttrain.store.clock import SystemClock
-from posttrain.store.database import Database
+from posttrain.store.database import Database, SystemClock
 from posttrain.store.ledger import Ledger
 
 _STAGES = 2

@@ -14,10 +14,10 @@ from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import ConflictError, StaleWriteError
 from posttrain.domain.records import Asset, RunRecord, StageRecord
 from posttrain.store.database import Database
+from posttrain.store.journal import RUN
 from posttrain.store.ledger import Ledger
 from posttrain.store.releasing import POLICY_SET
 from posttrain.store.sealer import seal, verify_chain
-from posttrain.store.waking import RUN
 from posttrain.store.work import WorkQueue
 
 MODEL = "sha256:" + "b" * 64

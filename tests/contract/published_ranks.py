@@ -26,8 +26,7 @@ from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 from posttrain.engine.weights import stream
-from posttrain.engine.weights.attestation import Attestation
-from posttrain.engine.weights.stream import Standing
+from posttrain.engine.weights.stream import Attestation, Standing
 
 LIMIT = 2048
 FAMILIES = ("qwen3", "llama")  # a tied and an untied output head

@@ -20,9 +20,9 @@ from posttrain.domain.manifest import InputRef
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.trainers.native import NativeTrainer
+from posttrain.store.attempts import SpendingMeter
 from posttrain.store.blobs import open_blobs
 from posttrain.store.database import Database
-from posttrain.store.event_writer import SpendingMeter
 from posttrain.store.ledger import Ledger
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the local executor needs /proc")

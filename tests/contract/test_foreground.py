@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from posttrain.domain.errors import DeadlineError, InfrastructureError, InputError, IntegrityError
-from posttrain.execution.processes import answers
+from posttrain.execution.foreground import answers
 from posttrain.jobs.bodies.cast import cast
 
 ANSWERS = """
@@ -76,7 +76,7 @@ def test_a_program_that_dies_is_told_with_its_last_words(program: Callable[[str]
 def test_who_asked_may_end_at_any_moment_and_is_not_kept_by_the_deadline(program: Callable[[str], str]) -> None:
     name = program("while os.getppid() == asked['asked_by']: time.sleep(0.1)")
     asker = (
-        "import sys; from posttrain.execution.processes import answers; "
+        "import sys; from posttrain.execution.foreground import answers; "
         f"sys.executable = {sys.executable!r}; told = answers({name!r}, {{}}, timeout=100000); next(told); sys.exit(3)"
     )  # what it was told is a global: nothing closes it before the interpreter waits for threads
     ended = subprocess.run([f"{sys.prefix}/bin/python", "-c", asker], timeout=PATIENCE, check=False)
@@ -114,7 +114,7 @@ serve(program)
 ASKING = """
 import sys
 sys.executable = sys.argv[1]
-from posttrain.execution.processes import answers
+from posttrain.execution.foreground import answers
 for answer in answers("served", {"stay": True}, timeout=100000):
     print(answer["pid"], flush=True)
 """

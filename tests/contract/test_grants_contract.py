@@ -9,8 +9,7 @@ import pytest
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.lifecycle import AttemptState
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
-from posttrain.store.clock import SystemClock
-from posttrain.store.database import Database
+from posttrain.store.database import Database, SystemClock
 from posttrain.store.grants import Granted, Grants
 from posttrain.store.ledger import Ledger
 

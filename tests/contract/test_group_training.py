@@ -16,7 +16,7 @@ from posttrain.domain.facts import Span
 from posttrain.domain.jobs import InputBlob, JobOrder
 from posttrain.engine.config import InitModelConfig
 from posttrain.jobs import entry
-from posttrain.jobs.bodies import init_model
+from posttrain.jobs.bodies import training
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.blobs import open_blobs
 from posttrain.store.trees import put_tree
@@ -35,7 +35,7 @@ class Jobs:
         self.root, self.blobs = root, open_blobs(root / "blobs")
         base = AttemptFolder(root / "base")
         base.write_order(JobOrder("base", "init_model", 5, TINY.model_dump(mode="json"), {}, self.blobs.url, "cache"))
-        assert entry.run(str(base.path), init_model.body) == 0
+        assert entry.run(str(base.path), training.init_model) == 0
         rows = "".join(json.dumps(row) + "\n" for row in ROWS)
         self.inputs = {
             "model": InputBlob(put_tree(self.blobs, base.outputs / "model"), "tree", "model:tiny@1"),

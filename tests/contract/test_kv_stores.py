@@ -21,7 +21,6 @@ from torch.nn.attention.varlen import varlen_attn
 from posttrain.domain.errors import JobFailedError
 from posttrain.engine.rollout.kv_pages import PageStore
 from posttrain.engine.rollout.kv_slots import SlotStore
-from posttrain.engine.rollout.kv_store import KVShape, KVStore, Prompt
 from posttrain.engine.rollout.page_attention import (
     Looks,
     attend_packed_prompts,
@@ -29,6 +28,7 @@ from posttrain.engine.rollout.page_attention import (
     fits_varlen,
     why_not_varlen,
 )
+from posttrain.engine.rollout.port import KVShape, KVStore, Prompt
 
 LAYERS, KV_HEADS, GROUP, WIDTH = 2, 2, 3, 16
 PAGE = 4

@@ -22,8 +22,8 @@ from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.decoding import StopStrings
 from posttrain.engine.rollout.kv_pages import PageStore
 from posttrain.engine.rollout.kv_slots import SlotStore
-from posttrain.engine.rollout.kv_store import KVStore
 from posttrain.engine.rollout.llama_decoder import LlamaDecoder
+from posttrain.engine.rollout.port import KVStore
 from posttrain.engine.samples import Trajectory
 
 LARGE = 2**30

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.domain.errors import DeadlineError
+from posttrain.store.atomic import FileLock, StoreLock
 from posttrain.store.database import Database
-from posttrain.store.holding import FileLock, StoreLock
 from posttrain.store.hosts import LedgerLock
 
 Make = Callable[[str], StoreLock]
@@ -22,7 +22,7 @@ _HOLDER = """
 import sys
 from pathlib import Path
 from posttrain.store.database import Database
-from posttrain.store.holding import FileLock
+from posttrain.store.atomic import FileLock
 from posttrain.store.hosts import LedgerLock
 place, address = Path(sys.argv[1]), sys.argv[2]
 lock = LedgerLock(place, Database(address)) if address else FileLock(place)

@@ -12,10 +12,10 @@ from sqlalchemy import select
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.errors import WorkspaceError
 from posttrain.domain.records import Asset, RunRecord, StageRecord
+from posttrain.store.atomic import FileLock
 from posttrain.store.audit import verify_rows
 from posttrain.store.blobs import ObjectBlobs, open_blobs
 from posttrain.store.database import Database
-from posttrain.store.holding import FileLock
 from posttrain.store.ledger import Ledger
 from posttrain.store.schema import artifacts, projects
 from posttrain.store.sealer import seal, verify_chain

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from posttrain.engine.models.sharding import Shard
-from posttrain.engine.weights.attestation import Attestation, attest, attest_views, differing_aliases
+from posttrain.engine.weights.stream import Attestation, attest, attest_views, differing_aliases
 
 TYPES = [torch.float32, torch.bfloat16]
 MASK = (1 << 64) - 1

@@ -27,7 +27,7 @@ def mutants(*words: str) -> tuple[int, str]:
 
 def listed(folder: Path, **changes: object) -> str:
     """A list of one mutant of the clock."""
-    (folder / "mine.yaml").write_text(yaml.safe_dump({"store/clock.py": {"mutants": [{**MINE, **changes}]}}))
+    (folder / "mine.yaml").write_text(yaml.safe_dump({"store/database.py": {"mutants": [{**MINE, **changes}]}}))
     return str(folder)
 
 
@@ -35,7 +35,7 @@ def listed(folder: Path, **changes: object) -> str:
     ("changes", "told"),
     [
         ({}, "0 entries out of order"),
-        ({"old": "return time.tiem()"}, "must stand in src/posttrain/store/clock.py exactly once, found 0 times"),
+        ({"old": "return time.tiem()"}, "must stand in src/posttrain/store/database.py exactly once, found 0 times"),
         ({"old": "time"}, "exactly once, found"),
         ({"new": "return time.time("}, "is no Python"),
         ({"new": MINE["old"]}, "must differ"),
@@ -60,7 +60,7 @@ def test_the_list_fits_the_sources() -> None:
 def test_a_mutant_that_no_test_notices_is_told(tmp_path: Path) -> None:
     code, said = mutants("--jobs", "1", "--lists", listed(tmp_path))
     assert code == 1
-    assert "survived: mine: store/clock.py: a moment is another" in said
+    assert "survived: mine: store/database.py: a moment is another" in said
 
 
 @pytest.mark.slow

@@ -25,8 +25,8 @@ import pytest
 from tiny_run import RUN, SHORT
 from workbench import Reference, Workbench
 
-from posttrain.domain.crashpoints import CRASHPOINTS
 from posttrain.domain.facts import Metric
+from posttrain.domain.ports import CRASHPOINTS
 from posttrain.store.atomic import read_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.journey]

@@ -29,9 +29,8 @@ from posttrain.domain.facts import Metric, Note, Progress
 from posttrain.domain.jobs import JobOrder, JobResult, Output
 from posttrain.domain.requests import JobRequest
 from posttrain.execution.executors.fake import FakeExecutor
-from posttrain.store.attempts import AttemptFolder
+from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.blobs import open_blobs
-from posttrain.store.event_writer import EventWriter
 from posttrain.store.trees import materialise
 from posttrain.web.curves import draw_learning_curve
 from posttrain.web.panels import CurveSeries

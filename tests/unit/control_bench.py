@@ -27,10 +27,9 @@ from posttrain.domain.requests import JobRequest
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.execution.trainers.native import NativeTrainer
-from posttrain.store.attempts import AttemptFolder
+from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.blobs import open_blobs
 from posttrain.store.database import Database
-from posttrain.store.event_writer import EventWriter
 from posttrain.store.ledger import Ledger
 
 Script = Callable[[AttemptFolder], int | None]

@@ -17,9 +17,8 @@ from posttrain.domain.errors import FailureClass, InfrastructureError
 from posttrain.domain.facts import Progress
 from posttrain.domain.jobs import ANOTHER_RUNS, Cause, CheckpointCommit, Failure, JobOrder, JobResult, Output
 from posttrain.domain.requests import JobRequest
-from posttrain.store.attempts import AttemptFolder
+from posttrain.store.attempts import AttemptFolder, EventWriter, SpendingMeter
 from posttrain.store.channel import ControlKind
-from posttrain.store.event_writer import EventWriter, SpendingMeter
 from posttrain.store.trees import file_digest
 
 T = TypeVar("T")

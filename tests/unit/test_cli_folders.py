@@ -13,7 +13,7 @@ from cli_world import World, make_world, write_model
 
 from posttrain.client.blobs import Bundle, Sender
 from posttrain.domain.canonical import digest_bytes
-from posttrain.execution import processes as foreground
+from posttrain.execution import foreground
 from posttrain.store.trees import beside_model, file_digest
 
 SIDE = ("training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth", "rng_state_3.pth")

@@ -20,8 +20,7 @@ from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import ConflictError
 from posttrain.store.audit import verify_rows
 from posttrain.store.blobs import open_blobs
-from posttrain.store.clock import SystemClock
-from posttrain.store.database import Database
+from posttrain.store.database import Database, SystemClock
 from posttrain.store.ledger import Ledger
 from posttrain.store.operations import Noted, Parts, PartStore
 from posttrain.store.sealer import seal, verify_chain

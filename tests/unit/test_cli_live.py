@@ -18,8 +18,7 @@ from posttrain.cli.live import LineDisplay, TableDisplay, run_table
 from posttrain.domain.facts import Metric, Progress
 from posttrain.domain.jobs import JobOrder
 from posttrain.domain.requests import JobRequest
-from posttrain.store.attempts import AttemptFolder
-from posttrain.store.event_writer import EventWriter
+from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.views.status import RunWatcher, read_status
 
 

@@ -14,7 +14,7 @@ from cli_world import BAD_REWARD, World, make_world, write_model
 
 from posttrain.app.workspace import open_workspace
 from posttrain.domain.errors import NotFoundError
-from posttrain.web.card import ModelCard, render_card
+from posttrain.web.pages import ModelCard, render_card
 
 WHILE = "100"  # seconds of the world's clock, which runs fifty times as fast: the jobs of the world do not end by then
 
@@ -471,14 +471,14 @@ class TestProgress:
 
     @pytest.mark.parametrize("form", ["text", "json"])
     def test_before_a_run_is_planned(self, seen: World, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-        monkeypatch.setattr("posttrain.app.evaluating.submit_evaluation", begun)
+        monkeypatch.setattr("posttrain.app.models.submit_evaluation", begun)
         result = seen("eval", "prod", "heldout", "-o", form)
         assert result.stderr.splitlines() == ["planning to measure prod on heldout", "error: it began"]
         assert result.stdout == ""
 
     @pytest.mark.parametrize("form", ["text", "json"])
     def test_before_a_model_is_loaded(self, seen: World, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-        monkeypatch.setattr("posttrain.execution.processes.answers", begun)
+        monkeypatch.setattr("posttrain.execution.foreground.answers", begun)
         result = seen("sample", "prod", "hi", "-o", form)
         told, error = result.stderr.splitlines()
         assert told.startswith("channel:prod@1 sha256:")

@@ -18,8 +18,7 @@ from posttrain.domain.errors import FailureClass
 from posttrain.domain.facts import Metric, Progress, Span
 from posttrain.domain.jobs import Failure, JobOrder, JobResult
 from posttrain.domain.requests import JobRequest
-from posttrain.store.attempts import AttemptFolder
-from posttrain.store.event_writer import EventWriter
+from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.views.status import RunWatcher
 
 BEGAN = 1_000_000.0  # when the first attempt's steps were

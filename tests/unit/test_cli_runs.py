@@ -19,7 +19,7 @@ from posttrain.domain.facts import Metric
 from posttrain.domain.jobs import JobOrder
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.audit import verify_rows
-from posttrain.views.vigil import Vigil
+from posttrain.views.logs import Vigil
 from posttrain.web.curves import learning_curve
 from posttrain.web.panels import CurveSeries
 
@@ -375,7 +375,7 @@ def test_watching_a_run_that_nobody_drives_says_so_and_ends(world: World, words:
 
 
 def test_being_left_alone_is_told_once_each_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.views.vigil._ALONE", 0.0)
+    monkeypatch.setattr("posttrain.views.logs._ALONE", 0.0)
     world.hold.add("sft")
     world("run", "run.yaml", "--timeout", "60")
     workspace, told = Workspace(world.root / ".posttrain"), []

@@ -12,8 +12,7 @@ import pytest
 from cli_world import BAD_REWARD, ITEMS, RUN, World, make_world, metrics_table
 
 from posttrain.domain.facts import Progress
-from posttrain.store.attempts import AttemptFolder
-from posttrain.store.event_writer import EventWriter
+from posttrain.store.attempts import AttemptFolder, EventWriter
 
 EVALUATE = "  evaluate: {kind: evaluate, model: grpo, suites: {heldout: {data: heldout}}}\n"
 BASE = "  base-eval: {kind: evaluate, model: base, suites: {heldout: {data: heldout}}}\n"

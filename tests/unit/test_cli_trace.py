@@ -10,8 +10,7 @@ import pytest
 from cli_world import World, make_world
 
 from posttrain.domain.facts import Sample, Span
-from posttrain.store.attempts import AttemptFolder
-from posttrain.store.event_writer import EventWriter
+from posttrain.store.attempts import AttemptFolder, EventWriter
 
 EPOCH = 1_700_000_000.0
 

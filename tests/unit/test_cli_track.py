@@ -21,8 +21,7 @@ from posttrain.domain.errors import TrackerError
 from posttrain.domain.facts import Metric
 from posttrain.domain.trackers import Trackers
 from posttrain.store.atomic import write_json
-from posttrain.store.attempts import AttemptFolder
-from posttrain.store.event_writer import EventWriter
+from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.trackers import following, tracking
 from posttrain.trackers.following import Scribe
 from posttrain.trackers.tracked import RunSource

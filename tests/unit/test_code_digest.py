@@ -10,7 +10,7 @@ from posttrain.execution.trainers import native
 
 ROOT = Path(native.__file__).parents[2]
 DECIDES_NOTHING = {
-    "domain/crashpoints.py": "kills on request, in tests",
+    "domain/ports.py": "forms only; places where a test kills",
     "domain/errors.py": "words of errors, and which worker one is blamed on",
     "domain/facts.py": "the form of what is reported; refuses what is of another type",
     "domain/gates.py": "judged on the control side, from what jobs measured",
@@ -19,7 +19,6 @@ DECIDES_NOTHING = {
     "domain/manifest.py": "what it holds is in the cache key",
     "domain/overrides.py": "applied before the manifest is made",
     "domain/plugins.py": "finds what is installed, whose own digest is in the cache key",
-    "domain/ports.py": "forms only",
     "domain/requests.py": "the form of what an executor is asked for; an image's digest is in a stage's identity",
     "domain/runspec.py": "what it holds is in the cache key",
     "domain/trackers.py": "where metrics are copied to",
@@ -31,9 +30,9 @@ DECIDES_NOTHING = {
     "execution/environment.py": "which variables a process is given",
     "execution/processes.py": "whose process it is",
     "store/reaching.py": "what lets a job reach its inputs, known by their digest",
-    "store/answering.py": "words of errors",
-    "store/atomic.py": "keeps bytes, and says where temporary files lie",
-    "store/attempts.py": "keeps bytes",
+    "store/blobs.py": "keeps bytes, known by their digest; words of errors",
+    "store/atomic.py": "keeps bytes, says where temporary files lie and who may delete",
+    "store/attempts.py": "keeps bytes and what is said",
     "store/backends/__init__.py": "keeps bytes",
     "store/backends/local.py": "keeps bytes",
     "store/backends/memory.py": "keeps bytes",
@@ -43,11 +42,8 @@ DECIDES_NOTHING = {
     "store/channels/folder.py": "keeps bytes",
     "store/channels/objects.py": "keeps bytes",
     "store/channels/served.py": "keeps what is said",
-    "store/blobs.py": "keeps bytes, known by their digest",
-    "store/endpoints.py": "whether a store's address is one",
-    "store/event_writer.py": "keeps what is said",
-    "store/holding.py": "who may delete what is kept",
-    "store/trees.py": "keeps bytes, known by their digest",
+    "store/external.py": "whether a store's address is one",
+    "store/trees.py": "keeps bytes, known by their digest; temporary files",
 }
 
 

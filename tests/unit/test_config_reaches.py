@@ -28,13 +28,13 @@ from posttrain.engine.config import STAGE_CONFIGS, stage_config
 from posttrain.engine.loop.controller import CONTROLLER_METRICS
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.jobs import entry
-from posttrain.jobs.bodies import evaluation, init_model, training
+from posttrain.jobs.bodies import evaluation, training
 from posttrain.sandbox.port import RewardCall, ScriptedReward
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.blobs import open_blobs
 from posttrain.store.trees import put_tree
 
-BODIES = {"evaluate": evaluation.body, "init_model": init_model.body}
+BODIES = {"evaluate": evaluation.body, "init_model": training.init_model}
 OPTIMIZER = {"learning_rate": 2e-2, "warmup_steps": 1, "weight_decay": 0.1, "max_grad_norm": 0.1}
 LETTERS = "0123456789Q:sort A"
 PROBE = {"data": "probe", "every": 2, "items": 16, "extract": r"(?s)(.)"}

@@ -24,8 +24,7 @@ from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import AttemptRecord
 from posttrain.domain.requests import JobRequest
 from posttrain.execution.processes import LEAVING_SECONDS
-from posttrain.store.attempts import AttemptFolder
-from posttrain.store.event_writer import EventWriter
+from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.trees import file_digest, put_tree, tree_digest
 
 

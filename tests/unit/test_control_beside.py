@@ -15,7 +15,7 @@ from posttrain.control import actions, actuator, budgets, launching, stages
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import FailureClass, InfrastructureError
 from posttrain.store.attempts import AttemptFolder
-from posttrain.store.waking import RUN, STAGE
+from posttrain.store.journal import RUN, STAGE
 from posttrain.store.work import WorkQueue
 
 TWO: dict[str, Any] = {

@@ -23,8 +23,7 @@ from posttrain.domain.manifest import Manifest, StageManifest, job_identity
 from posttrain.domain.requests import JobRequest
 from posttrain.domain.runspec import Budget
 from posttrain.execution.trainers.native import NativeTrainer
-from posttrain.store.attempts import AttemptFolder
-from posttrain.store.event_writer import EventWriter, SpendingMeter
+from posttrain.store.attempts import AttemptFolder, EventWriter, SpendingMeter
 
 
 def ticks(bench: Bench, run_id: str, count: int = 3) -> None:

@@ -36,7 +36,7 @@ from posttrain.control import actions, channels
 from posttrain.control.planning import plan_run
 from posttrain.control.reconciler import Reconciler
 from posttrain.control.submission import submit
-from posttrain.domain import crashpoints
+from posttrain.domain import ports
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import FailureClass, PosttrainError
 from posttrain.domain.jobs import JobResult
@@ -335,7 +335,7 @@ class People(RuleBasedStateMachine):
         """Do something; by a second process where the first dies of it."""
         if not self.doom:
             return does()
-        crashpoints._reached.clear()
+        ports._reached.clear()
         with patch.dict(os.environ, {"POSTTRAIN_CRASHPOINT": self.doom}), patch("os.kill", die):
             try:
                 return does()

@@ -12,8 +12,8 @@ from cli_world import make_world
 from control_bench import TRAIN_ONLY, Bench, train
 
 from posttrain.app.workspace import init_workspace, open_workspace
+from posttrain.control.attempts import Orphans, end_orphans, find_orphans
 from posttrain.control.reconciler import SWEEP_SECONDS, Reconciler
-from posttrain.control.sights import Orphans, end_orphans, find_orphans
 from posttrain.domain.errors import DeadlineError, InfrastructureError
 from posttrain.domain.jobs import JobState
 from posttrain.domain.requests import Job, JobRef, JobRequest, Listed

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from control_bench import TRAIN_ONLY, Bench, train
 
-from posttrain.control import jobs as requests
+from posttrain.control import jobs
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Cause, JobSpec
@@ -58,7 +58,7 @@ def test_a_request_says_whose_it_is_and_how_long_it_may_run(bench: Bench, monkey
     assert (asked.gang, asked.devices, asked.secrets) == ((PodGroup(gpus=2),), 2, ("HF_TOKEN",))
     assert asked.environment == {"OMP_NUM_THREADS": "3"}
     assert asked.max_seconds is not None
-    assert 3600 < asked.max_seconds <= 3600 + requests._OVERTIME_SECONDS
+    assert 3600 < asked.max_seconds <= 3600 + jobs._OVERTIME_SECONDS
 
 
 def test_a_second_driver_submits_what_the_first_wrote(
@@ -77,13 +77,13 @@ def test_a_second_driver_submits_what_the_first_wrote(
 
 def test_of_two_drivers_that_write_at_once_the_first_counts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     compiles(monkeypatch, module="second")
-    create = requests.create_json
+    create = jobs.create_json
 
     def late(path: Path, value: dict[str, Any]) -> bool:
         create(path, {**value, "module": "first"})
         return create(path, value)
 
-    monkeypatch.setattr(requests, "create_json", late)
+    monkeypatch.setattr(jobs, "create_json", late)
     assert bench.drive(bench.submit(**TRAIN_ONLY)).state == "succeeded"
     assert [asked.module for asked in bench.executor.launched] == ["first"]
 
@@ -119,7 +119,7 @@ def test_a_job_that_the_executor_ended_for_its_runtime_has_spent_the_budget(benc
 
 
 def test_of_a_gang_the_stage_names_the_pod_that_failed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "PodGroup", lambda gpus: PodGroup("rollout", max=2, gpus=gpus))
+    monkeypatch.setattr(jobs, "PodGroup", lambda gpus: PodGroup("rollout", max=2, gpus=gpus))
     bench.scripts["sft"] = [None]
     run_id = bench.submit(**TRAIN_ONLY)
     while not bench.launched:

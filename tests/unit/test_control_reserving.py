@@ -15,7 +15,7 @@ from posttrain.domain.errors import FailureClass
 from posttrain.domain.facts import Progress
 from posttrain.domain.jobs import Failure, JobResult
 from posttrain.domain.records import AttemptRecord
-from posttrain.store.event_writer import EventWriter, SpendingMeter
+from posttrain.store.attempts import EventWriter, SpendingMeter
 
 STEP = 0.1  # seconds between two steps of a driver
 TWO: dict[str, Any] = {

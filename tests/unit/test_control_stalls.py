@@ -19,10 +19,9 @@ from posttrain.domain.manifest import deciding
 from posttrain.domain.records import AttemptRecord
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.trainers.native import NativeTrainer
-from posttrain.store import event_writer as attempts_module
-from posttrain.store.attempts import AttemptFolder
+from posttrain.store import attempts
+from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.channel import ControlKind
-from posttrain.store.event_writer import EventWriter
 
 HOUR, LOOK = 3600.0, 900.0
 
@@ -196,7 +195,7 @@ def test_a_job_with_little_patience_tells_its_phases_in_time(bench: Bench, monke
     short = Watched(bench, **stage("12s"), seed=2)
     within = short.folder.read_order().phase_seconds
     assert within == 3.0
-    monkeypatch.setattr(attempts_module, "time", SimpleNamespace(monotonic=bench.clock.now))
+    monkeypatch.setattr(attempts, "time", SimpleNamespace(monotonic=bench.clock.now))
     with EventWriter(short.folder, phases=within) as sink:
         sink(Progress(3, 9, "grpo", 30, 0.0))
         for _ in range(30):

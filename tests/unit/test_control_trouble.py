@@ -13,16 +13,16 @@ from sqlalchemy import text
 
 from driving import drive
 from posttrain.control import actions, reconciler
-from posttrain.control.trouble import PATIENCE_SECONDS
+from posttrain.control.pulse import PATIENCE_SECONDS
 from posttrain.domain.errors import ConflictError, InfrastructureError, IntegrityError, StaleWriteError
 from posttrain.domain.jobs import JobResult, Observation, Output
 from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.requests import JobRequest
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.blobs import ObjectBlobs
+from posttrain.store.journal import RUN as RUN_WORK
+from posttrain.store.journal import STAGE
 from posttrain.store.transaction import Transaction
-from posttrain.store.waking import RUN as RUN_WORK
-from posttrain.store.waking import STAGE
 from posttrain.store.work import WorkQueue
 
 TWO: dict[str, Any] = {

@@ -19,8 +19,8 @@ from posttrain.control.reconciler import LEASE_SECONDS, POLL_SECONDS, SLOT_SECON
 from posttrain.domain.jobs import Capacity, Observation
 from posttrain.domain.requests import JobRef
 from posttrain.execution.trainers.native import NativeTrainer
+from posttrain.store.journal import RUN
 from posttrain.store.schema import work
-from posttrain.store.waking import RUN
 
 
 def submitted(bench: Bench, runs: int) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 
 _MEASURED = """
 import resource
-from posttrain.engine.memory import keep_freed_memory
+from posttrain.engine.batch import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

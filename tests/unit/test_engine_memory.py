@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.engine.memory import peak_memory
+from posttrain.engine.batch import peak_memory
 
 
 def _highest() -> float:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from posttrain.domain.errors import InputError
 from posttrain.engine.algorithms.advantages import generalized_advantages
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.loop.held_groups import Held, read_held, write_held
+from posttrain.engine.loop.recipe import Held, read_held, write_held
 from posttrain.engine.recipes.algorithm import ScoredGroup
 from posttrain.engine.samples import Prompt, Segment, Source, Trajectory, groups_of
 from posttrain.sandbox.port import Score

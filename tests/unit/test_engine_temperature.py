@@ -20,8 +20,8 @@ from posttrain.engine.algorithms.objectives import Totals
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import GRPOConfig, KLConfig, TraceConfig
-from posttrain.engine.loop.held_groups import Held, read_held, write_held
 from posttrain.engine.loop.on_policy import OnPolicy
+from posttrain.engine.loop.recipe import Held, read_held, write_held
 from posttrain.engine.models import logprobs as logprobs_module
 from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.models.loading import initial_model

@@ -17,8 +17,7 @@ from posttrain.engine.samples import Group, Prompt, Trajectory
 from posttrain.engine.samples import Sample as Row
 from posttrain.engine.tracing import SampleTracer, Trace, TraceBudget
 from posttrain.sandbox.port import Score
-from posttrain.store.attempts import AttemptFolder
-from posttrain.store.event_writer import EventWriter
+from posttrain.store.attempts import AttemptFolder, EventWriter
 
 STEPS = 20
 

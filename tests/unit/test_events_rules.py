@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.sinks import ALL, FOR_PEOPLE, OCCASIONS, Envelope, Rule
-from posttrain.events.messages import notice, trial
-from posttrain.events.rules import matching, occasions
+from posttrain.events.bus import notice, trial
+from posttrain.events.ports import matching, occasions
 
 DIGEST = "sha256:" + "a" * 64
 

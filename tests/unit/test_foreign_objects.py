@@ -26,8 +26,8 @@ from posttrain.api.control import OPERATIONS
 from posttrain.app.workspace import Workspace
 from posttrain.control.owners import process_name
 from posttrain.domain.ids import Role
+from posttrain.server.limits import IN_PATHS
 from posttrain.server.openapi import document
-from posttrain.server.requests import IN_PATHS
 from posttrain.store.hosts import Host
 from posttrain.store.schema import attempts
 

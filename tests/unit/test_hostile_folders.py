@@ -19,11 +19,10 @@ from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.facts import Note, Sample
 from posttrain.execution.environment import read_log
-from posttrain.store.atomic import ANSWER, LINE, SMALL, look_over, remove_tree, scratch
-from posttrain.store.attempts import AttemptFolder
-from posttrain.store.event_writer import EventWriter
+from posttrain.store.atomic import ANSWER, LINE, SMALL, look_over
+from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.reaching import read_access
-from posttrain.store.trees import tree_digest
+from posttrain.store.trees import remove_tree, scratch, tree_digest
 
 DEEP = 1500  # folders in each other: more than a function may call itself
 Leave = Callable[[AttemptFolder], Any]

@@ -34,7 +34,7 @@ from posttrain.jobs.bodies import evaluation
 from posttrain.jobs.entry import run
 from posttrain.sandbox.port import RewardCall, RewardError, ScriptedReward
 from posttrain.store.attempts import AttemptFolder
-from posttrain.views.answers import suite_answers
+from posttrain.views.tracing import suite_answers
 
 REWARDS = (
     "def digits(completion):\n    return sum(map(str.isdigit, completion)) / max(1, len(completion))\n\n\n"

@@ -16,8 +16,7 @@ from control_bench import RUN, TRAIN_ONLY, Bench, Script, evaluate, train
 from scipy import stats
 
 from posttrain.control import channels
-from posttrain.control.judging import read_report
-from posttrain.control.looks import evaluations
+from posttrain.control.judging import evaluations, read_report
 from posttrain.control.reconciler import Reconciler
 from posttrain.data.rows import prompt_text
 from posttrain.decision.gates import Evidence, Look, judge_all

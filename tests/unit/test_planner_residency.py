@@ -21,8 +21,7 @@ from posttrain.engine.models.logprobs import token_logprobs
 from posttrain.engine.rollout.backends import native
 from posttrain.engine.rollout.kv_pages import PAGE, PageStore
 from posttrain.engine.rollout.kv_slots import SlotStore
-from posttrain.engine.rollout.kv_store import KVShape
-from posttrain.engine.rollout.port import SamplingParams
+from posttrain.engine.rollout.port import KVShape, SamplingParams
 from posttrain.planner.residency import (
     KV_AHEAD,
     KV_PAGE,

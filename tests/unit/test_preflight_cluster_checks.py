@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from posttrain.execution import machine as cluster_facts
+from posttrain.execution import machine
 from posttrain.execution.machine import (
     ClusterFacts,
     Gpus,
@@ -325,7 +325,7 @@ def test_a_resolver_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
         answered.wait(60)
         return []
 
-    monkeypatch.setattr(cluster_facts, "_RESOLVE_SECONDS", 0.01)
+    monkeypatch.setattr(machine, "_RESOLVE_SECONDS", 0.01)
     monkeypatch.setattr(socket, "getaddrinfo", hang)
     try:
         assert read_machine().resolved == ()

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.domain import lifecycle as reasons
+from posttrain.domain import lifecycle
 from posttrain.domain.errors import FailureClass
 from posttrain.domain.lifecycle import Reason, meaning
 
-ROOT = Path(reasons.__file__).parents[1]
+ROOT = Path(lifecycle.__file__).parents[1]
 ENUM = "domain/lifecycle.py"
 # rooms that write or ask for reasons; elsewhere such a word is another's (a class of transformers, a signature)
 ROOMS = (

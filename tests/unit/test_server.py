@@ -21,9 +21,8 @@ from server_bench import KEY, Answer, ServerBench, served
 from sqlalchemy import event
 
 from posttrain.api.control import OPERATIONS, VERBS
-from posttrain.api.pages import cursor
 from posttrain.api.problems import MEDIA_TYPE, TYPE
-from posttrain.api.verbs import PREFIX, Verb
+from posttrain.api.verbs import PREFIX, Verb, cursor
 from posttrain.client.blobs import Sender
 from posttrain.client.remote import remote_control
 from posttrain.client.transport import Transport, in_path
@@ -42,9 +41,9 @@ from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.records import Asset, RunRecord, StageRecord
 from posttrain.domain.runspec import Budget
 from posttrain.server import limits
+from posttrain.server.entrance import Looking, Watchers
 from posttrain.server.underway import Once, request_id
 from posttrain.server.uploads import Uploads
-from posttrain.server.watching import Looking, Watchers
 from posttrain.store.operations import Repeats
 from posttrain.store.trees import FORMAT
 

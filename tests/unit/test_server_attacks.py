@@ -21,7 +21,7 @@ from posttrain.app.control import control_of
 from posttrain.app.workspace import init_workspace
 from posttrain.domain.errors import InputError, IntegrityError, PosttrainError, UnavailableError, WorkspaceError
 from posttrain.domain.ids import TYPES, Role
-from posttrain.server.requests import IN_PATHS
+from posttrain.server.limits import IN_PATHS
 from posttrain.store.schema import tokens
 
 P = "/v1/projects/default"

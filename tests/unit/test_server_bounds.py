@@ -27,11 +27,10 @@ from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError, SlowError
 from posttrain.domain.ids import Role
 from posttrain.domain.records import RunRecord, StageRecord
-from posttrain.server import limits, requests
+from posttrain.server import limits
 from posttrain.server.connections import HEADER_SECONDS, MOST, Connection, Room, most_of, quiet
 from posttrain.server.console import visiting
-from posttrain.server.limits import ADOPT, BODY, LOGIN, UPLOAD, Most
-from posttrain.server.requests import timely, whole
+from posttrain.server.limits import ADOPT, BODY, LOGIN, UPLOAD, Most, timely, whole
 from posttrain.store.grants import MOST as MOST_SESSIONS
 
 P = "/v1/projects/default"
@@ -173,7 +172,7 @@ def late(found: bytes) -> None:
 
 
 def test_a_body_that_stops_ends_its_request(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.server.requests.PIECE_SECONDS", 0.2)
+    monkeypatch.setattr("posttrain.server.limits.PIECE_SECONDS", 0.2)
     with connect(bench) as one:
         one.sendall(head(bench, "PUT", f"{P}/members/user:x", "ann", "content-length: 20") + b'{"ro')
         late(rest_of(one))
@@ -187,7 +186,7 @@ def test_a_body_that_stops_ends_its_request(bench: ServerBench, monkeypatch: pyt
 
 
 def test_a_body_that_never_ends_ends_its_request(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.server.requests.BODY_SECONDS", 0.2)
+    monkeypatch.setattr("posttrain.server.limits.BODY_SECONDS", 0.2)
     with connect(bench) as one:
         one.sendall(head(bench, "PUT", f"{P}/members/user:x", "ann", "content-length: 20") + b'{"ro')
         late(rest_of(one))
@@ -390,13 +389,13 @@ def test_a_body_has_a_most_to_the_byte() -> None:
 
 def test_a_body_must_come_whole_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often something of it comes."""
-    monkeypatch.setattr(requests, "BODY_SECONDS", 0.0)
+    monkeypatch.setattr(limits, "BODY_SECONDS", 0.0)
     with pytest.raises(SlowError, match="it must come within 0 s"):
         asyncio.run(whole(sending(b"" for _ in range(1000)), 10, "it"))
 
 
 def test_who_has_sent_everything_may_wait_for_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "PIECE_SECONDS", 0.0)
+    monkeypatch.setattr(limits, "PIECE_SECONDS", 0.0)
 
     async def receive() -> Message:
         if said:

@@ -15,8 +15,7 @@ import pytest
 from server_bench import KEY, Answer, ServerBench, served
 
 from posttrain.api.control import OPERATIONS
-from posttrain.api.pages import cursor, place
-from posttrain.api.verbs import MOST
+from posttrain.api.verbs import MOST, cursor, place
 from posttrain.app.control import control_of
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import CursorError, InputError

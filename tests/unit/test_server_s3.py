@@ -25,8 +25,7 @@ from server_bench import KEY, ServerBench, served
 from hostile_proxy import BUSY, GONE, HALF, SILENT, WRONG, HostileProxy, hostile_proxy
 from posttrain.api.problems import MEDIA_TYPE, TYPE
 from posttrain.client.blobs import Fetcher, Sender
-from posttrain.client.direct import sent
-from posttrain.client.transport import Transport
+from posttrain.client.transport import Transport, sent
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import IntegrityError, UnavailableError
 from posttrain.domain.ids import Role

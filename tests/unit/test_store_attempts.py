@@ -20,9 +20,8 @@ from posttrain.domain.errors import FailureClass, IntegrityError, NotFoundError,
 from posttrain.domain.facts import Fact, Metric, Note, Progress, Sample, Span
 from posttrain.domain.jobs import Failure, InputBlob, JobOrder, JobResult, Output
 from posttrain.store.atomic import read_json, write_atomic
-from posttrain.store.attempts import AttemptFolder
+from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind, Summary
-from posttrain.store.event_writer import EventWriter
 
 DIGEST = "sha256:" + "a" * 64
 ORDER = JobOrder(
@@ -300,7 +299,7 @@ def test_no_segment_is_larger_than_may_be_read_at_once(attempt: AttemptFolder, m
     with EventWriter(attempt, seconds=1e9) as sink:
         sink(told[0])
     size = (attempt.events / "000001.jsonl").stat().st_size
-    monkeypatch.setattr("posttrain.store.event_writer.LINE", 2 * size)
+    monkeypatch.setattr("posttrain.store.attempts.LINE", 2 * size)
     with EventWriter(attempt, seconds=1e9) as sink:
         for fact in told[1:]:
             sink(fact)

@@ -14,9 +14,8 @@ from posttrain.domain.facts import Note
 from posttrain.domain.jobs import JobOrder, JobResult
 from posttrain.store import atomic
 from posttrain.store.atomic import create_json, read_json, sync_tree, write_atomic, write_json
-from posttrain.store.attempts import AttemptFolder
+from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.blobs import open_blobs
-from posttrain.store.event_writer import EventWriter
 from posttrain.store.trees import FORMAT, materialise, put_tree, verify_tree
 
 

@@ -18,9 +18,8 @@ from posttrain.domain.jobs import InputBlob, JobOrder, JobResult, Output
 from posttrain.engine.weights.checkpoint import BestModel, TrainState, begin_checkpoint, commit_checkpoint, write_role
 from posttrain.jobs import entry
 from posttrain.store import atomic
-from posttrain.store.attempts import AttemptFolder
+from posttrain.store.attempts import AttemptFolder, EventWriter, SpendingMeter
 from posttrain.store.blobs import open_blobs
-from posttrain.store.event_writer import EventWriter, SpendingMeter
 from posttrain.store.trees import materialise, put_tree
 
 

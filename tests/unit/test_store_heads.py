@@ -14,10 +14,9 @@ from cli_world import World, make_world
 
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import WorkspaceError
-from posttrain.store.heads import find_lost, head_name, keep_head
 from posttrain.store.merkle import EMPTY, Tree
 from posttrain.store.schema import leaves, tiles
-from posttrain.store.sealer import root_at
+from posttrain.store.sealer import find_lost, head_name, keep_head, root_at
 
 SIZES = (0, 1, 2, 255, 256, 257, 511, 512, 700, 65535, 65536, 65537, 66100)
 

@@ -29,10 +29,10 @@ from posttrain.domain.errors import (
 from posttrain.domain.records import Asset, AttemptRecord, Event, RunRecord, StageRecord
 from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database, LostAnswerError
+from posttrain.store.journal import RUN, STAGE
 from posttrain.store.ledger import Ledger
 from posttrain.store.schema import work
 from posttrain.store.sealer import seal, verify_chain
-from posttrain.store.waking import RUN, STAGE
 from posttrain.store.work import WorkQueue, open_runs
 
 MANIFEST = "sha256:" + "a" * 64

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.telemetry.curves import Curve, step_noise
+from posttrain.web.panels import Curve, step_noise
 
 VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400)
 

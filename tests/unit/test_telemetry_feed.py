@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from posttrain.domain.facts import Metric
-from posttrain.store.attempts import AttemptFolder
+from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.channel import AttemptChannel
-from posttrain.store.event_writer import EventWriter
 from posttrain.telemetry import tracking
 from posttrain.telemetry.tracking import Row, StageFeed
 

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.domain.facts import Span
-from posttrain.telemetry.chrome import chrome_trace
-from posttrain.telemetry.timeline import AttemptSpans, summarise
+from posttrain.telemetry.timeline import AttemptSpans, chrome_trace, summarise
 
 EPOCH = 1_700_000_000.0
 _OFFSETS = st.floats(0, 100)

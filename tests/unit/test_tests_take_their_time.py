@@ -106,9 +106,9 @@ ALLOWED = {
     ("e2e/test_postgres_ordeal.py", "time.sleep(0.02)"): POLL,
     ("e2e/workbench.py", "time.sleep(0.03)"): POLL,
     ("unit/test_server_bounds.py", 'monkeypatch.setattr("posttrain.server.connections.HEADER_SECONDS", 0.2)'): NEVER,
-    ("unit/test_server_bounds.py", 'monkeypatch.setattr("posttrain.server.requests.PIECE_SECONDS", 0.2)'): NEVER,
-    ("unit/test_server_bounds.py", 'monkeypatch.setattr("posttrain.server.requests.BODY_SECONDS", 0.2)'): NEVER,
-    ("unit/test_preflight_cluster_checks.py", 'monkeypatch.setattr(cluster_facts, "_RESOLVE_SECONDS", 0.01)'): NEVER,
+    ("unit/test_server_bounds.py", 'monkeypatch.setattr("posttrain.server.limits.PIECE_SECONDS", 0.2)'): NEVER,
+    ("unit/test_server_bounds.py", 'monkeypatch.setattr("posttrain.server.limits.BODY_SECONDS", 0.2)'): NEVER,
+    ("unit/test_preflight_cluster_checks.py", 'monkeypatch.setattr(machine, "_RESOLVE_SECONDS", 0.01)'): NEVER,
     (
         "unit/test_control_hazards.py",
         'bench.jobs.folders.of(attempt).write_result(JobResult("stopped", seconds=5.0))',
@@ -190,7 +190,7 @@ SHORT_WAITS = {
     "control/pulse.py:OBSERVE_SECONDS": "between two readings of what jobs report; nothing ends with it",
     "events/ports.py:CONNECT_SECONDS": "a receiver that is away longer is tried again later, and nothing is lost",
     "trackers/tracking.py:_SECONDS": "a server that is away longer is told, and tried again later",
-    "views/vigil.py:_ALONE": "told a little early, nothing else: a driver may follow",
+    "views/logs.py:_ALONE": "told a little early, nothing else: a driver may follow",
     "data/fitting.py:_MEAN_SECONDS": "a mean over rows, looked at after ten seconds; a rendering takes a thousandth",
     "engine/evaluation/evaluate.py:_SECONDS": "100,000 times what it takes: a pattern cannot hang a run",
     "sandbox/session.py:END_TIMEOUT": "then the keeper is killed, which ends its namespace all the same",
@@ -198,7 +198,6 @@ SHORT_WAITS = {
     "execution/executors/local/executor.py:_POLL_SECONDS": "between two looks",
     "execution/executors/local/forkserver.py:_END_SECONDS": "then an idle process is killed",
     "execution/processes.py:HEARTBEAT_SECONDS": "between two signs of life",
-    "store/attempts.py:_POLL_SECONDS": "between two looks",
     "store/operations.py:_LOOKED_SECONDS": "between two notes that somebody looked",
 }
 

@@ -22,8 +22,8 @@ from posttrain.domain.jobs import InputBlob
 from posttrain.engine.algorithms.losses import kl_estimate, kl_rewards, score_rewards
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import CriticConfig, PPOConfig, PPOKLConfig
-from posttrain.engine.loop.held_groups import Held, read_held, write_held
 from posttrain.engine.loop.on_policy import OnPolicy
+from posttrain.engine.loop.recipe import Held, read_held, write_held
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.loading import initial_model
 from posttrain.engine.recipes.algorithm import ScoredGroup, pack

@@ -25,7 +25,7 @@ from posttrain.domain.jobs import ANOTHER_RUNS, InputBlob, JobOrder, JobResult
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.jobs import entry
-from posttrain.jobs.bodies import init_model, training
+from posttrain.jobs.bodies import training
 from posttrain.sandbox.port import RewardError
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.blobs import open_blobs
@@ -48,7 +48,7 @@ class Shop:
         self.put("data", "".join(json.dumps(row) + "\n" for row in ROWS))
         self.put("reward", REWARD, entry="score", source="reward.py")
         base = self.attempt("base", "init_model", TINY.model_dump(mode="json"), [])
-        assert entry.run(str(base.path), init_model.body) == 0
+        assert entry.run(str(base.path), training.init_model) == 0
         self.inputs["model"] = InputBlob(put_tree(self.blobs, base.outputs / "model"), "tree", "model:tiny@1")
 
     def put(self, slot: str, text: str, **meta: str) -> None:

@@ -20,7 +20,6 @@ from posttrain.domain.jobs import InputBlob, JobResult
 from posttrain.engine.groups.port import RankContext
 from posttrain.engine.groups.worker_group import Deadlines
 from posttrain.engine.loop import controller
-from posttrain.engine.loop import controller as from_rows
 from posttrain.engine.loop.controller import Order
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.loading import character_tokenizer, initial_model
@@ -28,8 +27,7 @@ from posttrain.engine.rollout import worker
 from posttrain.engine.rollout.generating import SilentError
 from posttrain.engine.rollout.port import PromptBatch, SamplingParams
 from posttrain.jobs import entry
-from posttrain.jobs.bodies import init_model, rewards, training
-from posttrain.jobs.bodies import training as pools
+from posttrain.jobs.bodies import rewards, training
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.trees import put_tree
 
@@ -104,14 +102,14 @@ class TestDeadlines:
     def test_workers_calls_and_engines_have_the_time_that_the_stage_gives(
         self, shop: Shop, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        opened, asked = watched(monkeypatch, pools, "ResourcePool"), watched(monkeypatch, worker, "answers")
+        opened, asked = watched(monkeypatch, training, "ResourcePool"), watched(monkeypatch, worker, "answers")
         waits = {"start_timeout": "20m", "call_timeout": 7777}
         assert run(shop.grpo("waits", params={"steps": 1, "runtime": waits})).status == "succeeded"
         assert [named["deadlines"] for _, named in opened] == [Deadlines(1200.0, 7777.0)]
         assert {words[3] for words, _ in asked} == {7777.0}
 
     def test_what_is_left_open_is_chosen_and_told(self, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-        opened = watched(monkeypatch, pools, "ResourcePool")
+        opened = watched(monkeypatch, training, "ResourcePool")
         attempt = shop.grpo("usual", params={"steps": 1})
         assert run(attempt).status == "succeeded"
         assert [named["deadlines"] for _, named in opened] == [Deadlines(300.0, 3600.0)]
@@ -256,13 +254,13 @@ class TestMeter:
     ) -> None:
         """What a killed job is billed."""
         attempt, read = shop.sft("metered"), list[int | None]()
-        step = from_rows.FromRows.step
+        step = controller.FromRows.step
 
-        def during(self: from_rows.FromRows[Any], number: int, *rest: Any) -> Any:
+        def during(self: controller.FromRows[Any], number: int, *rest: Any) -> Any:
             read.append(attempt.metered())
             return step(self, number, *rest)
 
-        monkeypatch.setattr(from_rows.FromRows, "step", during)
+        monkeypatch.setattr(controller.FromRows, "step", during)
         result = run(attempt)
         assert attempt.metered() == result.tokens > 0
         spent = [0, *(fact.tokens for fact in attempt.facts()[0] if isinstance(fact, Progress))]
@@ -288,7 +286,7 @@ class TestInputs:
 
     def test_a_judge_with_another_vocabulary_is_refused(self, shop: Shop) -> None:
         other = shop.attempt("other", "init_model", {**TINY.model_dump(mode="json"), "characters": "0123456789Q:"}, [])
-        assert entry.run(str(other.path), init_model.body) == 0
+        assert entry.run(str(other.path), training.init_model) == 0
         shop.inputs["reward_model"] = InputBlob(put_tree(shop.blobs, other.outputs / "model"), "tree", "model:judge@1")
         params = {"model": "model", "data": "data", "reward_model": "reward_model", "steps": 1, "max_new_tokens": 4}
         result = run(shop.attempt("judged", "ppo", params, ["model", "data", "reward_model"]))
@@ -305,7 +303,7 @@ class TestInputs:
         letters = TINY.characters if same else "0123456789Q:"
         words = {**TINY.model_dump(mode="json"), "characters": letters, "hidden_size": 32, "context_length": 12}
         other = shop.attempt(f"large-{same}", "init_model", words, [])
-        assert entry.run(str(other.path), init_model.body) == 0
+        assert entry.run(str(other.path), training.init_model) == 0
         shop.inputs["teacher"] = InputBlob(put_tree(shop.blobs, other.outputs / "model"), "tree", "model:large@1")
         params = {"model": "model", "data": "data", "teacher": "teacher", "steps": 2, "max_new_tokens": 4, "top_k": 3}
         result = run(shop.attempt(f"taught-{same}", "distill", params, ["model", "data", "teacher"]))

@@ -508,8 +508,8 @@ def test_a_request_waits_as_it_says_and_not_for_ever(said: str, seconds: float |
 def test_a_client_waits_and_a_server_may_be_another_one_meanwhile(
     bench: ServerBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("posttrain.client.operations._PREFER", "respond-async, wait=0")
-    monkeypatch.setattr("posttrain.client.operations._TELL", 0.0)
+    monkeypatch.setattr("posttrain.client.remote._PREFER", "respond-async, wait=0")
+    monkeypatch.setattr("posttrain.client.remote._TELL", 0.0)
     (tmp_path / "rows.jsonl").write_text(ROWS)
     held, done = Held(bench), list[Any]()
     path = tmp_path / "rows.jsonl"

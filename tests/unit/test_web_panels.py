@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.web.panels import HEIGHT, WIDTH, CurveSeries, panel
-from posttrain.web.quantities import brief, extent, rank, ticks
+from posttrain.web.panels import HEIGHT, WIDTH, CurveSeries, brief, extent, panel, rank, ticks
 
 NOISE = list(np.random.default_rng(1).normal(size=200))
 

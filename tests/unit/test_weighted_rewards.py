@@ -41,8 +41,7 @@ from posttrain.sandbox.port import RewardCall, RewardError, RewardFunction, Scor
 from posttrain.sandbox.process import ParallelReward, WeightedReward
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.trees import put_tree
-from posttrain.web.panels import CurveSeries
-from posttrain.web.quantities import extent
+from posttrain.web.panels import CurveSeries, extent
 from posttrain.web.report import StageCurves, render_run_report
 
 NUMBERS = st.floats(-1e9, 1e9, allow_nan=False)

@@ -19,9 +19,9 @@ import pytest
 from cli_world import World, make_world
 
 from posttrain.domain.errors import WorkspaceError
-from posttrain.store.atomic import scratch
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
+from posttrain.store.trees import scratch
 
 NOBODY = 65534
 
@@ -217,7 +217,7 @@ def test_a_dangling_reference_is_found(copy: World) -> None:
 KILLED = """
 import os, sys, time
 from pathlib import Path
-from posttrain.store.atomic import scratch
+from posttrain.store.trees import scratch
 with scratch(Path(sys.argv[1]), ".new-") as folder:
     (folder / "half").write_text("x")
     print(folder, flush=True)

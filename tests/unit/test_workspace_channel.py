@@ -22,15 +22,14 @@ from posttrain.domain.errors import InfrastructureError, InputError, WorkspaceEr
 from posttrain.domain.facts import Progress
 from posttrain.domain.jobs import CheckpointCommit, JobOrder, JobResult
 from posttrain.domain.records import AttemptRecord
-from posttrain.store.attempts import AttemptFolder
+from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.audit import verify_rows
 from posttrain.store.channels import objects
 from posttrain.store.channels.objects import ObjectStoreObjects
 from posttrain.store.database import Database
-from posttrain.store.event_writer import EventWriter
 from posttrain.store.ledger import Ledger
 from posttrain.store.trees import file_digest
-from posttrain.telemetry.progress import StageWatcher
+from posttrain.telemetry.tracking import StageWatcher
 from posttrain.workspace.settings import SETTINGS
 from s3_server import s3_server
 

@@ -16,8 +16,7 @@ from cli_world import ITEMS, RUN, World, make_world
 
 from posttrain.domain.facts import Metric, Progress, Sample, Span
 from posttrain.domain.jobs import JobOrder, JobResult, Output
-from posttrain.store.attempts import AttemptFolder
-from posttrain.store.event_writer import EventWriter
+from posttrain.store.attempts import AttemptFolder, EventWriter
 
 EVIL = (
     "</pre></style></title><script>document.title='pwned'</script><img src=x onerror=document.title='pwned'>\"'{{7*7}}&"

@@ -142,7 +142,7 @@ class Models(Verbs):
     def export(self, model: Word, folder: Path, *, dtype: str | None, progress: Callable[[str], None]) -> Exported:
         """Write a model as a Hugging Face folder. `progress` is told each file."""
 
-    @verb("POST /sweeps/plans", Role.VIEWER, "app.sweeping", heavy=True, command="sweep", run_file=True)
+    @verb("POST /sweeps/plans", Role.VIEWER, "app.runs", heavy=True, command="sweep", run_file=True)
     def plan_sweep(
         self, path: Path, overrides: Sequence[Override], *, seeds: int, metric: str | None, better: str | None
     ) -> Sweep:
@@ -151,11 +151,11 @@ class Models(Verbs):
     @verb(
         "POST /sweeps/runs",
         Role.SUBMITTER,
-        "app.sweeping",
+        "app.runs",
         heavy=True,
         command="sweep",
         sent={**SWEEP, "place": int, "seed": int},
-        meant="app.sweeping:sent_point",
+        meant="app.runs:sent_point",
     )
     def submit_point(self, point: Point) -> Submitted:
         """The run of a point: a new one, or the one that exists."""
@@ -163,11 +163,11 @@ class Models(Verbs):
     @verb(
         "POST /sweeps/ranks",
         Role.VIEWER,
-        "app.sweeping",
+        "app.runs",
         heavy=True,
         command="sweep",
         sent={**SWEEP, "runs": list[tuple[int, int, str]]},
-        meant="app.sweeping:sent_sweep",
+        meant="app.runs:sent_sweep",
     )
     def rank(self, sweep: Sweep, runs: Mapping[tuple[int, int], str]) -> Ranked:
         """Rank its settings; `runs`: (place of a setting, seed) → run id."""

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from posttrain.api.access import Access
 from posttrain.api.assets import Assets, Models
-from posttrain.api.pages import numbers
-from posttrain.api.verbs import Verb, Verbs, verb, verbs_of
+from posttrain.api.verbs import Verb, Verbs, numbers, verb, verbs_of
 from posttrain.domain.ids import Role
 
 if TYPE_CHECKING:
@@ -148,7 +147,7 @@ class Submissions(Verbs):
     @verb(
         "POST /evaluations",
         Role.SUBMITTER,
-        "app.evaluating:submit_evaluation",
+        "app.models:submit_evaluation",
         heavy=True,
         command="eval",
         along={"model": "model", "suites": "dataset", "reward": "reward"},
@@ -164,7 +163,7 @@ class Submissions(Verbs):
         seed: int,
         again: bool,
     ) -> Submitted:
-        """Record a run of one evaluate stage. See `app.evaluating`."""
+        """Record a run of one evaluate stage."""
 
     @verb("", Role.SUBMITTER, "app.driver", command="attach")
     def drive(
@@ -279,7 +278,7 @@ class Runs(Verbs):
     def watcher(self, run_id: RunId) -> Watcher:
         """Whoever looks at it again and again reads only what is new."""
 
-    @verb("", Role.VIEWER, "views.vigil:Vigil")
+    @verb("", Role.VIEWER, "views.logs:Vigil")
     def vigil(self, run_id: RunId, say: Callable[[str], None], timeout: float | None) -> Vigil:
         """Wait for it without driving it; `say` is told when nobody does."""
 
@@ -356,14 +355,14 @@ class Channels(Verbs):
     def channel(self, name: Name) -> ChannelView:
         """All that is known of it; it need not exist yet."""
 
-    @verb("GET /channels/{name}/trackers", Role.VIEWER, "trackers.registering:channel_states", heavy=True)
+    @verb("GET /channels/{name}/trackers", Role.VIEWER, "trackers.tracked:channel_states", heavy=True)
     def channel_trackers(self, name: Name) -> list[TrackerState]:
         """How the registries stand that follow it."""
 
     @verb(
         "POST /channels/{name}/trackers",
         Role.SUBMITTER,
-        "trackers.registering:register_channel",
+        "trackers.tracked:register_channel",
         heavy=True,
         command="track",
     )
@@ -514,15 +513,15 @@ class Records(Verbs):
     def verify(self, target: Word = "") -> VerifyReport:
         """Hash a lineage and the event log again; without a target, of what every channel serves."""
 
-    @verb("GET /dead", Role.VIEWER, "app.dead", heavy=True, key=lambda one: (one.object, one.kind))
+    @verb("GET /dead", Role.VIEWER, "app.runs", heavy=True, key=lambda one: (one.object, one.kind))
     def dead(self, within: Word | None) -> list[Dead]:
         """What was set aside, all of it or of one RUN or RUN/STAGE."""
 
-    @verb("POST /dead/retry", Role.SUBMITTER, "app.dead", heavy=True, command="dead --retry")
+    @verb("POST /dead/retry", Role.SUBMITTER, "app.runs", heavy=True, command="dead --retry")
     def look_again(self, within: Word) -> list[Dead]:
         """Let it be looked at again."""
 
-    @verb("POST /dead/assume", Role.ADMIN, "app.dead", heavy=True, command="dead --assume-dead")
+    @verb("POST /dead/assume", Role.ADMIN, "app.runs", heavy=True, command="dead --assume-dead")
     def assume_dead(self, stage: Word) -> AttemptRecord:
         """Take a person's word that the job of RUN/STAGE, of which nothing can be seen, is dead."""
 

@@ -1,18 +1,27 @@
-"""A verb: what the command line and the Python API ask of Posttrain, declared once (`api.control`, `assets`, `access`).
+"""Declarations of verbs, which the command line and the Python API ask of Posttrain, and cursors of lists in pages.
 
-The declaration is a function without a body: its parameters, what it answers, its documentation; beside it stand the
-request, the least role, and what answers it in this process. The call in process, the check of roles and ids, the
-route, the entry of the OpenAPI document, the request of a client and the page of the reference are derived from it.
+A verb is declared once (`api.control`, `api.assets`, `api.access`). The declaration is a function without a body: its
+parameters, its answer, its documentation; beside it stand the request, the least role, and what answers it in this
+process. The call in process, the check of roles and ids, the route, the entry of the OpenAPI document, the request of a
+client and the page of the reference are derived from it.
 
 Parameters that a path names come from it; the others are the query of a GET and the JSON body of anything else, by
 their names. Files of whoever asks are uploaded by digest first, and named by a `FileRef` or a `RunFile`; what a verb
 writes is fetched by digest. What is called back meanwhile stays on the client.
+
+Lists come in pages, and a cursor marks where a page ends. A cursor names the last entry of a page, never how many came
+before, so the next page begins behind it whatever was added meanwhile. It belongs to one list of one project, asked
+with the same parameters, and means nothing anywhere else.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import functools
+import hashlib
 import inspect
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +29,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, get_origin, overload
 
-from posttrain.domain.errors import InputError, nearest
+from posttrain.domain.errors import CursorError, InputError, nearest
 from posttrain.domain.ids import Role
 
 if TYPE_CHECKING:
@@ -34,8 +43,14 @@ R = TypeVar("R")
 W = TypeVar("W")
 PREFIX = f"/v{API_VERSION}/projects/{{project}}"
 MOST, USUAL = 1000, 100  # things of one page
+
+
 LIMIT, CURSOR = "limit", "cursor"
+
+
 FILES = "files"  # relative path in the words of a request → what lies there
+
+
 _NAMED = re.compile(r"{(\w+)}")
 
 
@@ -296,3 +311,59 @@ def verbs_of(kind: type[Verbs]) -> dict[str, Verb[..., Any]]:
     """Name → verb, of a set and those that it is made of, as they are declared."""
     found = [one for part in kind.__mro__ for one in vars(part).values() if isinstance(one, Verb)]
     return {one.name: one for one in found}
+
+
+_SUM = 6  # bytes at the beginning of a cursor, by which it is known to be whole
+
+
+def numbers(sample: str) -> tuple[int, ...]:
+    """`(12, 388, 3)` of the id `12.388.3`: its order among the samples of a stage."""
+    return tuple(int(part) if part.isdecimal() else -1 for part in sample.split("."))
+
+
+def cursor(project: str, verb: Verb[..., Any], named: Mapping[str, Any], key: tuple[Any, ...]) -> str:
+    """The place behind the thing of this key.
+
+    Args:
+        named: the request's parameters.
+    """
+    body = json.dumps([project, verb.name, _asked(named), key], separators=(",", ":")).encode()
+    return base64.urlsafe_b64encode(hashlib.sha256(body).digest()[:_SUM] + body).decode().rstrip("=")
+
+
+def place(text: str, project: str, verb: Verb[..., Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The key that a cursor was made of.
+
+    Raises:
+        CursorError: it is none, or one of another list, project or parameters.
+    """
+    try:
+        whole = base64.b64decode(text.encode("ascii") + b"=" * (-len(text) % 4), b"-_", validate=True)
+        body = whole[_SUM:]
+        if hashlib.sha256(body).digest()[:_SUM] != whole[:_SUM]:
+            raise ValueError("it is not whole")
+        of_project, of_verb, asked, key = json.loads(body)
+        if not _is_key(verb, key):
+            raise ValueError("it names nothing that such a list has")
+    except (ValueError, TypeError, RecursionError, binascii.Error) as error:
+        raise CursorError(
+            f"cursor must be the `next` of the page before, got {text[:40]!a}; ask without one for the first page"
+        ) from error
+    if (of_project, of_verb, asked) != (project, verb.name, _asked(named)):
+        raise CursorError(
+            "cursor must be of the same list of the same project, asked with the same parameters, got one of another; "
+            "ask without one for the first page"
+        )
+    return tuple(key)
+
+
+def _is_key(verb: Verb[..., Any], key: Any) -> bool:
+    """Whether things of a list can have it: words and numbers, of a run its id."""
+    if not isinstance(key, list) or not all(type(one) in (str, int, float) for one in key):
+        return False
+    return verb.newest is None or (len(key) == 1 and type(key[0]) is str and key[0].isprintable())
+
+
+def _asked(named: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in named.items() if name not in (LIMIT, CURSOR)}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:12]

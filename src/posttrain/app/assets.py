@@ -1,4 +1,4 @@
-"""Versions of data sets, models, rewards and histories: registering them, and what is thought of them."""
+"""Registration of data sets, models, rewards and imported run histories, and the marks that people give to versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from posttrain.domain.lifecycle import RunState, is_final
 from posttrain.domain.records import Asset, ReleaseEntry, RunRecord
 from posttrain.foreign.outside import OutsideRun
 from posttrain.foreign.trl_output import read_trl_output
-from posttrain.store.atomic import scratch
+from posttrain.store.trees import scratch
 
 
 @answers(Control.add_external)

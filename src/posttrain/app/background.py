@@ -26,9 +26,9 @@ from pathlib import Path
 from posttrain.app.driver import Driver
 from posttrain.app.workspace import Workspace
 from posttrain.control.owners import process_name
-from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.lifecycle import is_final
+from posttrain.domain.ports import crashpoint
 from posttrain.drivers.detaching import LOCK_VARIABLE
 from posttrain.drivers.log import DriverLog, Veil, previous
 from posttrain.drivers.requests import (

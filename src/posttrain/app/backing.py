@@ -11,9 +11,9 @@ from typing import Any
 
 from posttrain.app.workspace import Workspace, find_workspace
 from posttrain.data.catalog import inspect_dataset
-from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import ConflictError, InputError, NotFoundError
 from posttrain.domain.lifecycle import is_final
+from posttrain.domain.ports import crashpoint
 from posttrain.domain.runspec import parse_run_spec
 from posttrain.foreign.settings import Draft, read_settings
 from posttrain.foreign.trl import from_trl

@@ -54,7 +54,7 @@ def channel(workspace: Workspace, name: str) -> ChannelView:
 def promote(workspace: Workspace, run_id: str, channel: str, lift_quarantine: str = "") -> ReleaseEntry:
     from posttrain.app import sinks
     from posttrain.control.actions import promote
-    from posttrain.trackers.registering import announce
+    from posttrain.trackers.tracked import announce
 
     entry = promote(workspace.stores, run_id, channel, lift_quarantine)
     announce(workspace, channel)
@@ -73,7 +73,7 @@ def rollback(
 ) -> ReleaseEntry:
     from posttrain.app import sinks
     from posttrain.control.actions import rollback
-    from posttrain.trackers.registering import announce
+    from posttrain.trackers.tracked import announce
 
     stores = workspace.stores
     entry = rollback(stores, channel, to, since=since, reason=reason, lift_quarantine=lift_quarantine)

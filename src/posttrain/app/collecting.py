@@ -1,6 +1,7 @@
-"""Garbage collection of a workspace: artifacts that nobody needs, and what else accumulates beside them.
+"""Garbage collection and erasure in a workspace.
 
-Erasing words from a workspace, and saying where copies of them are that no command empties.
+Collection deletes artifacts that nobody needs, and whatever else accumulates beside them. Erasure removes words from a
+workspace and names the places that hold copies of them which no command empties.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import ConflictError, InputError, IntegrityError
 from posttrain.domain.ids import NOBODY
 from posttrain.domain.records import DEFAULT_PROJECT
-from posttrain.store.atomic import files_below, scratch
+from posttrain.store.atomic import files_below
 from posttrain.store.blobs import USERS, ObjectBlobs, open_blobs
 from posttrain.store.direct import open_direct
 from posttrain.store.erasure import Erased, erase_principal, erase_subject
 from posttrain.store.operations import PartStore, forget_noted, forget_parts, named_parts
 from posttrain.store.sweeping import PATIENCE, Marker, ended_runs, forget_answers, sweep
+from posttrain.store.trees import scratch
 from posttrain.trackers.tracking import describe, of_workspace
 
 ANSWERS_SECONDS = 86400.0  # that an answer over HTTP can be given again

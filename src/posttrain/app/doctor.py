@@ -25,7 +25,7 @@ from posttrain._version import __version__
 from posttrain.app.workspace import Workspace, find_workspace
 from posttrain.client.logins import logged_in
 from posttrain.client.transport import Transport
-from posttrain.control.sights import end_orphans, find_orphans
+from posttrain.control.attempts import end_orphans, find_orphans
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import InfrastructureError, PosttrainError, WorkspaceError
 from posttrain.domain.ids import PROJECT_VARIABLE, SERVER_VARIABLE
@@ -38,9 +38,8 @@ from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.preflight.cluster_checks import Check, check_ray, cluster_checks
 from posttrain.preflight.confinement import confinement
 from posttrain.store.audit import verify_rows
-from posttrain.store.heads import Lost
 from posttrain.store.hosts import FAILING, PAUSED, standing
-from posttrain.store.sealer import verify_chain
+from posttrain.store.sealer import Lost, verify_chain
 from posttrain.workspace.opened import OpenWorkspace
 from posttrain.workspace.served import is_served, served_at
 from posttrain.workspace.settings import OWN_EXECUTORS

@@ -28,12 +28,12 @@ from typing import Any, Protocol
 from posttrain.api.control import Control
 from posttrain.api.verbs import answers
 from posttrain.app.sinks import deliverer, sinks
-from posttrain.control.trouble import one_line
-from posttrain.domain.crashpoints import crashpoint
+from posttrain.control.pulse import one_line
 from posttrain.domain.errors import DeadlineError, NotFoundError, PosttrainError
 from posttrain.domain.ids import DRIVER
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import is_final
+from posttrain.domain.ports import crashpoint
 from posttrain.domain.records import RunRecord
 from posttrain.domain.waits import waiting
 from posttrain.drivers.requests import forget_request

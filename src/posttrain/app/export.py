@@ -15,7 +15,7 @@ from posttrain._version import __version__
 from posttrain.api.control import Control
 from posttrain.api.values import Exported
 from posttrain.api.verbs import answers
-from posttrain.app.naming import NamedModel, named_model
+from posttrain.app.models import NamedModel, named_model
 from posttrain.app.workspace import Workspace
 from posttrain.control.budgets import spending
 from posttrain.control.judging import explain_run
@@ -30,11 +30,11 @@ from posttrain.domain.kinds import BEST
 from posttrain.domain.manifest import Manifest, StageManifest, deciding
 from posttrain.domain.records import IMPORTED, StageRecord
 from posttrain.domain.rendering import CONFIG, is_classifier
-from posttrain.execution import processes as foreground
-from posttrain.store.atomic import scratch, sync_folder, sync_tree, unwritable
-from posttrain.store.trees import tree_listing
+from posttrain.execution import foreground
+from posttrain.store.atomic import sync_folder, sync_tree, unwritable
+from posttrain.store.trees import scratch, tree_listing
 from posttrain.views.reporting import tree_lines
-from posttrain.web.card import ModelCard, ScoreLine, StageLine, render_card
+from posttrain.web.pages import ModelCard, ScoreLine, StageLine, render_card
 
 _CAST = "posttrain.jobs.cast"
 _CAST_SECONDS = 21600.0

@@ -1,21 +1,41 @@
-"""Making a base model from nothing, through the same machinery as any run: a manifest, a job, a ledger entry."""
+"""Creation of a base model, models by name, and evaluation of a model without a run file.
+
+A base model is made from nothing through the same machinery as any run: a manifest, a job, a ledger entry. A person
+names a model by a channel, a run, a run's stage, or a ref of run.yaml. An evaluation without a run file is a run of one
+stage, like any other in ledger, cache and reports.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from posttrain.api.control import Control
+from posttrain.api.values import Submitted
 from posttrain.api.verbs import answers
 from posttrain.app.driver import drive
 from posttrain.app.runs import plan_spec, submit_planned
 from posttrain.app.workspace import Workspace
-from posttrain.domain.errors import InputError
+from posttrain.control.lineage import MadeModel, made_model
+from posttrain.data.fitting import context_length
+from posttrain.data.refs import NAME, AssetRef, Source, is_confined, local_path, parse_ref
+from posttrain.domain.errors import InputError, NotFoundError, PosttrainError, nearest
+from posttrain.domain.manifest import InputRef
 from posttrain.domain.records import Asset, outcome_error
-from posttrain.domain.runspec import parse_run_spec, read_yaml
+from posttrain.domain.runspec import RunSpec, parse_run_spec, read_yaml
+from posttrain.preflight.fitting import model_files
 from posttrain.store.trees import materialise
 
 STAGE = "init"
+_HEADS = ("model", "channel", "run", "hf")
+_STAGE = "evaluate"
+_REWARD = "reward"  # what it is called in that run
+_USUAL_TOKENS = 256  # of a response at most
+_SOURCE = Path("posttrain eval")  # what errors call the file that nobody wrote; relative paths start here
+_NOT_IN_NAMES = re.compile(r"[^a-z0-9_-]+")
 
 
 @answers(Control.create_model)
@@ -53,3 +73,143 @@ def create_model(workspace: Workspace, name: str, config: Path, seed: int) -> tu
     digest = next(row.outputs["model"]["digest"] for row in rows if row.name == STAGE)
     folder = materialise(workspace.blobs, digest, workspace.root / "cache")
     return workspace.catalog.add_model(folder, name, origin={"run": run_id}), run_id
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """A model that somebody named, pinned to its bytes."""
+
+    word: str  # as run.yaml would name it: channel:prod, run:sort/sft, model:base, hf:org/name@revision, a path
+    ref: AssetRef
+    pinned: InputRef
+    made: MadeModel | None  # None: no run of this workspace made it
+
+    @property
+    def digest(self) -> str:
+        """Of its tree of files."""
+        return str(self.pinned.digest)
+
+    def folder(self, workspace: Workspace) -> Path:
+        """Its files, in Hugging Face format; not to be written to.
+
+        Raises:
+            NotFoundError, IntegrityError: bytes are missing or corrupt.
+        """
+        if self.ref.on_disk:
+            return local_path(self.ref, Path.cwd())
+        return materialise(workspace.blobs, self.digest, workspace.root / "cache")
+
+
+def named_model(workspace: Workspace, text: str) -> NamedModel:
+    """The model that `prod`, `prod@3`, `sort-b0ed9b49`, `sort/sft` or a ref such as `model:base` means here.
+
+    A channel goes before a run of the same name, and a run before a folder of it; relative paths start here.
+
+    Raises:
+        NotFoundError: nobody knows it. InputError: ill-formed, or a folder that is no model.
+    """
+    word = model_word(workspace, text)
+    ref = parse_ref(word, "model")
+    if not ref.made:
+        return NamedModel(word, ref, workspace.catalog.resolver(Path.cwd())("model", word), None)
+    try:
+        made = made_model(workspace.stores, ref)
+    except NotFoundError as error:
+        if word == text or ref.source is Source.CHANNEL:  # there is the channel, and the error says what it has
+            raise
+        hint = nearest(text, workspace.ledger.channels()) or " (there are no channels yet)"
+        raise NotFoundError(f"model {text!r}: no channel{hint}, and {error}") from error
+    return NamedModel(word, ref, made.pinned(word), made)
+
+
+def model_word(workspace: Workspace, text: str) -> str:
+    """How run.yaml would name what a person calls `text`."""
+    if text.partition(":")[0] in _HEADS or text.startswith((".", "~", "/")):
+        return text
+    head = "channel" if text.partition("@")[0] in workspace.ledger.channels() else "run"
+    if head == "run" and not is_confined() and Path(text).is_dir() and not _is_run(workspace, text.partition("/")[0]):
+        return f"./{text}"
+    return f"{head}:{text}"
+
+
+def measured_word(workspace: Workspace, word: str) -> str:
+    """What `compare` calls a model folder: the digest of its files, which evaluations of it have; else the word."""
+    path = model_word(workspace, word)
+    return named_model(workspace, path).digest if path.startswith((".", "~", "/")) else word
+
+
+def _is_run(workspace: Workspace, word: str) -> bool:
+    try:
+        return bool(workspace.ledger.find_run(word))
+    except PosttrainError:  # no run, or several that begin so
+        return False
+
+
+@answers(Control.evaluate)
+def submit_evaluation(
+    workspace: Workspace,
+    model: str,
+    suites: Sequence[str],
+    *,
+    settings: Mapping[str, Any],
+    runtime: Mapping[str, Any],
+    reward: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    again: bool = False,
+) -> Submitted:
+    """Record a run that measures `model` on each of `suites`; the same question attaches to the run that answers it.
+
+    Args:
+        model: a channel, run, run/stage, or a ref of run.yaml.
+        suites: data sets: `heldout`, `dataset:heldout@1`, a path or a hub ref.
+        settings: of every suite: `max_new_tokens` (None: 256, or half the context), `samples`, `temperature`,
+            `top_k`, `top_p`, `min_p`, `stop`, `pass_at`, `extract`, and with a reward `reward_range` and
+            `reward_timeout`.
+        runtime: `device`, `dtype`, `threads`.
+        reward: scores every response: `ref` (`right`, `reward:right@1`, a path, `MODULE:FUNCTION`), and fields of a
+            reward of run.yaml: `entry`, `dialect`, `secrets`, `network`.
+        again: another run of the same question.
+
+    Raises:
+        InputError: as `plan`, naming what is wrong with model, suite or setting.
+    """
+    if settings.get("max_new_tokens") is None:
+        settings = {**settings, "max_new_tokens": _room(workspace, model)}
+    names = _suite_names(suites)
+    settings = {**settings, **({"reward": _REWARD} if reward else {})}
+    stage = {"suites": {name: {"data": name, **settings} for name in names}, "runtime": dict(runtime)}
+    source: dict[str, Any] = {"owner": workspace.actor.removeprefix("user:"), "seed": seed}
+    if reward:
+        ref = str(reward["ref"])
+        named = NAME.fullmatch(ref) and not Path(ref).suffix
+        source["rewards"] = {_REWARD: {**reward, "ref": f"reward:{ref}" if named else ref}}
+    spec = _spec(source, model_word(workspace, model), names, stage)
+    return submit_planned(plan_spec(spec, workspace, _SOURCE), workspace, again=again, exact=True)
+
+
+def _room(workspace: Workspace, model: str) -> int:
+    """256 tokens, or half of a context that is shorter than two times that."""
+    named = named_model(workspace, model)
+    read = model_files(workspace, named.pinned, named.word if named.ref.on_disk else None, Path.cwd()).read
+    context = context_length(read)
+    return _USUAL_TOKENS if context is None else max(1, min(_USUAL_TOKENS, context // 2))
+
+
+def _spec(source: Mapping[str, Any], model: str, names: Mapping[str, str], stage: Mapping[str, Any]) -> RunSpec:
+    """The run file that nobody needs to write."""
+    head = {"name": f"eval-{'-'.join(names)}"[:63].rstrip("-_"), **source, "model": model, "data": names}
+    return parse_run_spec({**head, "stages": {_STAGE: {"kind": "evaluate", "model": "base", **stage}}}, str(_SOURCE))
+
+
+def _suite_names(suites: Sequence[str]) -> dict[str, str]:
+    """Suite name → ref: the data set's own name, or its file's."""
+    found: dict[str, str] = {}
+    for suite in suites:
+        ref = f"dataset:{suite}" if NAME.fullmatch(suite) and not Path(suite).suffix else suite
+        word = ref.rpartition("/")[2] if "/" in ref or ref.startswith(".") else ref.partition(":")[2].partition("@")[0]
+        stem = (word or ref).partition(".")[0].lower()
+        name = _NOT_IN_NAMES.sub("-", stem).strip("-_") or "suite"
+        if name in found:
+            raise InputError(f"posttrain eval: suites must have names of their own, got {name!r} twice; leave one out")
+        found[name] = ref
+    return found

@@ -1,4 +1,4 @@
-"""Answers questions about runs and their origins. Each function imports what it needs when it is called."""
+"""Queries about runs and their origins. Each function imports what it needs when it is called."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _metrics(workspace: Workspace, run_id: str) -> dict[str, float]:
 
 @answers(Control.compare)
 def compare(workspace: Workspace, words: Sequence[str], page: Path | None = None) -> Comparison:
-    from posttrain.app.naming import measured_word
+    from posttrain.app.models import measured_word
     from posttrain.views.comparing import compare_runs, write_comparison
 
     found = compare_runs(workspace, [measured_word(workspace, word) for word in words])

@@ -1,22 +1,28 @@
-"""From run files to runs: plan them, submit them.
+"""Planning, submission and sweeps of runs, and objects that were set aside.
 
-What `posttrain plan` shows: the manifest, what is cached, what it will cost, whether its gates can tell.
+A plan (`posttrain plan`) shows the manifest, what is cached, what the run will cost, and whether its gates can decide.
+Planning writes nothing.
 
-Nothing here writes.
+A sweep is one run file under several settings and seeds, each point a run like any other. A sweep is no object of the
+ledger. Its points are the runs that its words name, so the same command attaches to them, goes on where a kill left it,
+and shows the table of what is there; stages that two points share are computed once, by the stage cache.
+
+An object is set aside when looks at it failed again and again, until a person looks at it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from posttrain.api.control import Control
-from posttrain.api.values import Locked, Submitted
+from posttrain.api.values import Dead, Locked, Point, Ranked, Submitted, Sweep
 from posttrain.api.verbs import answers
 from posttrain.app.sinks import lacking
 from posttrain.app.workspace import Workspace
-from posttrain.control import actions, channels
+from posttrain.control import actions, attempts, channels
 from posttrain.control.approvals import terms
 from posttrain.control.channels import released_evaluators, unguarded
 from posttrain.control.decide import stall_after
@@ -24,22 +30,24 @@ from posttrain.control.lineage import made_model
 from posttrain.control.planning import Planned, Resolve, plan_run
 from posttrain.control.recalls import recall_of, refuse_recalled
 from posttrain.control.submission import submit as submit_manifest
+from posttrain.control.sweeping import metric_direction, rank_runs, swept_metric, swept_model
 from posttrain.data.refs import Source, parse_ref, refuse_afar
 from posttrain.decision.releases import origin
-from posttrain.domain.errors import InputError
-from posttrain.domain.ids import lock_path
+from posttrain.domain.canonical import derive_seed
+from posttrain.domain.errors import InputError, NotFoundError, PosttrainError
+from posttrain.domain.ids import is_lock, lock_path
 from posttrain.domain.kinds import Driver, installed_kind, kind_of
 from posttrain.domain.lifecycle import Reason, RunState
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest, measured_suites, suite_evaluator
-from posttrain.domain.overrides import Setting
-from posttrain.domain.records import RunRecord, StageRecord
+from posttrain.domain.overrides import Override, Setting, setting_words, settings
+from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.domain.rewards import AS_FOUND, Called
 from posttrain.domain.runspec import RunSpec, load_run_spec
 from posttrain.domain.trackers import Trackers
 from posttrain.execution.trainers.installed import InstalledTrainer
 from posttrain.preflight.confinement import check_confinement, check_imports, refuse_missing_secrets
 from posttrain.preflight.fitting import check_fit, counter, repeated, seen_in_training, wide_steps
-from posttrain.preflight.locks import is_lock, read_lock, refuse_lock
+from posttrain.preflight.locks import read_lock, refuse_lock
 from posttrain.preflight.outlook import look_ahead, refuse_hopeless
 from posttrain.preflight.placing import (
     check_teachers,
@@ -55,6 +63,8 @@ from posttrain.views.plans import PlanView, StagePlan
 
 _MOVED = "a model that the run file names is another by now; this run goes on with the one that it began with"
 MAX_SEED = 2**53  # beyond it an integer is not the same number in every JSON reader
+MOST_RUNS = 1000
+_KEPT = "a sweep ships nothing: release and gates of the file are left out; ship what you choose with posttrain run"
 
 
 @answers(Control.lock)
@@ -346,3 +356,175 @@ def _origin(record: StageRecord | None) -> str | None:
 def _shown(ref: InputRef) -> str:
     called = f" ({ref.meta['entry']})" if "dialect" in ref.meta and ref.name.startswith("path:") else ""
     return {"stage": f"stage {ref.word}", "channel": f"channel {ref.name}"}.get(ref.source, ref.name + called)
+
+
+@answers(Control.plan_sweep)
+def plan_sweep(
+    workspace: Workspace,
+    path: Path,
+    overrides: Sequence[Override],
+    *,
+    seeds: int,
+    metric: str | None,
+    better: str | None,
+) -> Sweep:
+    """Resolve every point of a sweep. Writes nothing; one point that cannot run refuses the sweep.
+
+    Args:
+        overrides: those of `seed` are the seeds of every setting.
+        seeds: of each setting: the file's own, and others derived from it.
+        metric: to rank by; None: the first gate's, else the evaluation's first.
+        better: "higher" or "lower"; None: as a gate or the metric itself says.
+
+    Raises:
+        InputError: as `plan`, naming the setting; nothing to vary, too many points, or no metric to rank by.
+    """
+    refuse_lock(path)
+    named = next((one.values for one in overrides if one.path == "seed"), None)
+    if seeds > 1 and named is not None:
+        raise InputError("sweep: --seeds and --set seed=… say the same; give one of them")
+    chosen, count = list(settings([one for one in overrides if one.path != "seed"])), len(named or range(seeds))
+    if len(chosen) * count < 2:
+        raise InputError("sweep: needs something that varies, got one point; give --set PATH=A,B or --seeds 3")
+    if len(chosen) * count > MOST_RUNS:
+        raise InputError(f"sweep: must be at most {MOST_RUNS} runs, got {len(chosen)} settings x {count} seeds")
+    points: list[Point] = []
+    gated, specs = False, [load_run_spec(path, setting) for setting in chosen]  # words first: they cost nothing
+    for place, (setting, spec) in enumerate(zip(chosen, specs, strict=True)):
+        gated = gated or spec.release is not None
+        for seed in named or _seeds(spec, seeds):
+            bare = spec.model_copy(update={"gates": (), "release": None})
+            points.append(Point(place, setting, seed, _planned(bare, workspace, path, setting, seed)))
+    _refuse_equal(points)
+    first = specs[0]
+    model = swept_model(points[0].planned, first.release.model if first.release else None)
+    name = swept_metric(points[0].planned, first.gates, model, metric)
+    direction = metric_direction(name, first.gates, better)
+    warnings = dict.fromkeys(line for point in points for line in point.planned.warnings)
+    notes = (*warnings, *([_KEPT] if gated else []))
+    return Sweep(path, tuple(points), name, direction, model, notes)
+
+
+@answers(Control.submit_point)
+def submit_point(workspace: Workspace, point: Point) -> Submitted:
+    """The run of a point: a new one, or the one that exists."""
+    return submit_planned(point.planned, workspace)
+
+
+@answers(Control.rank)
+def rank(workspace: Workspace, sweep: Sweep, runs: Mapping[tuple[int, int], str]) -> Ranked:
+    """The settings, ranked by what was measured so far.
+
+    Args:
+        runs: (place of a setting, seed) → run id, of the points that were submitted.
+    """
+    by_setting = [
+        {seed: runs[place, seed] for seed in sweep.seeds if (place, seed) in runs}
+        for place in range(len(sweep.settings))
+    ]
+    return Ranked(*rank_runs(workspace.stores, by_setting, sweep.model, sweep.metric, sweep.better))
+
+
+def sent_point(control: Control, place: int, seed: int, **words: Any) -> dict[str, Any]:
+    """The point that a client means, of a sweep that is planned again: it is what it was, or another one is refused.
+
+    Raises:
+        InputError: the sweep has no such point.
+    """
+    for point in control.plan_sweep(**words).points:
+        if (point.place, point.seed) == (place, seed):
+            return {"point": point}
+    raise InputError(f"sweep: has no point of place {place} and seed {seed}; plan it again")
+
+
+def sent_sweep(control: Control, runs: Sequence[tuple[int, int, str]], **words: Any) -> dict[str, Any]:
+    """The sweep that a client means, planned again, and its runs."""
+    return {"sweep": control.plan_sweep(**words), "runs": {(place, seed): run for place, seed, run in runs}}
+
+
+def _seeds(spec: RunSpec, count: int) -> list[int]:
+    return [spec.seed, *(derive_seed(spec.seed, "sweep", place) % MAX_SEED for place in range(1, count))]
+
+
+def _planned(spec: RunSpec, workspace: Workspace, source: Path, setting: Setting, seed: Any) -> Planned:
+    if type(seed) is not int:
+        raise InputError(f"--set seed: must be whole numbers, got {seed!r}")
+    try:
+        found = plan_spec(spec, workspace, source, seed=seed)
+    except PosttrainError as error:
+        if not setting:
+            raise
+        raise type(error)(f"{setting_words(setting)}: {error}") from error
+    return replace(found, changes=())
+
+
+def _refuse_equal(points: Sequence[Point]) -> None:
+    """Refuse two points of one manifest: they would be one run, counted twice.
+
+    Raises:
+        InputError: naming both.
+    """
+    known: dict[str, Point] = {}
+    for point in points:
+        other = known.setdefault(point.planned.manifest.digest, point)
+        if other is not point:
+            raise InputError(
+                f"sweep: settings must differ in what they run, got {setting_words(other.setting)} and "
+                f"{setting_words(point.setting)}, which are the same run; leave one out"
+            )
+
+
+@answers(Control.dead)
+def dead(workspace: Workspace, within: str | None) -> list[Dead]:
+    """What was set aside, all of it or of one run, or one stage of it.
+
+    Args:
+        within: RUN or RUN/STAGE; the run as a person names it.
+
+    Raises:
+        NotFoundError: nothing there was set aside, or there is no such run.
+    """
+    rows = [
+        Dead(one.object, one.kind, one.failures, one.failed_since, one.dead_at or 0.0, one.error, one.traceback)
+        for one in workspace.reconciler.queue.rows(dead=True)
+    ]
+    if within is None:
+        return rows
+    named = _named(workspace, within)
+    found = [one for one in rows if one.object == named or one.object.startswith(f"{named}/")]
+    if not found:
+        raise NotFoundError(f"nothing of {named} was set aside; posttrain dead shows what was")
+    return found
+
+
+@answers(Control.look_again)
+def look_again(workspace: Workspace, within: str) -> list[Dead]:
+    """Let what was set aside of a run, or of one stage, be looked at again.
+
+    Raises:
+        NotFoundError: as `dead`.
+    """
+    found = dead(workspace, within)
+    for one in found:
+        workspace.reconciler.queue.revive(one.kind, one.object)
+    return found
+
+
+@answers(Control.assume_dead)
+def assume_dead(workspace: Workspace, stage: str) -> AttemptRecord:
+    """Take a person's word that the job of RUN/STAGE is dead; see `control.attempts`.
+
+    Raises:
+        InputError: it names no stage, or one whose job is seen.
+        NotFoundError: there is no such run or stage.
+    """
+    run, _, name = _named(workspace, stage).partition("/")
+    if not name:
+        raise InputError(f"dead: --assume-dead needs RUN/STAGE, got {stage!r}; posttrain why {run} names the stage")
+    return attempts.assume_dead(workspace.stores, workspace.jobs, run, name)
+
+
+def _named(workspace: Workspace, text: str) -> str:
+    run, _, stage = text.partition("/")
+    found = workspace.ledger.find_run(run).id
+    return f"{found}/{stage}" if stage else found

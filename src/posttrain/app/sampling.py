@@ -12,14 +12,14 @@ from pydantic import ValidationError
 from posttrain.api.control import Control
 from posttrain.api.values import Answer, Asked
 from posttrain.api.verbs import answers
-from posttrain.app.naming import NamedModel, named_model
+from posttrain.app.models import NamedModel, named_model
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.manifest import InputRef
 from posttrain.domain.rendering import stop_fault
 from posttrain.domain.validation import explain
 from posttrain.engine.settings import MOST_ROWS, MOST_TOKENS, InferenceRuntimeConfig
-from posttrain.execution import processes as foreground
+from posttrain.execution import foreground
 from posttrain.preflight.fitting import first_row, model_files
 
 _PROGRAM = "posttrain.jobs.sample"

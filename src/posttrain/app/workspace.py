@@ -1,4 +1,7 @@
-"""A workspace: one folder with a ledger, blobs, attempt folders and a cache, wired to the local back-ends."""
+"""A workspace, wired to the local back-ends: one folder with a ledger, blobs, attempt folders and a cache.
+
+Trackers that are chosen on the command line are checked here, before a workspace or a run records them.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,14 @@ from posttrain.execution.ports import Executor
 from posttrain.execution.processes import of_a_server
 from posttrain.execution.trainers.installed import Trainers
 from posttrain.execution.trainers.native import NativeTrainer
-from posttrain.store.atomic import make_folder, read_json, write_json
+from posttrain.store.atomic import LOCK, FileLock, StoreLock, make_folder, read_json, write_json
 from posttrain.store.blobs import USERS, ObjectBlobs, blobs_url, open_blobs
 from posttrain.store.channels.objects import checked_url
-from posttrain.store.clock import SystemClock
-from posttrain.store.database import Database
-from posttrain.store.holding import LOCK, FileLock, StoreLock
+from posttrain.store.database import Database, SystemClock
 from posttrain.store.hosts import Hosts, LedgerLock
 from posttrain.store.ledger import Ledger
+from posttrain.trackers.tracking import check_trackers, describe, of_workspace, parse_trackers, resolved
+from posttrain.trackers.tracking import read_choice as read_choice
 from posttrain.workspace.opened import OpenWorkspace
 from posttrain.workspace.settings import (
     CHANNEL,
@@ -361,3 +364,18 @@ def _refuse_lost_ledger(root: Path) -> None:
     if not (ledger.exists() and ledger.stat().st_size) and holds_runs(root):
         what = "is empty" if ledger.exists() else "is gone"
         raise WorkspaceError(f"{root}: holds runs, but its ledger {what}; restore ledger.db from a copy")
+
+
+def refuse_unwritable_choice(chosen: dict[str, Any], folder: Path | None) -> None:
+    """Refuse what could not be written before it is recorded.
+
+    Raises:
+        InputError: a package is missing, or a place cannot be written.
+    """
+    root = (folder or Path.cwd()).resolve()
+    check_trackers(resolved(parse_trackers(chosen, "--tracker"), root, root), "--tracker")
+
+
+def chosen_places(workspace: Workspace) -> list[tuple[str, str]]:
+    """Kind and place of each tracker that runs are written to which name none themselves."""
+    return list(describe(of_workspace(workspace)))

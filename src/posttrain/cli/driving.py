@@ -1,8 +1,11 @@
-"""`run`, `attach`, `retry`, `stop`: whoever calls them drives the run until it ends, or leaves it.
+"""Commands that drive or stop a run (`run`, `attach`, `retry`, `stop`), and `plan` and `lock`.
 
-What ends a command that drives a run before the run has ended, and what becomes of the run then.
+Whoever calls one of the first four drives the run until it ends, or leaves it. `plan` and `lock` look at a run before
+any process starts.
 
-| what | what is done |
+A command that drives a run can end before the run does:
+
+| cause | effect |
 |---|---|
 | `--detach` | a background driver takes the run; the command ends with 0 |
 | Ctrl-C on a terminal | the same; the command ends with 130. While somebody else drives the run, it only leaves |
@@ -12,11 +15,12 @@ What ends a command that drives a run before the run has ended, and what becomes
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -28,6 +32,7 @@ from posttrain.cli.console import (
     Output,
     OutputOption,
     ago,
+    answer_json,
     aside,
     console,
     digest,
@@ -37,7 +42,6 @@ from posttrain.cli.console import (
     open_control,
     say,
 )
-from posttrain.cli.plans import SeedOption, SetOption, changes
 from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.overrides import single
 
@@ -47,14 +51,86 @@ if TYPE_CHECKING:
     from posttrain.domain.records import RunRecord
 
 DETACHED = 130
+
+
+FileArgument = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="A run file.")]
+
+
+SeedOption = Annotated[int | None, typer.Option(help="Instead of the file's seed.")]
+
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="PATH=VALUE",
+        help="Instead of the file's, e.g. grpo.steps=100; repeat it.",
+        autocompletion=lazily("fields"),
+    ),
+]
+
+
+def changes(seed: int | None, sets: Sequence[str] | None) -> str:
+    """The options that change a run file, as typed."""
+    words = [f"--seed {seed}"] if seed is not None else []
+    return "".join(f" {word}" for word in (*words, *(f"--set {shlex.quote(one)}" for one in sets or ())))
+
+
+def plan(
+    file: FileArgument, seed: SeedOption = None, sets: SetOption = None, output: OutputOption = Output.TEXT
+) -> None:
+    """Validate a run file; show stages, cache, cost, power. Writes nothing."""
+    view = open_control().plan(file, seed=seed, setting=single(sets or ()))
+    answer_json(output, view.to_json)
+    from posttrain.cli.screens import plan_lines, plan_tree
+
+    screen = console()
+    screen.print(plan_tree(view))
+    for line in plan_lines(view):
+        screen.print(line)
+    if not view.existing:
+        say(f"next:     {_first(view.changes, f'posttrain run {file}{changes(seed, sets)}')}")
+
+
+def lock(
+    file: FileArgument,
+    out: Annotated[
+        Path | None, typer.Option(help="A name ending in .lock.json; by default RUN.lock.json beside the run file.")
+    ] = None,
+    seed: SeedOption = None,
+    sets: SetOption = None,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """Write the immutable manifest. The SHA-256 of the file is the run's identity."""
+    planned = open_control().lock(file, seed=seed, setting=single(sets or ()))
+    manifest = planned.manifest
+    path = out or planned.place
+    planned.write(path)
+    answer_json(output, lambda: {"digest": manifest.digest, "path": str(path)})
+    say(f"{manifest.digest}  {path}", *(f"warning: {warning}" for warning in planned.warnings))
+    again = [f"{change} and lock again" for change in planned.changes[-1:]]
+    say(f"next: {_first((*planned.changes[:-1], *again), f'posttrain run {path}')}")
+
+
+def _first(changes: Sequence[str], command: str) -> str:
+    """What to do next: the command, after what should be changed before it."""
+    return f"{'; '.join(changes)}; then {command}" if changes else command
+
+
 RunArgument = Annotated[
     str,
     typer.Argument(
         help="Run id, a prefix of it, or a name (its newest run).", autocompletion=lazily("runs"), show_default=False
     ),
 ]
+
+
 _STOP_SECONDS = 90.0
+
+
 _LOOK = 0.2  # seconds between two looks how trackers stand
+
+
 _TRACKERS_SECONDS = 10.0  # that the end of `run` waits for trackers; they go on without it
 
 
@@ -152,10 +228,14 @@ def _positive(timeout: float | None) -> float | None:
 TimeoutOption = Annotated[
     float | None, typer.Option(callback=_positive, help="Seconds to wait at most; the run is not stopped by that.")
 ]
+
+
 TagOption = Annotated[
     list[str] | None,
     typer.Option("--tag", metavar="TAG", help="Give it this tag (1-24 of a-z 0-9 . _ -); again for more."),
 ]
+
+
 DetachOption = Annotated[
     bool, typer.Option("--detach", help="Let a background driver take the run to its end, and do not wait for it.")
 ]

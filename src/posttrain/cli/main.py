@@ -21,23 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from posttrain._version import __version__
-from posttrain.cli import (
-    assets,
-    channels,
-    dead,
-    demo,
-    driving,
-    models,
-    plans,
-    releases,
-    runs,
-    serving,
-    signals,
-    sinks,
-    sweep,
-    trace,
-    workspace,
-)
+from posttrain.cli import assets, demo, driving, models, releases, runs, serving, sinks, sweep, trace, workspace
 from posttrain.cli.console import OPENED, aside, ask_at, harmless
 from posttrain.domain.errors import ConflictError, InputError, PosttrainError, unwritable
 
@@ -179,8 +163,8 @@ def options(
 
 for command in (
     *(workspace.init, workspace.erase, workspace.doctor, workspace.gc, workspace.backup, workspace.restore),
-    *(demo.demo, demo.examples, plans.plan, plans.lock, driving.run, driving.attach, driving.stop, driving.retry),
-    *(signals.signal, dead.dead, sweep.sweep, sweep.compare),
+    *(demo.demo, demo.examples, driving.plan, driving.lock, driving.run, driving.attach, driving.stop, driving.retry),
+    *(runs.signal, runs.dead, sweep.sweep, sweep.compare),
     *(runs.ls, runs.get, runs.logs, runs.why, runs.diff, runs.note),
     *(models.sample, models.evaluate, models.export, releases.promote, releases.rollback, releases.lineage),
     *(releases.verify, releases.approve, releases.reject, trace.trace, sinks.track),
@@ -192,7 +176,7 @@ for named, group in (("", app), ("asset ", assets.app)):
         typed = EXAMPLES.get(f"{named}{verb.name or getattr(verb.callback, '__name__', '')}")
         verb.epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in typed) if typed else verb.epilog
 app.add_typer(assets.imports, name="import")
-app.add_typer(channels.app, name="channel")
+app.add_typer(releases.app, name="channel")
 app.add_typer(assets.app, name="asset")
 app.add_typer(sinks.app, name="sink")
 app.add_typer(serving.project_app, name="project")

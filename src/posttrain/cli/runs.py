@@ -1,4 +1,8 @@
-"""`ls`, `get`, `logs`, `why`, `diff`: looking at runs; `note`: what a person writes down of one."""
+"""Commands that show runs (`ls`, `get`, `logs`, `why`, `diff`), and `note`, `dead` and `signal`.
+
+`note` records what a person writes about a run. `dead` lists what was set aside because looks at it failed again and
+again. `signal` lets a run go on where it waits for a word.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,7 @@ from posttrain.cli.console import (
     digest,
     duration,
     glyph,
+    harmless,
     lazily,
     open_control,
     pass_on,
@@ -351,3 +356,60 @@ def _watch(control: Control, run_id: str, timeout: float | None) -> None:
             if is_final("run", record.state):
                 return
             vigil.rest(_POLL)
+
+
+def dead(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN[/STAGE]]",
+            help="Only this run or stage, with what was raised.",
+            autocompletion=lazily("runs"),
+            show_default=False,
+        ),
+    ] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Look at it again: its cause is mended.")] = False,
+    assume_dead: Annotated[
+        bool, typer.Option("--assume-dead", help="The job of RUN/STAGE, of which nothing is seen, is dead.")
+    ] = False,
+    output: OutputOption = Output.TEXT,
+) -> None:
+    """What a driver set aside after it failed again and again, and why; --retry has it looked at again."""
+    from dataclasses import asdict
+
+    if retry and name is None:
+        raise InputError("dead: --retry needs the run or stage that is looked at again; posttrain dead lists them")
+    if assume_dead and (retry or name is None):
+        raise InputError("dead: --assume-dead needs RUN/STAGE and no --retry; posttrain why RUN names the stage")
+    control = open_control()
+    if assume_dead and name:
+        attempt = control.assume_dead(name)
+        answer_json(output, lambda: asdict(attempt))
+        say(f"{attempt.name} is taken for dead", f"next: posttrain attach {attempt.run_id}")
+        return
+    found = control.look_again(name) if retry and name else control.dead(name)
+    answer_json(output, lambda: [asdict(one) for one in found])
+    if retry:
+        run = found[0].object.partition("/")[0]
+        say(*(f"{one.object}: will be looked at again" for one in found), f"next: posttrain attach {run}")
+    elif not found:
+        say("nothing was set aside")
+    for one in found if not retry else ():
+        console().print(
+            f"{one.object}: {one.tries} tries, set aside {ago(one.set_aside_at)}: {one.error}", markup=False
+        )
+        if name:
+            say(*harmless(one.traceback).splitlines(), quoted=True)
+        say(f"  → posttrain dead {one.object} --retry")
+
+
+def signal(
+    run: RunArgument,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The signal, as the run file calls it.")],
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; kept in the log.")] = "",
+) -> None:
+    """Let a run go on where a stage waits for a signal. Sent before the stage is reached it counts; twice is once."""
+    control = open_control()
+    sent, new = control.signal(control.run(run).id, name, reason)
+    before = "" if new else f" {ago(sent.at)} already, by {sent.actor}"
+    say(f"run {sent.run_id}: signal {sent.name} sent{before}", f"next: posttrain get {sent.run_id}")

@@ -1,6 +1,6 @@
 """One-screen views: a run as a tree, the summary at its end, verdicts, differences, a plan.
 
-A stage of a plan: where its roles run, what is resident when, and the sizes that were chosen for it.
+The view of a plan's stage shows where its roles run, what is resident when, and the sizes that were chosen for it.
 """
 
 from __future__ import annotations

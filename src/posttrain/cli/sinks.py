@@ -1,6 +1,6 @@
-"""`sink`: places outside that are told of events.
+"""Commands for sinks and trackers.
 
-`track`: what trackers are missing of a run or a channel, written now.
+`sink` manages the places outside that receive events. `track` writes at once what trackers lack of a run or a channel.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def track(
         return
     chosen: dict[str, Any] = {}
     if tracker:
-        from posttrain.app.choices import read_choice
+        from posttrain.app.workspace import read_choice
 
         chosen = read_choice(tracker)
     _tracking_told(control, {"run": run_id}, control.track(run_id, chosen), output)

@@ -27,8 +27,7 @@ from posttrain.cli.console import (
     say,
     style,
 )
-from posttrain.cli.driving import DETACHED, open_quietly
-from posttrain.cli.plans import FileArgument
+from posttrain.cli.driving import DETACHED, FileArgument, open_quietly
 from posttrain.domain.overrides import parse_overrides, setting_words, value_words, written
 
 if TYPE_CHECKING:

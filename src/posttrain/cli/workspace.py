@@ -113,8 +113,13 @@ def init(
     model_limit: ModelLimitOption = None,
 ) -> None:
     """Make a workspace (.posttrain); doing it again changes nothing but what is given."""
-    from posttrain.app.choices import chosen_places, read_choice, refuse_unwritable_choice
-    from posttrain.app.workspace import init_workspace, workspace_above
+    from posttrain.app.workspace import (
+        chosen_places,
+        init_workspace,
+        read_choice,
+        refuse_unwritable_choice,
+        workspace_above,
+    )
 
     _refuse_beside_a_server()
     above = workspace_above(folder)

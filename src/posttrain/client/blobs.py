@@ -17,8 +17,7 @@ from typing import Any, BinaryIO
 import yaml
 
 from posttrain.api.verbs import PREFIX, FileRef, RunFile
-from posttrain.client.direct import DirectError, sent
-from posttrain.client.transport import HOPE, PATIENCE, Transport, in_path
+from posttrain.client.transport import HOPE, PATIENCE, DirectError, Transport, in_path, sent
 from posttrain.data.files import data_files, is_pattern
 from posttrain.data.refs import Source, local_path, parse_ref
 from posttrain.domain.canonical import digest_bytes, verified

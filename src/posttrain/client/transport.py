@@ -1,4 +1,8 @@
-"""Requests to a server: one connection a thread, tried again where that cannot do anything twice."""
+"""Requests to a server, and direct transfers between this machine and the server's store.
+
+A server gets one connection a thread, and a request is tried again where that cannot do anything twice. Direct
+transfers use presigned URLs, which are secrets.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,14 @@ import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import SplitResult, quote, urlencode, urlsplit
 
 from posttrain._version import __version__
 from posttrain.api.problems import MEDIA_TYPE, raised
 from posttrain.api.verbs import API_VERSION, UNKNOWN_PARAMETER
-from posttrain.client.direct import fetched
 from posttrain.domain.errors import (
     ApiVersionError,
     BusyError,
@@ -29,6 +33,8 @@ from posttrain.domain.errors import (
 )
 from posttrain.store.reaching import AwayError, KeptConnection, connected, patiently
 
+_STALLED = 60.0  # seconds without a byte
+_OK = 200
 ANSWER_SECONDS = 960.0  # longer than a server lets a request take
 _CONNECT_SECONDS = 30.0
 _HEARD_SECONDS = 60.0  # a server that tells nothing says four times a minute that it is there
@@ -38,6 +44,56 @@ _PIECE = 1 << 20  # bytes
 _LATER = (429, 502, 503, 504)
 _MOST_PAUSE = 30.0  # seconds that a server may ask to be waited for at a time
 _GONE = (http.client.HTTPException, ConnectionError, socket.gaierror, TimeoutError, OSError)
+
+
+class DirectError(Exception):
+    """The store cannot be reached from here, or refuses: the way through the server is left."""
+
+
+def fetched(url: str) -> Iterator[bytes]:
+    """What is at a presigned URL, piece by piece.
+
+    Raises:
+        DirectError: it did not come as a whole.
+    """
+    with _answer(url, "GET") as response:
+        while piece := response.read(_PIECE):
+            yield piece
+        if response.length:
+            raise ConnectionError("its answer broke off")
+
+
+def sent(url: str, headers: Mapping[str, str], path: Path) -> None:
+    """Send a file to a presigned URL.
+
+    Raises:
+        DirectError: it was not taken.
+    """
+    with path.open("rb") as file, _answer(url, "PUT", file, headers) as response:
+        response.read()
+
+
+@contextmanager
+def _answer(
+    url: str, method: str, body: BinaryIO | None = None, headers: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[http.client.HTTPResponse]:
+    """A good answer.
+
+    Raises:
+        DirectError: there is none, or it broke off.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise DirectError("the server names no address of a store")
+    try:
+        with closing(connected(url, silence=_STALLED)) as connection:
+            connection.request(method, f"{parts.path}?{parts.query}", body=body, headers=dict(headers))
+            response = connection.getresponse()
+            if response.status != _OK:
+                raise DirectError(f"{parts.hostname} answers {response.status}")
+            yield response
+    except (OSError, http.client.HTTPException) as error:
+        raise DirectError(f"{parts.hostname}: {' '.join(str(error).split()) or type(error).__name__}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,10 +32,10 @@ from posttrain.control.orders import (
 )
 from posttrain.control.stages import bind_pending, start_ready
 from posttrain.control.stores import Stores
-from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.domain.jobs import Signal
 from posttrain.domain.lifecycle import Reason, RunState, StageState, is_final
+from posttrain.domain.ports import crashpoint
 
 
 def act(stores: Stores, jobs: Jobs, view: View, order: Order) -> None:

@@ -1,6 +1,11 @@
-"""How an attempt ends: what its job left is published, what it cost is billed, the rows say what follows.
+"""The end of an attempt, looks at the jobs of a run, and jobs without an owner.
 
-At most one job of an attempt computes, and none of one that ended: by the attempt's `start` object.
+End: what the job left is published, what it cost is billed, and the rows record what follows. At most one job of an
+attempt computes, and none of one that ended: the attempt's `start` object ensures it.
+
+Looks: the executor is asked once for all jobs of a run, then each job is searched for its last word.
+
+Orphans: jobs that run for nobody, because no live attempt of the ledger owns them.
 """
 
 from __future__ import annotations
@@ -8,29 +13,32 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from posttrain.control import budgets
-from posttrain.control.jobs import AttemptFolders, Jobs
+from posttrain.control.decide import Sight, View
+from posttrain.control.jobs import AttemptFolders, Jobs, job_of
 from posttrain.control.launching import look, tokens_inherited, tokens_taken_over
 from posttrain.control.lineage import trained_models
 from posttrain.control.orders import Collect, End, TryAgain
 from posttrain.control.stores import Stores
-from posttrain.domain.crashpoints import crashpoint
-from posttrain.domain.errors import FailureClass, InputError, IntegrityError, NotFoundError
+from posttrain.domain.errors import FailureClass, InputError, IntegrityError, NotFoundError, PosttrainError
 from posttrain.domain.facts import MOST_NUMBER, Progress
 from posttrain.domain.jobs import ANOTHER_RUNS, Failure, JobResult, JobState, Observation
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import AttemptState, Reason, StageState, StopCause, is_final
 from posttrain.domain.manifest import Manifest, StageManifest
-from posttrain.domain.ports import BlobStore
+from posttrain.domain.ports import BlobStore, crashpoint
 from posttrain.domain.records import AttemptRecord, StageRecord
+from posttrain.domain.requests import RUN, STAGE, WORKSPACE, Job, Listed
 from posttrain.domain.sinks import BUDGET_WARNED
 from posttrain.execution import processes
 from posttrain.store.atomic import its_doing, look_over
-from posttrain.store.channel import ControlKind, Start
+from posttrain.store.attempts import AttemptFolder
+from posttrain.store.channel import EVENTS, ControlKind, Start
+from posttrain.store.ledger import Ledger
 from posttrain.store.trees import put_tree, stored_sizes
 
 
@@ -380,3 +388,128 @@ def _last_progress(folders: AttemptFolders, attempt: AttemptRecord) -> Progress 
         return folders.of(attempt).last_progress()
     except IntegrityError:  # a damaged event segment tells nothing, and must not keep a run from ending
         return None
+
+
+class Looks:
+    """What the executor says of a run's live attempts: asked once for all of them, and only if somebody asks."""
+
+    def __init__(self, jobs: Jobs, seen: Mapping[str, Observation]) -> None:
+        self._jobs = jobs
+        self._known = seen  # a moment ago, of the jobs of all runs
+        self._seen: Mapping[str, Observation] | None = None
+
+    def of(self, view: View, attempt: AttemptRecord) -> Observation:
+        """One look; of this pass, or a moment old."""
+        if self._seen is None:
+            self._seen = self._all(view)
+        return self._seen.get(attempt.name) or look(self._jobs, attempt)
+
+    def _all(self, view: View) -> Mapping[str, Observation]:
+        name = self._jobs.executor.name
+        launched = [a for a in view.attempts if a.state == AttemptState.LAUNCHED and a.executor == name]
+        if all(attempt.name in self._known for attempt in launched):
+            return self._known
+        try:
+            seen = self._jobs.executor.observe([job_of(self._jobs.folders, attempt) for attempt in launched])
+        except Exception:  # then each is asked for by itself: what concerns one stops no other
+            return {}
+        return {attempt.name: one for attempt, one in zip(launched, seen, strict=True)}
+
+
+def see(stores: Stores, jobs: Jobs, view: View, name: str, looks: Looks) -> Sight:
+    """The live attempt of a running stage.
+
+    Raises:
+        InfrastructureError: the executor or the attempt's channel does not answer.
+    """
+    attempt, folder = view.tries(name)[-1], jobs.folders.of(view.tries(name)[-1])
+    if attempt.state == AttemptState.PLANNED:
+        return _unanswered(jobs, view, name, attempt)
+    job = looks.of(view, attempt)  # first: who is gone has said its last word
+    try:
+        word = _word(jobs, view, name, attempt)
+        if word is None and job.gone:
+            job = look(jobs, attempt)  # what was seen is a moment old, and an executor may start a job anew
+            if job.gone and another_runs(stores, jobs.folders, attempt, job):
+                return Sight(job, another_runs=True)
+            word = _word(jobs, view, name, attempt)  # it may have ended between the two looks
+        progress = reported(folder, job) if word is None and job.state is JobState.RUNNING else None
+        lost = unheeded(jobs.folders, attempt) if word is None and job.gone else ""
+        metered = word is None and not job.gone and view.manifest.budget.tokens is not None
+        tokens = folder.spent() - tokens_inherited(stores.blobs, attempt) if metered else 0
+        return Sight(job, word=word, unheeded=lost, tokens=tokens, progress=progress)
+    except (InputError, IntegrityError) as error:  # what is in its folder cannot be read: no retry would mend that
+        return Sight(job, unreadable=str(error))
+
+
+def _unanswered(jobs: Jobs, view: View, name: str, attempt: AttemptRecord) -> Sight:
+    """An attempt of which nobody wrote down that it was launched: its job may have ended since, and left its result."""
+    if not jobs.folders.of(attempt).has_order():
+        return Sight(Observation(JobState.UNKNOWN), ordered=False)
+    job = look(jobs, attempt)
+    if job.state is not JobState.UNKNOWN:
+        return Sight(job)
+    try:
+        return Sight(job, word=_word(jobs, view, name, attempt))
+    except (InputError, IntegrityError) as error:
+        return Sight(job, unreadable=str(error))
+
+
+def reported(folder: AttemptFolder, job: Observation) -> str:
+    """How far the job says it is; the first part is for people."""
+    said = folder.channel.summary()
+    if said is None:  # it loads, or is a job of before, which writes none
+        return f"its start | {folder.channel.last(EVENTS)} | {job.incarnation}"
+    place = f"step {said.step} of {said.total}"
+    return f"{place} | {said.tokens} | {said.phase} | {said.phases} | {job.incarnation}"
+
+
+def _word(jobs: Jobs, view: View, name: str, attempt: AttemptRecord) -> JobResult | None:
+    return jobs.trainer(view.manifest.stage(name).trainer).collect(jobs.folders.of(attempt))
+
+
+@dataclass(frozen=True, slots=True)
+class Orphans:
+    """What an executor has beside the jobs of live attempts."""
+
+    ours: tuple[Listed, ...] = ()  # submitted by this workspace, from where it is now
+    strangers: tuple[Listed, ...] = ()  # of another one, of a copy, of where this one was before: left alone
+
+
+def find_orphans(ledger: Ledger, jobs: Jobs) -> Orphans:
+    """Look; nothing is touched.
+
+    Raises:
+        InfrastructureError: the executor does not answer.
+    """
+    listed = jobs.executor.list("")
+    if not listed:
+        return Orphans()
+    owned = _owned(ledger)  # read after the list: an attempt is in the ledger before its job is submitted
+    free = [job for job in listed if job.name not in owned]
+    mine = jobs.workspace() if free else ""
+    ours = tuple(job for job in free if mine and job.labels.get(WORKSPACE) == mine)
+    return Orphans(ours, tuple(job for job in free if job not in ours))
+
+
+def end_orphans(ledger: Ledger, jobs: Jobs) -> list[str]:
+    """Kill this workspace's; one line for each.
+
+    Raises:
+        InfrastructureError: the executor does not answer.
+    """
+    told = []
+    for job in find_orphans(ledger, jobs).ours:
+        folder = jobs.folders.path(job.labels[RUN], job.labels[STAGE], job.epoch)
+        try:
+            jobs.executor.kill(Job(job.name, str(folder)))
+            told.append(f"job {job.name} was ended: no attempt owns it")
+        except PosttrainError as error:  # one that resists stops no other
+            told.append(f"job {job.name}, which no attempt owns, could not be ended: {error}")
+    return told
+
+
+def _owned(ledger: Ledger) -> set[str]:
+    """The names of live attempts, of every project: they share an executor."""
+    with ledger.snapshot() as now:
+        return now.live_attempts()

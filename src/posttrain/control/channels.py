@@ -1,11 +1,11 @@
-"""What a person says of a channel: its policy, whether it is protected, whether it is frozen.
+"""Settings of channels, and the check of a manifest against the policy of its channel.
 
-Where everything stands that was asked for: reads only, and loads nothing that judges.
+A person sets a channel's policy, and whether it is protected or frozen. The standings show where every request for a
+channel or a run stands; they only read, and load nothing that judges.
 
-Whether a manifest is what the policy of its channel asks: gates, suites, evaluators, and who measured what.
-
-Asked of the plan, and again of what is about to be released: a locked manifest is a file that anybody may edit, and a
-policy may change while a run goes on.
+A manifest is checked for what the policy asks: gates, suites, evaluators, and who measured what. The check is made on
+the plan, and again before the release: a locked manifest is a file that anybody may edit, and a policy may change while
+a run goes on.
 """
 
 from __future__ import annotations

@@ -1,19 +1,17 @@
-"""What is to be done about a run: pure functions of its rows, of what is seen of its jobs, and of the time.
+"""Decisions about a run: pure functions of its rows, of what is seen of its jobs, and of the time.
 
-`decide_run`, `decide_stage` and `settle` say in values (`control.orders`) what `control.actuator` then does. Nothing
-here reads or writes anything, so that a decision can be tried on any rows, and two drivers that see the same decide the
-same. An order names the rows that it was decided on: whoever carries it out compares and sets.
+`decide_run`, `decide_stage` and `settle` return orders (`control.orders`), which `control.actuator` then carries out.
+They also decide whether another attempt would help. Nothing here reads or writes anything, so that a decision can be
+tried on any rows, and two drivers that see the same decide the same. An order names the rows that it was decided on:
+whoever carries it out compares and sets.
 
-Whether another attempt would help.
-
-When a running job is taken for hung: a pure function of what was seen of its progress, look after look.
-
-Progress is what the job reports through its channel (steps, tokens, the ends of phases), not that its process is there.
-Silence counts as far as somebody watched it: a look a quarter of `runtime.stall_after` after the last one adds that
-quarter, and one that comes far too late adds nothing. So a clock that jumps, a machine that slept and hours in which
-nobody drove the run make no job look hung; what the job's own clock says is not asked. After four quarters of silence
-the job is asked for a checkpoint, after the fifth it is killed: what it reports in between takes all of it back, and an
-answer that does not come delays the end by a quarter. That a job is killed for its silence is written down before.
+Whether a running job is hung is a pure function of what was seen of its progress, look after look. Progress is what the
+job reports through its channel (steps, tokens, the ends of phases), not that its process is there. Silence counts as
+far as somebody watched it: a look a quarter of `runtime.stall_after` after the last one adds that quarter, and one that
+comes far too late adds nothing. So a clock that jumps, a machine that slept and hours in which nobody drove the run
+make no job look hung; the job's own clock is not used. After four quarters of silence the job is asked for a
+checkpoint, after the fifth it is killed. A report in between takes all of it back, and an answer that does not come
+delays the end by a quarter. That a job is killed for its silence is recorded before the kill.
 """
 
 from __future__ import annotations

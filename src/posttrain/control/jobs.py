@@ -1,13 +1,12 @@
-"""What a control plane launches jobs with, and where each attempt has its folder and its channel.
+"""Launch of jobs: executor, folders and channels of attempts, their requests, and the code that decides results.
 
 Whoever only reads what jobs left takes the folders and no executor. Nothing here names a concrete back-end.
 
-The request of an attempt: written once into its folder, and submitted as written by whoever gets to it.
+The request of an attempt is written once into its folder, and submitted as written by whoever gets to it.
 
-The code that decides results: a trainer's, and that of a kind which an installed package brought.
-
-A manifest's `code` names both: `{"native": "sha256:…", "kind:words": "sha256:…"}`. Posttrain's own kinds are part of
-their trainer's code and are not named.
+The code that decides results is the trainer's, and that of a kind which an installed package brought. A manifest's
+`code` names both: `{"native": "sha256:…", "kind:words": "sha256:…"}`. Posttrain's own kinds are part of their trainer's
+code and are not named.
 """
 
 from __future__ import annotations

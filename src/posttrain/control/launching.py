@@ -23,7 +23,6 @@ from posttrain.control.jobs import AttemptFolders, Jobs, deciding_code, job_of, 
 from posttrain.control.stores import Stores
 from posttrain.data.catalog import external_versions, local_copy
 from posttrain.domain.canonical import digest_json
-from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import (
     CapacityError,
     ConflictError,
@@ -38,16 +37,16 @@ from posttrain.domain.facts import count
 from posttrain.domain.jobs import CheckpointCommit, Failure, InputBlob, JobOrder, Observation, Unknown
 from posttrain.domain.lifecycle import AttemptState, Reason, RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest, StageManifest, job_identity
-from posttrain.domain.ports import BlobStore
+from posttrain.domain.ports import BlobStore, crashpoint
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.domain.requests import secret_fault
 from posttrain.events.admitting import SECRETS, secrets_of
 from posttrain.execution.ports import Trainer
 from posttrain.store.atomic import ANSWER, make_folder
 from posttrain.store.attempts import AttemptFolder, unclaimed
-from posttrain.store.heads import head_name
 from posttrain.store.ledger import Ledger
 from posttrain.store.reaching import PRIVATE_CACHE
+from posttrain.store.sealer import head_name
 from posttrain.store.trees import TreeFile, put_tree, read_json, tree_listing, verify_tree
 
 _COMMIT, _STATE = "COMMIT", "state.json"

@@ -1,17 +1,14 @@
-"""From released weights back to prompts, reward source, base model and manifest.
+"""Lineage of models, from released weights back to prompts, reward source, base model and manifest.
 
-Models that runs of this workspace made, by the words people have for them: `channel:prod`, `channel:prod@3`,
-`run:sort-b0ed9b49/sft`, `run:sort-b0ed9b49/grpo/best`, `model:sort/sft@2`.
+It is read, once for each run, from the edges that record what stages used and made, and what that is registered as.
 
-A word that moves (a channel, a run's name) is pinned when it is read: the manifest holds the release or the run that it
-meant then, and the word beside it.
+Models that runs of this workspace made are named by words: `channel:prod`, `channel:prod@3`, `run:sort-b0ed9b49/sft`,
+`run:sort-b0ed9b49/grpo/best`, `model:sort/sft@2`. A word that moves (a channel, a run's name) is pinned when it is
+read: the manifest holds the release or the run that it meant then, and the word beside it.
 
-What stages of runs used and made, and what that is registered as: read from edges, once for each run.
-
-What a stage trained, as versions of an asset: `model:RUN/STAGE@1`, `model:RUN/STAGE/best@1`.
-
-A name with a slash is never one that a person gives an asset, so neither takes the other's. RUN is the run's name, not
-its id: repeated runs of one file make versions of one asset.
+What a stage trained is also a version of an asset: `model:RUN/STAGE@1`, `model:RUN/STAGE/best@1`. A person never gives
+an asset a name with a slash, so the two kinds of names cannot collide. RUN is the run's name, not its id: repeated runs
+of one file make versions of one asset.
 """
 
 from __future__ import annotations

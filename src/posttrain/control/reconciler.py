@@ -12,7 +12,7 @@ Loops and who unblocks whom::
     deciding thread ──an order that hashes, uploads, judges, launches or kills──▶ a thread of `Beside`
       ▲ collects what it raised, and looks at the rows again; no other order of that stage meanwhile ◀──┘ ends
 
-An error in one object ends neither the others nor the driver (`control.trouble`).
+An error in one object ends neither the others nor the driver (`control.pulse`).
 
 Any process may die between any two lines: the next tick, in any process, derives what to do from the ledger and the
 attempt folders alone. No outside work happens inside a transaction. Idle, a driver asks the ledger for work less than
@@ -28,21 +28,20 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from posttrain.control.actuator import act
+from posttrain.control.attempts import Looks, end_orphans, see
 from posttrain.control.decide import View, decide_run, decide_stage, settle
 from posttrain.control.jobs import Jobs
 from posttrain.control.launching import taken_slots
 from posttrain.control.orders import Collect, Judge, Kill, Launch, Order, Release, Start
-from posttrain.control.pulse import Beside, Pulse, Turns, look_again_after
-from posttrain.control.sights import Looks, end_orphans, see
+from posttrain.control.pulse import Beside, Pulse, Troubles, Turns, look_again_after, one_line, record_trouble
 from posttrain.control.stores import Stores
-from posttrain.control.trouble import Troubles, one_line, record_trouble
 from posttrain.domain.errors import ConflictError, InfrastructureError, IntegrityError, PosttrainError
 from posttrain.domain.lifecycle import AttemptState, Reason, StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import RunRecord, RunRows
 from posttrain.domain.sinks import RUN_SET_ASIDE
 from posttrain.domain.waits import signals_of
-from posttrain.store.waking import RUN, SWEEP
+from posttrain.store.journal import RUN, SWEEP
 from posttrain.store.work import NEVER, Work, WorkQueue
 
 LEASE_SECONDS = 15.0

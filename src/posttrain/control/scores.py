@@ -1,11 +1,11 @@
-"""What a run measured: every metric of every suite, before and after, read from the evaluations' per-item results.
+"""Scores of a run: every metric of every suite, before and after, and the answers behind them.
 
-*Before* is a model that the run started from: the channel's, the base model, or an earlier stage's, where an evaluation
-of this run measured it on the same suite; and whatever a gate compares with. Nothing is estimated from training.
+Scores are read from the evaluations' per-item results. *Before* is a model that the run started from: the channel's,
+the base model, or an earlier stage's, where an evaluation of this run measured it on the same suite; and whatever a
+gate compares with. Nothing is estimated from training.
 
-What a model answered in an evaluation, item by item: read from `items.parquet`.
-
-Texts are read in batches and only those that were chosen are kept, so long responses cost no memory.
+A model's answers in an evaluation are read item by item from `items.parquet`. Texts are read in batches and only those
+that were chosen are kept, so long responses cost no memory.
 """
 
 from __future__ import annotations

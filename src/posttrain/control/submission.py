@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from posttrain.control.recalls import refuse_recalled
 from posttrain.control.stores import Stores
 from posttrain.domain.canonical import canonical_json
-from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import ConflictError
 from posttrain.domain.lifecycle import Reason, RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
+from posttrain.domain.ports import crashpoint
 from posttrain.domain.records import Artifact, RunRecord, StageRecord
 from posttrain.store.ledger import Ledger
 from posttrain.store.trees import stored_sizes

@@ -11,8 +11,7 @@ from posttrain.data.catalog import check_where_it_lies, external_versions, place
 from posttrain.domain.errors import InfrastructureError, IntegrityError, NotFoundError, PosttrainError, WorkspaceError
 from posttrain.store.audit import channels_of, verify_rows
 from posttrain.store.external import EXTERNAL
-from posttrain.store.heads import Lost
-from posttrain.store.sealer import TreeReport, verify_chain, verify_part
+from posttrain.store.sealer import Lost, TreeReport, verify_chain, verify_part
 from posttrain.store.sweeping import erased_versions
 from posttrain.store.trees import verify_tree
 

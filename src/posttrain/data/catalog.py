@@ -1,8 +1,8 @@
-"""The registry of versioned assets: adding them, and resolving the refs of a run file to pinned inputs.
+"""The registry of versioned assets: addition, inspection, and resolution of refs to pinned inputs.
 
-What can be said of a data set before it is registered: one look at each row, of which one is in memory.
-
-Data sets whose bytes lie elsewhere: a registered version says where, and its digest what they must be.
+The refs of a run file resolve to pinned inputs. A data set is inspected before it is registered with one look at each
+row, of which one is in memory. The bytes of a data set may lie elsewhere: a registered version records where, and its
+digest what they must be.
 """
 
 from __future__ import annotations

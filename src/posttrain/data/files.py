@@ -1,4 +1,6 @@
-"""The rows of one data set file as they were written, whatever it is: told by its bytes, never by its name.
+"""Data set files: which files make up a data set, and the rows of one file as they were written.
+
+The form of a file is recognised by its bytes, never by its name:
 
 =========================== ==========================================================================================
 begins with                 is
@@ -15,12 +17,11 @@ A CSV cell stays the text that was written and an empty one is None: pandas and 
 nothing of `NA`, and an answer is compared as text. A file is read row by row. What it unpacks to is bounded, so that a
 small file cannot fill the memory.
 
-Which files are a data set: one, several given together, those that match a pattern, or those of a folder.
-
-A folder is read as Hugging Face's tools write it: what `save_to_disk` left (`state.json` names the shards; a
-`DatasetDict` holds a folder for every split), the snapshot of a repository, or any folder of shards. Only files of data
-count: descriptions and hidden files may be there. Data of several splits, or in several folders, is never mixed: one
-must be named. Files are taken in the order of their names.
+A data set is one file, several given together, those that match a pattern, or those of a folder. A folder is read as
+Hugging Face's tools write it: what `save_to_disk` left (`state.json` names the shards; a `DatasetDict` holds a folder
+for every split), the snapshot of a repository, or any folder of shards. Only files of data count: descriptions and
+hidden files may be there. Data of several splits, or in several folders, is never mixed: one must be named. Files are
+taken in the order of their names.
 """
 
 from __future__ import annotations

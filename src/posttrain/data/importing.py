@@ -22,8 +22,8 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import IMPORTED, Asset
 from posttrain.foreign.outside import Named, OutsideRun, Points
-from posttrain.store.atomic import scratch, unwritable
-from posttrain.store.trees import file_digest, put_files, put_tree
+from posttrain.store.atomic import unwritable
+from posttrain.store.trees import file_digest, put_files, put_tree, scratch
 
 RECORD = "posttrain.import/1"
 COLUMNS = ("run", "stage", "step", "wall_time", "metric", "value")  # of a history: those of the Parquet tracker

@@ -1,19 +1,18 @@
-"""How a person names an asset: `dataset:sort-train@1`, `model:tiny-sort`, `./heldout.jsonl`, `hf:org/name@revision`,
-`hf:org/name@revision/path/in/repo.jsonl`; and a model that this workspace made: `channel:prod`, `channel:prod@3`,
-`run:sort-b0ed9b49/sft`, `model:sort/sft@2`; and a reward of an installed package, `trl.rewards:accuracy_reward`. A data
-set's path may be a folder or a pattern: `./shards/train-*.jsonl`.
+"""Refs of assets, the files that they may name, and the functions that a reward's source defines.
 
-Which files words may name: on a server those that came with the request, and no other of its machine.
+A person names an asset as `dataset:sort-train@1`, `model:tiny-sort`, `./heldout.jsonl`, `hf:org/name@revision` or
+`hf:org/name@revision/path/in/repo.jsonl`; a model that this workspace made as `channel:prod`, `channel:prod@3`,
+`run:sort-b0ed9b49/sft` or `model:sort/sft@2`; and a reward of an installed package as `trl.rewards:accuracy_reward`. A
+data set's path may be a folder or a pattern: `./shards/train-*.jsonl`. On a server, words may name only the files that
+came with the request, and no other of its machine.
 
-How a reward's function is called, read from its source: nothing is executed.
+How a reward's function is called is read from its source: nothing is executed. If it is imported, made by a call or
+wrapped by an unknown decorator, only its own code has its parameters. Then the answer is the reason why, and the caller
+reports it.
 
-What is imported, made by a call or wrapped by an unknown decorator has parameters that only its own code knows. Then
-the answer is the reason why, and whoever asks says so.
-
-A reward function that an installed package has: `trl.rewards:accuracy_reward`, without a file of one's own.
-
-It is found and read, never imported here. What stands for it is a source of a few lines, which imports it and refuses
-another version: so its digest pins distribution, version and the bytes of the module.
+A reward function of an installed package needs no file of the user's own. It is found and read, never imported here.
+What stands for it is a source of a few lines, which imports it and refuses another version: so its digest pins
+distribution, version and the bytes of the module.
 """
 
 from __future__ import annotations

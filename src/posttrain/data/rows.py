@@ -1,6 +1,6 @@
-"""Rows of a data set, whatever convention they were written in, in one canonical form.
+"""Rows of a data set in one canonical form, and their overlap with training data.
 
-`data.files` says what a file may be. A canonical row has one of
+Rows are read in any of several conventions; `data.files` describes what a file may be. A canonical row has one of
 
 * `prompt` (text, or a list of chat messages), optionally `completion` (text, or assistant messages), or `chosen` and
   `rejected` of the same forms: a preference pair;
@@ -15,9 +15,8 @@ Every other column is kept. Read unchanged: TRL's `text`, `messages`, `prompt`, 
 chat list, `reward_model.ground_truth` becomes `answer`); verifiers' `prompt, answer, info, task`; `question` +
 `answer`. A row's number is its position, from 1: in its file where one of several is named, else in the data set.
 
-Whether evaluation rows were seen in training: a score on such rows says nothing about the task.
-
-Three kinds, told apart: the same prompt; the same but for case and blanks, which is another task where case counts; and
+Contamination: evaluation rows that were seen in training, on which a score does not measure the task. Three kinds are
+distinguished: the same prompt; the same but for case and blanks, which is another task where case counts; and
 near-duplicates, a large part of whose n-grams of words stand in one training prompt. N-grams that many prompts share
 are the template of a task, not the task: they do not count. Rows that are nothing but a common template are not found,
 nor are short ones.

@@ -1,4 +1,6 @@
-"""Judging: a rule and the evidence give a verdict. Fails closed: whatever cannot be judged does not pass.
+"""Verdicts of gates, and intervals of measured numbers for people.
+
+A rule and the evidence give a verdict. Gates fail closed: whatever cannot be judged does not pass.
 
 ::
 
@@ -9,13 +11,12 @@
     estimate meets it, its limit does not ──────▶ INCONCLUSIVE
     limit meets it ─────────────────────────────▶ PASS
 
-A threshold is met from the value itself on, but for `better_than`: what is asked there must be exceeded. A model that
-lies just on the threshold passes at most as often as `1 - confidence`: docs/gates.md has the measured levels.
+A threshold is met from the value itself on, except with `better_than`, where it must be exceeded. A model that lies
+just on the threshold passes at most as often as `1 - confidence`: docs/gates.md has the measured levels.
 
-Intervals for people: how well a measured number is known, and by how much two models differ on the same items.
-
-The limits are those that gates rest on (`decision.statistics`), taken from both sides: an interval of confidence 0.95
-has a one-sided limit of 0.975 at each end. Nothing is decided here.
+An interval for people shows how well a measured number is known, or by how much two models differ on the same items.
+Its limits are those that gates rest on (`decision.statistics`), taken from both sides: an interval of confidence 0.95
+has a one-sided limit of 0.975 at each end. Intervals decide nothing.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""How likely each gate is to pass a model that is as good as hoped, before a token is spent.
+"""The power of gates before a run, and the ranking of a sweep's settings after it.
 
-The answer needs assumptions about results nobody has yet; every note states them. For rates it is exact: the chances of
-all results that the gate itself would pass are added up. For means it is not known before their spread is.
+Power: how likely each gate is to pass a model that is as good as hoped, before a token is spent. It needs assumptions
+about results nobody has yet; every note states them. For rates it is exact: the chances of all results that the gate
+itself would pass are added up. For means it is not known before their spread is.
 
-Settings of a sweep, ranked as far as what was measured allows.
-
-A setting was trained with one or several seeds and each of its models measured on the same items. Two things are then
-uncertain: which items the suite happens to have, and which seeds were drawn. The interval of a mean over seeds adds
-both, as if they were independent: the distances of its limits from the mean are the square roots of the sums of the
-squared distances of the two intervals' limits (MOVER; Zou and Donner 2008). Over items the limits are those of
-`intervals`; over seeds they are Student's, and paired by seed for a difference. Item noise is in both, so the sum errs
-to the wide side. With one seed there is no second part: then models are compared, not settings. Two seeds that
-happen to agree say nothing of a third, so where there are several, fewer than three in common decide nothing.
+Ranking: settings are ranked as far as the measurements allow. A setting was trained with one or several seeds and each
+of its models measured on the same items. Two things are then uncertain: which items the suite happens to have, and
+which seeds were drawn. The interval of a mean over seeds adds both, as if they were independent: the distances of its
+limits from the mean are the square roots of the sums of the squared distances of the two intervals' limits (MOVER; Zou
+and Donner 2008). Over items the limits are those of the intervals in `decision.gates`; over seeds they are Student's,
+and paired by seed for a difference. Item noise is in both, so the sum errs to the wide side. With one seed there is no
+second part: then models are compared, not settings. Two seeds that happen to agree are no evidence about a third, so
+where there are several, fewer than three in common decide nothing.
 
 A setting is ahead of another where the interval of their difference leaves out 0, all pairs held at once (Bonferroni).
 Its rank is then a range: from 1 + those that are ahead of it to all less those that it is ahead of.

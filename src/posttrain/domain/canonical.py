@@ -1,6 +1,6 @@
-"""Canonical JSON (RFC 8785) and the digests made of it.
+"""Canonical JSON (RFC 8785), the digests made of it, and derived seeds.
 
-Seeds are derived, never global: a seed is a hash of the run's seed and the words that say what it is for.
+Seeds are derived, never global: a seed is a hash of the run's seed and of words that name its purpose.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every error Posttrain raises on purpose, drawn as a tree.
+"""Every error that Posttrain raises on purpose, suggestions for unknown names, and the origin of a worker's error.
 
 ::
 
@@ -34,12 +34,11 @@
     └── AccessError                    13   whoever asks may not do this
         └── AuthenticationError        13   nobody is known by what was shown
 
-Exit 0 is success, 1 an unexpected error (a bug in Posttrain), 130 a detached Ctrl-C. The message is one line: what,
-the constraint, the offending value, the next action. Whether a retry can help is in the type (`retryable`).
+Exit 0 is success, 1 an unexpected error (a bug in Posttrain), 130 a detached Ctrl-C. The message is one line: what, the
+constraint, the offending value, the next action. Whether a retry can help is in the type (`retryable`).
 
-What somebody may have meant who wrote a name that nobody knows.
-
-Which worker of a group raised an exception: a note that the exception carries to whoever tells of it.
+An unknown name is answered with the known names that may have been meant. An exception that a worker of a group raised
+carries a note of which worker it was, for whoever reports it.
 """
 
 from __future__ import annotations

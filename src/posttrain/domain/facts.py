@@ -1,8 +1,7 @@
-"""What a job says while it runs: values, streamed as JSON lines into the attempt folder's event segments.
+"""Facts that a job reports while it runs: values, streamed as JSON lines into the attempt folder's event segments.
 
-The engine makes them and knows neither store nor telemetry; whoever reads them back gets the same values.
-
-Values that a job wrote, of the types that a dataclass names: whatever else stands there raises.
+The engine makes them and imports neither store nor telemetry; whoever reads them back gets the same values. A value is
+read as the dataclass declares it, and a value of any other type raises.
 """
 
 from __future__ import annotations

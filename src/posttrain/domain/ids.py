@@ -1,14 +1,13 @@
-"""Ids and names that come from outside, as types: whatever makes a path, a folder or a query of one has it checked.
+"""Checked types of ids and names that come from outside, principals, roles, and names of lock files.
 
-A parameter of a verb is annotated with one of the types below; `api.guarding` checks it for every caller, in process
-and over HTTP. All of them are one printable word that is part of a path: no `..`, slash, NUL or other control
-character, and no more characters than a name has.
+Whatever makes a path, a folder or a query of an outside name has it checked. A parameter of a verb is annotated with
+one of the types below; `api.guarding` checks it for every caller, in process and over HTTP. All of them are one
+printable word that is part of a path: no `..`, slash, NUL or other control character, and no more characters than a
+name has.
 
-Principals, who act: `user:ann`, `service:ci`. What their names must be, and whom a person's word may mean.
-
-Roles in a project: each may do what those before it may.
-
-Names by which files and servers are known before anything of a workspace is loaded.
+Principals act: `user:ann`, `service:ci`. The rules for their names are here, and which principals a person's word may
+mean. Each role in a project may do what those before it may. Names of lock files are known before anything of a
+workspace is loaded.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """The kinds of stages: Posttrain's own, and those of installed packages (entry points `posttrain.kinds`).
 
-Everything that depends on what a stage is asks its kind here, by a property: who drives it, what it leaves, whether it
+Everything that depends on a stage's kind is a property of the kind here: who drives it, what it leaves, whether it
 measures. Nothing else compares a stage's kind with a word; a test reads the sources for it.
 
-What is said of a stage before anything runs: its contract.
-
-What an evaluation says of a metric before it measures it: the values that one item can have.
-
-A gate's limit rests on that range, so it is declared by whoever makes the metric and never read off the data.
+The contract of a stage is what is declared of it before anything runs. An evaluation likewise declares of a metric the
+values that one item can have. A gate's limit rests on that range, so whoever makes the metric declares it, and it is
+never read off the data.
 """
 
 from __future__ import annotations

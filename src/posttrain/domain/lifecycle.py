@@ -1,10 +1,9 @@
-"""State machines as data: run, stage, attempt, release.
+"""State machines of run, stage, attempt and release as data, and the reason codes of their states.
 
-Every transition is a compare-and-set on (id, generation) with its event; a transition that is not in these tables is
-a bug and is refused. The diagrams in docs/architecture.md are generated from them (`handbook/states.py`).
+Every transition is a compare-and-set on (id, generation) with its event; a transition that is not in these tables is a
+bug and is refused. The diagrams in docs/architecture.md are generated from them (`handbook/states.py`).
 
-Why a run, a stage or an attempt is where it is: every reason code there is, with what it means and what to do.
-
+A reason code states why a run, a stage or an attempt is where it is; each is listed with what it means and what to do.
 A run that ends badly takes over the reason of the stage that ended it. The strings are stored, and scripts read them.
 """
 

@@ -1,14 +1,14 @@
-"""The immutable manifest: a run.yaml in which every word has become a digest. Its own digest is the run's identity.
+"""The immutable manifest, and the identities of jobs and of evaluators that are derived from it.
 
-What decides a stage's result, and nothing else: the identity of its cached outputs and of its checkpoints.
+A manifest is a run.yaml in which every word has become a digest. Its own digest is the run's identity.
 
+The identity of a stage's cached outputs and checkpoints is a digest of what decides its result, and of nothing else.
 Where a job runs, how often it writes a checkpoint and what it may spend decide nothing, so work that was done under
 another of these is the same work and can be gone on with.
 
-What measured a suite, as one digest: code, settings and rewards, but not the data, the model or the seed.
-
-A channel's policy names the evaluators that may judge. The code's digest is part of it, so another version of Posttrain
-is another evaluator.
+An evaluator, which measured a suite, is one digest of code, settings and rewards, but not of the data, the model or the
+seed. A channel's policy names the evaluators that may judge. The code's digest is part of it, so another version of
+Posttrain is another evaluator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Where the roles of a training stage run: the `placement` of a stage in run.yaml.
+"""The `placement` of a training stage in run.yaml, and amounts of memory and of time as a run file writes them.
+
+A placement states where the roles of the stage run:
 
 ::
 
@@ -10,9 +12,7 @@ A **resource pool** is a set of processes, one per rank. A role with resources o
 role `with` another lives in that one's pool; a role nobody mentions lives with the policy. Roles that share a pool stay
 separate workers: their classes are not fused.
 
-Amounts of memory as a run file writes them: `40GiB`, `512MiB`, `16GB`, or a number of bytes.
-
-Lengths of time as a run file writes them: `90s`, `10m`, `2h`, `1d`.
+Memory is written as `40GiB`, `512MiB`, `16GB`, or a number of bytes; time as `90s`, `10m`, `2h`, `1d`.
 """
 
 from __future__ import annotations

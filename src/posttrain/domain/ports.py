@@ -1,11 +1,48 @@
-"""Ports that several floors need."""
+"""The ports of artifact store and clock, and crashpoints.
+
+Several packages need these ports. A crashpoint is a marked place where a process may die. A recovery test names one;
+the process then kills itself there, for real.
+
+`POSTTRAIN_CRASHPOINT=name` or `name@3` (third time it is reached in this process) sends SIGKILL to its own process.
+With `POSTTRAIN_CRASHPOINT_ONCE=FILE` only the first process to reach it dies: FILE is created with O_EXCL just before.
+Without the variable a crashpoint costs one dictionary look-up.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
+
+_reached: Counter[str] = Counter()
+CRASHPOINTS = frozenset(
+    {
+        # control side
+        "submit.before_commit", "submit.after_commit",
+        "attempt.after_intent", "attempt.after_launch", "attempt.after_handle",
+        "stall.after_signal", "stall.after_ask",
+        "collect.before_publish", "collect.after_publish", "collect.after_commit",
+        "gate.before_commit", "gate.after_commit",
+        "promote.before_commit", "promote.after_commit",
+        "sealer.before_commit",
+        "erase.before_commit", "erase.after_commit", "gc.before_delete",
+        "backup.after_ledger", "backup.before_record", "restore.before_rename",
+        "track.after_begin", "track.inside_log", "track.after_log", "track.before_end", "track.after_end",
+        "sink.after_send",
+        "detach.after_request", "detach.after_start", "driver.after_taken", "driver.before_done",
+        # execution
+        "supervisor.before_claim", "supervisor.before_spawn", "supervisor.after_spawn",
+        "supervisor.before_exit_record",
+        # jobs
+        "job.start", "train.step", "checkpoint.before_shards", "checkpoint.inside_shard", "checkpoint.before_commit",
+        "checkpoint.after_commit", "best.before_rename", "best.after_rename",
+        "outputs.before_result", "outputs.after_result",
+    }
+)  # fmt: skip
 
 
 class BlobStore(Protocol):
@@ -56,3 +93,29 @@ class Clock(Protocol):
 
     def sleep(self, seconds: float) -> None:
         """Wait."""
+
+
+def crashpoint(name: str) -> None:
+    """Die here (SIGKILL) if the environment says so.
+
+    Raises:
+        KeyError: a name that is not registered, so that tests can enumerate them all.
+    """
+    wanted = os.environ.get("POSTTRAIN_CRASHPOINT")
+    if name not in CRASHPOINTS:
+        raise KeyError(f"crashpoint {name!r} is not registered in domain/ports.py")
+    if not wanted:
+        return
+    target, _, count = wanted.partition("@")
+    if target != name:
+        return
+    _reached[name] += 1
+    if _reached[name] != int(count or 1):
+        return
+    once = os.environ.get("POSTTRAIN_CRASHPOINT_ONCE")
+    if once:
+        try:
+            os.close(os.open(once, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError:
+            return
+    os.kill(os.getpid(), signal.SIGKILL)

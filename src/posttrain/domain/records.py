@@ -1,6 +1,7 @@
-"""Rows of the ledger as frozen values. Times are seconds since the epoch; digests are `sha256:<hex>`.
+"""Rows of the ledger as frozen values, and the outcome of a run as an error.
 
-How a run that has ended ended, as the error that a command or a caller gets.
+Times are seconds since the epoch; digests are `sha256:<hex>`. A run that has ended gives the error that a command or a
+caller gets for its outcome.
 """
 
 from __future__ import annotations

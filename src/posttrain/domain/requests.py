@@ -1,9 +1,10 @@
-"""What is asked of an executor: a job with its pods, its limits and whom it belongs to.
+"""Requests to an executor, and references of container images.
 
-Container images by reference: which one a run's jobs run in, and which ones a project lets its runs name.
+A request is a job with its pods, its limits and whom it belongs to.
 
-A run names an image by digest, `registry.example.org/team/train@sha256:…`, so what runs is what was planned. A project
-allows such a reference, or `registry.example.org/team/train@*`: every digest of that repository.
+A run names the image of its jobs by digest, `registry.example.org/team/train@sha256:…`, so what runs is what was
+planned. A project lists the images that its runs may name: such a reference, or `registry.example.org/team/train@*`,
+which is every digest of that repository.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`run.yaml`: what a person writes. Words, not digests; `control.planning` turns it into a `Manifest`.
+"""The form of `run.yaml`, and the conversion of passes over a data set to steps.
+
+A person writes a run file in words, not digests; `control.planning` turns it into a `Manifest`.
 
 ::
 
@@ -16,8 +18,6 @@
       - {name: accuracy, metric: heldout/accuracy, at_least: 0.9}
     budget: {tokens: 1e7, wall_clock: 10m}
     release: {channel: prod, model: grpo}
-
-Passes over a data set as steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Turns a pydantic error into one line that names file, field, constraint, offending value and the nearest known
-name.
+"""One-line explanations of pydantic errors, with file, field, constraint, offending value and the nearest known name.
 
-Words of other trainers for what run.yaml calls otherwise, so that a hint names the field that was meant.
+Words that other trainers use for a field of run.yaml are known, so that a hint names the field that was meant.
 """
 
 from __future__ import annotations

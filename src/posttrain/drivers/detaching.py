@@ -19,9 +19,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from posttrain._version import __version__
-from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import InfrastructureError, InputError, WorkspaceError
 from posttrain.domain.lifecycle import is_final
+from posttrain.domain.ports import crashpoint
 from posttrain.drivers.log import Veil, last_line
 from posttrain.drivers.requests import (
     DriverKind,

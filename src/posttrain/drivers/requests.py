@@ -27,8 +27,7 @@ from posttrain.control.owners import process_alive
 from posttrain.domain.errors import InfrastructureError, IntegrityError, PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import RunRecord
-from posttrain.store.atomic import read_json, unwritable, write_json
-from posttrain.store.holding import Refusal, held
+from posttrain.store.atomic import Refusal, held, read_json, unwritable, write_json
 from posttrain.workspace.served import is_served
 
 FOLDER = "drivers"

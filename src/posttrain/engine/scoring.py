@@ -1,9 +1,10 @@
-"""From trajectories to scores: a reward function reads text, a reward model reads tokens.
+"""Scores of trajectories, by a reward function on text or a reward model on tokens, and environments.
 
-What is sampled together is scored in stretches of the data stream, each as soon as its last response is there. How
-long a stretch is follows from the stage alone, so what is scored in one call does not depend on who was fast.
+What is sampled together is scored in stretches of the data stream, each as soon as its last response is there. How long
+a stretch is follows from the stage alone, so what is scored in one call does not depend on which response was fast.
 
-What a policy observes between two of its responses: a tool's answer, another speaker, a game's next state.
+An environment gives what a policy observes between two of its responses: a tool's answer, another speaker, a game's
+next state.
 """
 
 from __future__ import annotations

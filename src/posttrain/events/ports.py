@@ -1,4 +1,7 @@
-"""The port of sinks, and what every back-end of it needs."""
+"""The port of sinks, what every back-end of it needs, and the rules that choose a sink's events.
+
+The rules are pure functions of an event, a sink's rules, and what is known of the event's run.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,24 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from posttrain.domain.errors import InputError, SinkError
-from posttrain.domain.sinks import Notice
+from posttrain.domain.lifecycle import Reason
+from posttrain.domain.sinks import (
+    ALL,
+    BUDGET_WARNED,
+    BY_FAILURE,
+    RUN_ENDED,
+    RUN_ENDINGS,
+    RUN_SET_ASIDE,
+    Envelope,
+    Notice,
+    Rule,
+)
+from posttrain.store.writing import SINK_PAUSED
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 10.0  # without a byte
@@ -21,6 +37,8 @@ VARIABLES = "POSTTRAIN_SINK_"  # how variables begin that a sink may name
 _MOST_SECRET = 4096  # bytes of a file that holds one
 # Whether an address may be connected to: empty, or why not. A workspace asks nobody; a server has its own policy.
 Admit = Callable[[str], str]
+_GATE_REASONS = (Reason.GATE_FAILED, Reason.GATE_INCONCLUSIVE, Reason.GATE_ERROR)
+_OF_A_RUN = ("run", "stage", "attempt", "signal")  # the first word of kinds whose subject begins with a run's id
 
 
 def anywhere(address: str) -> str:
@@ -151,3 +169,74 @@ class Patience:
         if self._handle is not None:
             self._handle.close()
             self._handle = None
+
+
+class Facts(Protocol):
+    """What is known of runs beside their events; asked only where a rule asks."""
+
+    def name(self, run_id: str) -> str:
+        """Of a run; empty: there is none."""
+
+    def owner(self, run_id: str) -> str:
+        """Of a run; empty: there is none, or it was erased."""
+
+    def channel(self, run_id: str) -> str:
+        """That it releases to; empty: none, or it cannot be told."""
+
+
+def occasions(event: Envelope) -> frozenset[str]:
+    """The occasions that an event is."""
+    kind, _, what = event.kind.partition(".")
+    found = {ALL}
+    if kind == "run" and what in RUN_ENDINGS:
+        found |= {RUN_ENDED, f"run-{what}"}
+    if event.kind == "stage.rejected" and event.row("stages").get("reason") in _GATE_REASONS:
+        found.add("gate-failed")
+    if event.kind == BUDGET_WARNED:
+        found.add("budget-80")
+    if event.kind == "approval.requested":
+        found.add("approval-needed")
+    if event.kind in ("channel.promote", "channel.rollback"):
+        found.add("channel-moved")
+    set_aside = event.kind == "stage.updated" and event.row("stages").get("reason") == Reason.SET_ASIDE
+    if event.kind == RUN_SET_ASIDE or set_aside:
+        found.add("dead-letter")
+    if event.kind == SINK_PAUSED and event.row("sinks").get("paused") == BY_FAILURE:
+        found.add("sink-paused")
+    return frozenset(found)
+
+
+def run_of(event: Envelope) -> str:
+    """The id of the run that an event is about; empty: none."""
+    if event.kind.partition(".")[0] in _OF_A_RUN:
+        return event.subject.partition("/")[0]
+    told = {"approval.requested": "approval_requests", "channel.promote": "releases", "channel.rollback": "releases"}
+    return str(event.row(told[event.kind]).get("run_id") or "") if event.kind in told else ""
+
+
+def channel_of(event: Envelope, facts: Facts) -> str:
+    """The channel that an event is about, by itself or by its run; empty: none."""
+    if event.kind.startswith("channel."):
+        return event.subject
+    if event.kind == "approval.requested":
+        return str(event.row("approval_requests").get("channel") or "")
+    run = run_of(event)
+    return facts.channel(run) if run else ""
+
+
+def matching(rules: Sequence[Rule], event: Envelope, facts: Facts) -> Rule | None:
+    """The rule by which a sink is told of an event: the first, or the first that sends words; None: it is not told."""
+    what = occasions(event)
+    found = [rule for rule in rules if _says(rule, event, what, facts)]
+    return next((rule for rule in found if rule.words), found[0] if found else None)
+
+
+def _says(rule: Rule, event: Envelope, what: frozenset[str], facts: Facts) -> bool:
+    if not what.intersection(rule.on):
+        return False
+    run = run_of(event)
+    if rule.run and not (run and fnmatchcase(facts.name(run), rule.run)):
+        return False
+    if rule.owner and not (run and facts.owner(run) == rule.owner):
+        return False
+    return not rule.channel or channel_of(event, facts) == rule.channel

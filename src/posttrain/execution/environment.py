@@ -1,14 +1,13 @@
-"""What a job imports, attested: a digest of every importable file of its environment, and which one differs.
+"""Attestation of what a job imports, and the reading of a log that is being written.
 
-A file in site-packages decides what a job does as much as the manifest does, and whoever can write one there (a `.pth`
-file runs at every start of Python) is inside every later job. So a run pins its environment when its first job starts;
-every later launch, and every job before it imports anything from there, compares. Files that the record of another
-package claims are left out: of packages that no job of the run imports. What runs at every start of Python is not.
+An environment is a digest of every importable file of it; a comparison names the file that differs. A file in
+site-packages decides what a job does as much as the manifest does, and whoever can write one there (a `.pth` file runs
+at every start of Python) is inside every later job. So a run pins its environment when its first job starts; every
+later launch, and every job before it imports anything from there, compares. Files that the record of another package
+claims are left out: of packages that no job of the run imports. What runs at every start of Python is not.
 
 Reading a gigabyte for every job would be slow: digests are remembered per user by size, times and inode of a file.
 Standard library only: a job imports this before it trusts its site-packages.
-
-Reading a log that somebody is writing.
 """
 
 from __future__ import annotations

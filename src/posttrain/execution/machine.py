@@ -1,8 +1,8 @@
-"""What this machine has that a placement can ask for: cores, memory, GPUs. Asked without torch.
+"""Facts about this machine: what a placement can ask for, and what decides whether ranks find each other.
 
-What this machine is, as far as it decides whether ranks find each other: read here, judged in `cluster_checks`.
-
-Whatever loads torch or ray does so in another process, with a deadline.
+A placement can ask for cores, memory and GPUs; they are read without torch. What decides whether ranks find each other
+is read here and judged in `preflight.cluster_checks`. Whatever loads torch or ray does so in another process, with a
+deadline.
 """
 
 from __future__ import annotations

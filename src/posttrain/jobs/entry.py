@@ -32,7 +32,6 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from posttrain.domain.canonical import digest_bytes, digest_json
-from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import (
     BudgetExceededError,
     FailureClass,
@@ -49,16 +48,15 @@ from posttrain.domain.errors import (
 from posttrain.domain.facts import FactSink, Metric, Note
 from posttrain.domain.jobs import ANOTHER_RUNS, NO_MEMORY, NO_SPACE, Failure, JobOrder, JobResult
 from posttrain.domain.manifest import job_identity
-from posttrain.domain.ports import BlobStore
+from posttrain.domain.ports import BlobStore, crashpoint
 from posttrain.execution.environment import PACKAGES, pinned
 from posttrain.execution.processes import identity
 from posttrain.sandbox.port import RewardError
 from posttrain.store.atomic import sync_folder, sync_tree
-from posttrain.store.attempts import AttemptFolder
+from posttrain.store.attempts import AttemptFolder, EventWriter, SpendingMeter
 from posttrain.store.backends.served import ServedBlobs
 from posttrain.store.blobs import open_blobs
 from posttrain.store.channel import ControlKind
-from posttrain.store.event_writer import EventWriter, SpendingMeter
 from posttrain.store.trees import materialise
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)

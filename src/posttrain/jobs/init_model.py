@@ -1,6 +1,6 @@
-"""`python -m posttrain.jobs.init_model ATTEMPT_DIR`: a randomly initialised model (`bodies.init_model`)."""
+"""`python -m posttrain.jobs.init_model ATTEMPT_DIR`: a randomly initialised model (`bodies.training`)."""
 
 from posttrain.jobs.entry import lazily, main
 
 if __name__ == "__main__":
-    main(lazily("posttrain.jobs.bodies.init_model:body"))
+    main(lazily("posttrain.jobs.bodies.training:init_model"))

@@ -1,6 +1,7 @@
-"""What lies in memory when: every phase of a training step, by pool and role, for one rank. Pure arithmetic.
+"""The memory that every phase of a training step holds, and whether a placement can be had. Pure arithmetic.
 
-Of a model with N parameters, computed in b bytes each (4 on a CPU, 2 as bfloat16), on G ranks:
+Memory is counted by pool and role, for one rank. Of a model with N parameters, computed in b bytes each (4 on a CPU, 2
+as bfloat16), on G ranks:
 
 ====================  ========================================================  =======================================
 part                  one rank                                                  G > 1 (FSDP2, shards kept in float32)
@@ -28,25 +29,24 @@ Activations are estimated, not certain: what autograd keeps of one layer, per to
 kv_heads) × head_dim + 4 intermediate values of b bytes (counted on Qwen3, a Llama layer keeps an eighth less; the
 approach is that of Korthikanti et al. 2022, section 4, without the scores, which fused attention never stores). With
 checkpointing it is one layer of these and `hidden` values for each other. In the backward pass gradients of one layer's
-values are there besides. Of a process that trains or evaluates on a CPU, what is said here is within a factor of 1.5 of
-the resident memory that it took at the most (tests measure it). The logits count twice, in float32; above
+values are there besides. Of a process that trains or evaluates on a CPU, the total computed here is within a factor of
+1.5 of the resident memory that it took at the most (tests measure it). The logits count twice, in float32; above
 `CHUNKED_LOGITS` of them, a chunk's temporaries and the head's gradient in float32.
 
 A teacher's likeliest tokens stay with it in the machine's memory, 8 bytes each, from the phase `teacher` to the last
-update; each rank that learns has those of its own documents there besides, unless both are one process, and one of
-the teacher's parts while it fetches them. They count where ranks compute on CPUs, at `max_new_tokens` a response.
+update; each rank that learns has those of its own documents there besides, unless both are one process, and one of the
+teacher's parts while it fetches them. They count where ranks compute on CPUs, at `max_new_tokens` a response.
 
 Asleep, a frozen role of a shared pool leaves its GPU, and on a CPU it is dropped and read again; what is trained, and a
 rollout's copy, stay. Not counted: Python and torch themselves (0.4 GB a process on the CPU), CUDA contexts, allocator
 fragments, collective buffers, data sets, checkpoints being written, and a reward function's own processes.
 
-Can a placement be had at all? Asked before anything starts, of the machine or of a cluster. Pure arithmetic.
-
-What is there comes in the form in which Ray counts a cluster's resources::
+Whether a placement can be had at all is asked before anything starts, of the machine or of a cluster. The resources
+that are there come in the form in which Ray counts a cluster's resources::
 
     {"CPU": 32.0, "GPU": 8.0, "accelerator_type:H100": 1.0}
 
-`accelerator_type:…` says that some node has devices of this kind, not how many; so of a kind only its presence can be
+`accelerator_type:…` means that some node has devices of this kind, not how many; so of a kind only its presence can be
 checked, and of GPUs the number.
 """
 

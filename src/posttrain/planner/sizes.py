@@ -1,8 +1,9 @@
-"""What `auto` comes to: micro-batches, activation checkpointing, key-value cache, object store, time-outs.
+"""The sizes and time-outs that `auto` stands for, and the slower ways that the engine takes with a model.
 
-Pure arithmetic over `residency`, and the only place that chooses: a plan asks it of the machine that it is made on, the
-job of the machine that it runs on. What is written in run.yaml is taken as it is; the rest is chosen so that every
-phase of a step stays within what is usable of a device:
+Sizes are micro-batches, activation checkpointing, key-value cache, object store and time-outs; each comes with its
+arithmetic. They are pure arithmetic over `planner.residency`, and only this module chooses them: a plan asks it of the
+machine that it is made on, the job of the machine that it runs on. What is written in run.yaml is taken as it is; the
+rest is chosen so that every phase of a step stays within what is usable of a device:
 
 ======================  ================================================================================================
 usable of a GPU         0.9 of its memory, less 1 GiB: CUDA's context, the libraries' workspaces, fragments
@@ -15,23 +16,23 @@ object_store            a tenth of the machine's memory, at most 8 GiB; twice th
                         version before goes late) and a teacher's likeliest tokens of a step, where that is more, at
                         most three tenths of the memory
 reward_timeout          10 s, or 20 µs for each token that a batch of responses may hold, where that is more
-start_, call_timeout    see `deadlines`
+start_, call_timeout    see the table below
 ======================  ================================================================================================
 
 A cluster that is named cannot be looked at before the job asks it: the memory of its GPUs is what their `kind` has.
 
-How long a stage waits for its workers, and what the machine holds while they load. Pure arithmetic over `residency`.
+Time-outs bound how long a stage waits for its workers; what the machine holds while they load is computed as well:
 
 ======================  ================================================================================================
 start_timeout           5 min for a role's ranks to be there with their model, or 10 s for each GiB that they read
                         (100 MB/s from one disk for all), where that is more; for processes without a model as long
-call_timeout            1 h for one call of a worker, and for an engine that says nothing, or 10 ms for each response
+call_timeout            1 h for one call of a worker, and for an engine that is silent, or 10 ms for each response
                         token that a rank samples or trains in one call, where that is more; of rows nobody counts
 ======================  ================================================================================================
 
 Deadlines end what hangs: they are generous, and decide no result.
 
-Which slower ways the engine will take with a model, as far as its configuration tells; the job tries and says.
+The slower ways that the engine will take with a model, as far as its configuration shows; the job tries and reports:
 
 padding          batches are padded instead of packed: compute on tokens that nobody reads
 module_decoder   responses come from the module's own forward, not from the native zero-copy decoder
@@ -59,7 +60,6 @@ from posttrain.planner.residency import (
     shared_weights,
     width_of,
 )
-from posttrain.planner.size import Size
 
 START, CALL = 300.0, 3600.0  # seconds
 _READ_GIB, _TOKEN = 10.0, 0.01  # seconds
@@ -81,6 +81,24 @@ PACKED_TYPES = frozenset({"gpt2", "llama", "qwen2", "qwen3", "gemma2", "gemma3_t
 NATIVE_TYPES = frozenset({"llama", "qwen2", "qwen3"})
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 _SCALED_HEADS = ("logit_scale", "logits_scaling")  # Cohere, Granite: logits are scaled after the head
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """One setting of a stage: `Size("kv_cache", 44023414784, "bytes", True, "…")`."""
+
+    name: str  # as in run.yaml
+    value: float
+    unit: str  # tokens | switch | bytes | seconds
+    chosen: bool  # else it was written
+    why: str  # its arithmetic
+
+    @property
+    def said(self) -> str:
+        """As a person reads it: `16384 tokens`, `on`, `41.0 GiB`, `51.2 s`."""
+        if self.unit == "switch":
+            return "on" if self.value else "off"
+        return gib(int(self.value)) if self.unit == "bytes" else f"{self.value:g} {self.unit.replace('seconds', 's')}"
 
 
 def deadlines(load: Load, shapes: Mapping[str, Shape], *, gpu_there: bool = False) -> tuple[Size, Size]:

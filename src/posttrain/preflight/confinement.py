@@ -1,11 +1,11 @@
-"""Does this machine confine what rewards do, and can the rewards and dataflows of a run be imported in their cells?
+"""Checks of rewards before a run: confinement on this machine, imports in their cells, and the form of their calls.
 
-Both are asked of workers in other processes. What was found is remembered in the workspace: the first once per boot,
-the second for the same bytes in the same environment.
+Whether the machine confines what rewards do, and whether the rewards and dataflows of a run can be imported in their
+cells, is asked of workers in other processes. The results are remembered in the workspace: the first once per boot, the
+second for the same bytes in the same environment.
 
-Before anything runs: is a run's reward called in a way that is known, and is everything it asks for there?
-
-Its source is parsed, never executed (`data.refs`).
+A reward must be called in a way that is known, and everything it asks for must be there. Its source is parsed, never
+executed (`data.refs`).
 """
 
 from __future__ import annotations

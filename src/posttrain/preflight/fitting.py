@@ -1,16 +1,14 @@
-"""Before anything runs: do the rows of a run's data sets fit its base model and its stages?
+"""Checks of data sets before a run: fit to base model and stages, lengths, repeated rows, contamination, counts.
 
 A fit is remembered in the workspace's cache by what it depends on, so that submitting again costs nothing.
 
-How long the documents of a stage are: by the tokenizer of the model it starts from, else by their characters.
-
-A model that the run makes from nothing has no tokenizer yet. Its own will have a token for every character, three for a
+The lengths of a stage's documents are counted by the tokenizer of the model it starts from, else by their characters. A
+model that the run makes from nothing has no tokenizer yet. Its own will have a token for every character, three for a
 chat turn's marks and one for the end of an answer, so that is what is counted for it; of a model whose tokenizer cannot
 be read here, a vocabulary of words needs a quarter of that.
 
-Before anything runs: the data sets of a run, and what is odd about them: repeated rows, suites seen in training.
-
-How many documents a data set of a run file has, before anything runs.
+The data sets of a run are read for what is odd about them: repeated rows, suites seen in training. The number of
+documents of each data set of a run file is found before anything runs.
 """
 
 from __future__ import annotations
@@ -61,8 +59,8 @@ from posttrain.domain.manifest import InputRef, Manifest, StageManifest
 from posttrain.domain.rewards import TURNS, scored_slot
 from posttrain.domain.runspec import RunSpec
 from posttrain.preflight.confinement import bytes_of, read_reward, registered_otherwise
-from posttrain.store.atomic import make_folder, scratch, write_atomic
-from posttrain.store.trees import materialise, tree_listing
+from posttrain.store.atomic import make_folder, write_atomic
+from posttrain.store.trees import materialise, scratch, tree_listing
 from posttrain.workspace.opened import OpenWorkspace
 
 _FORM = "posttrain.fit/3"  # another number forgets what was remembered

@@ -15,9 +15,7 @@ from posttrain.data.catalog import external_versions
 from posttrain.data.refs import UNCONFINED, is_confined, refuse_afar
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.errors import InputError, NotFoundError, WorkspaceError
-from posttrain.domain.ids import LOCK_SUFFIX
-from posttrain.domain.ids import is_lock as is_lock
-from posttrain.domain.ids import lock_path as lock_path
+from posttrain.domain.ids import LOCK_SUFFIX, is_lock
 from posttrain.domain.kinds import Driver, StageContract, kind_of
 from posttrain.domain.manifest import Manifest, StageManifest, manifest_from_json
 from posttrain.domain.validation import explain

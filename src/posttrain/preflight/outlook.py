@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.control.deciding import ADDED, measures
+from posttrain.control.judging import gate_looks
 from posttrain.control.launching import cache_key, tokens_inherited, usable
-from posttrain.control.looks import gate_looks
 from posttrain.control.planning import Planned
 from posttrain.control.selecting import dataset_slots, selected_on
 from posttrain.decision.gates import NOT_TESTED, Look

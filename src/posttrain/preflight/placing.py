@@ -1,10 +1,8 @@
-"""Before anything runs: can the placement of every stage be had, and what will be resident where?
+"""Checks of placements, images, teachers and judges before a run.
 
-Before anything runs: may the run name its image, and is there who runs jobs in it?
-
-Before anything runs: does a teacher speak the student's language?
-
-Before anything runs: does the model that is to judge responses score them?
+Each check answers a question: can the placement of every stage be had, and what will be resident where? May the run
+name its image, and is there a server to run its jobs in it? Does a teacher have the student's tokens? Does the model
+that is to judge responses score them?
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.machine import Machine, room_of, this_machine
 from posttrain.execution.trainers.native import gpu_visible
 from posttrain.planner.residency import Residency, Shape, gib, infeasible, resident, too_large, unfit
-from posttrain.planner.size import Size
-from posttrain.planner.sizes import Room, Settled, expected, settle, too_much_to_load, unknown_kinds
+from posttrain.planner.sizes import Room, Settled, Size, expected, settle, too_much_to_load, unknown_kinds
 from posttrain.preflight.confinement import bytes_of
 from posttrain.preflight.fitting import Dataset, Lengths, model_files, origin, word_of
 from posttrain.preflight.outlook import workload

@@ -1,12 +1,12 @@
-"""What a reward's process gives up for good before its code runs: capabilities, system calls and, where it has no file
-system of its own, files.
+"""Barriers of a reward's process, and bounds on the memory and processes of its cell.
 
-Three kernel mechanisms, each by its bare interface because the worker holds the standard library only: `capset`,
-seccomp filters (Linux 3.5, x86-64 and arm64) and Landlock (Linux 5.13). None can be taken back, and all are inherited.
+Before its code runs, the process gives up for good capabilities, system calls and, where it has no file system of its
+own, files. Three kernel mechanisms, each by its bare interface because the worker holds the standard library only:
+`capset`, seccomp filters (Linux 3.5, x86-64 and arm64) and Landlock (Linux 5.13). None can be taken back, and all are
+inherited.
 
-Bounds on all of a cell together: memory and the number of processes, for root too, whom rlimits do not bind.
-
-A cgroup (version 2) does it where one may be made; else whoever waits for the cell looks at its processes ten times a
+Memory and the number of processes are bounded for all of a cell together, for root too, whom rlimits do not bind. A
+cgroup (version 2) bounds them where one may be made; else whoever waits for the cell looks at its processes ten times a
 second. A look can be late: what a cell takes between two of them is bounded by the limits of each process.
 """
 

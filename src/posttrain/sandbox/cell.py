@@ -1,4 +1,6 @@
-"""The cell in which a reward's code runs. It reaches nothing, and nothing it starts outlives it.
+"""The cell in which a reward's code runs, its file system, and its way to declared hosts.
+
+The cell reaches nothing else, and nothing it starts outlives it:
 
 ::
 
@@ -11,13 +13,13 @@ ends with its child's exit code (128 + n for signal n). With a PID namespace the
 with its pid 1; without one the keeper is a child subreaper: what loses its parent becomes the keeper's child. Where no
 cgroup bounds the cell's memory and processes, the keeper looks at both ten times a second.
 
-With namespaces the reward has a root of its own (`root`), no network but declared hosts, no other process and no
-shared memory of others in sight. Without them Landlock and a filter of system calls hold back what they can
-(`barriers`), and `Confinement.whole` is false: `plan` refuses that unless the workspace trusts its rewards.
+With namespaces the reward has a root of its own, no network but declared hosts, no other process and no shared memory
+of others in sight. Without them Landlock and a filter of system calls hold back what they can (`sandbox.barriers`), and
+`Confinement.whole` is false: `plan` refuses that unless the workspace trusts its rewards.
 
 Standard library only; single-threaded, because it forks.
 
-The file system of a reward: a root of its own that holds, read-only, what it needs and nothing else.
+The file system of a reward is a root of its own that holds, read-only, what it needs and nothing else:
 
 ::
 
@@ -29,13 +31,12 @@ The file system of a reward: a root of its own that holds, read-only, what it ne
     /proc                  its own PID namespace's                      read-only; empty where the kernel refuses one
     /tmp                   its scratch: home and working folder         bounded in bytes
 
-Built by pid 1 of the cell, with the capabilities that its user namespace gives; standard library only.
+Pid 1 of the cell builds it, with the capabilities that its user namespace gives; standard library only.
 
-The way from a cell to the hosts that its reward declares: the job connects for it, and to nothing else.
-
-The listening sockets belong to the cell's network namespace, which has no other way out; accepting and connecting
-happen in the job, one thread per direction. The reward names the host as usual (`/etc/hosts` of the cell leads it
-here), so TLS sees the name that it asked for.
+The job connects a cell to the hosts that its reward declares, and to nothing else. The listening sockets belong to the
+cell's network namespace, which has no other way out; accepting and connecting happen in the job, one thread per
+direction. The reward names the host as usual (`/etc/hosts` of the cell leads it here), so TLS sees the name that it
+asked for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Reward functions written for other engines, called as they expect to be called.
+"""Calls of reward functions and reward objects that were written for other engines, as they expect them.
 
-Stdlib only: this runs inside the reward worker. A call arrives as one JSON object with `prompts`, `completions`, `rows`
-and optionally `prompt_ids`, `completion_ids`; the function's parameter names say which dialect it speaks
-(`domain.rewards.DIALECTS`, the table that `plan` reads too):
+Standard library only: this runs inside the reward worker. A call arrives as one JSON object with `prompts`,
+`completions`, `rows` and optionally `prompt_ids`, `completion_ids`; the function's parameter names determine its
+dialect (`domain.rewards.DIALECTS`, the table that `plan` reads too):
 
 ========== =============================================== ===================================================
 dialect    told by                                         called with
@@ -17,9 +17,7 @@ verifiers  `state`, `parser`, `task` or `info`             messages for chat row
 row        `completion` (or `response`)                    strings; prompt, completion, answer, row columns
 ========== =============================================== ===================================================
 
-Rewards that are objects: rubrics and tasks of verifiers, classes with `__call__`.
-
-Standard library only: this runs inside the reward worker, and asks of an object only what it has.
+A reward can also be an object: a class with `__call__`, or one of the following. Only what the object has is used.
 
 * A rubric of verifiers 0.1 to 0.3 (`vf.Rubric(funcs=[…], weights=[…], parser=…)`, its subclasses and groups), or an
   environment that has one: its own `score_rollout` is called, and its functions are the components.

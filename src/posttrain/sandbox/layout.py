@@ -1,6 +1,7 @@
-"""What a reward may see of this machine, decided by the job before the cell exists.
+"""The layout of a reward's cell, decided by the job before the cell exists, and the folder of an open reward.
 
-The folder of one open reward. When its job is killed its keeper sweeps it, or else the next reward does.
+The layout is what a reward may see of this machine. When a job is killed, its keeper sweeps the folder of its open
+reward; failing that, the next reward does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What every reward is, whatever runs it: one call in, one score per completion out.
+"""The port of rewards, and a fake one.
 
-The fake reward: a Python callable in the own process. For tests of what uses rewards; it cannot be killed.
+Every reward, whatever runs it, takes one call and returns one score per completion. The fake reward is a Python
+callable in the caller's own process, for tests of what uses rewards; it cannot be killed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The reward function in its own process: killed when it passes its deadline, started again when it was killed.
+"""A reward function in its own process or in several, and weighted sums of rewards.
 
-A reward function in several processes side by side: what `placement: {reward: {cpus: 8}}` asks for.
-
-Several rewards as one: what `reward: {right: 1.0, brief: 0.2}` asks for. Total = Σ wᵢ · rᵢ.
+The process is killed when it passes its deadline, and started again after a kill. Several processes side by side are
+what `placement: {reward: {cpus: 8}}` asks for. `reward: {right: 1.0, brief: 0.2}` makes one reward of several: total =
+Σ wᵢ · rᵢ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What job and reward worker say to each other: JSON behind an 8-byte big-endian length, over a socket pair.
+"""Messages between job and reward worker, and the numbers in a reward's answer.
+
+A message is JSON behind an 8-byte big-endian length, over a socket pair:
 
 ::
 
@@ -9,14 +11,15 @@
     answer: {"at": 0, "score": 0.5 | null, "components": {…}, "placed": [[7, 0.25], …]} | {"at": 1, "error": "one line"}
     fault:  {"id": 2, "fault": "load" | "raised" | "answer" | "memory", "message": "one line"}
 
-The reward's code can write to the socket as well as the worker can, so the job believes nothing: an answer is bounded
-in bytes, must be of one of these shapes, and carries the id of the request; what does not is malformed, and ends the
-worker. Beside the socket the two share eight bytes, in which the worker says which completion it is at: whom to blame
-when it dies or hangs. Standard library only.
+The reward's code can write to the socket as well as the worker can, so the job trusts nothing: an answer is bounded in
+bytes, must be of one of these shapes, and carries the id of the request; any other answer is malformed, and ends the
+worker. Beside the socket the two share eight bytes, in which the worker writes which completion it is at: the one to
+blame when it dies or hangs.
 
-What a reward's code answers about one completion, as numbers: its score, components, and where it was earned.
+The answer of a reward's code about one completion is reduced to numbers: its score, components, and where it was
+earned.
 
-Standard library only: this runs inside the reward worker, and in part again in the job, which believes no worker.
+Standard library only: this runs inside the reward worker, and in part again in the job, which trusts no worker.
 """
 
 from __future__ import annotations

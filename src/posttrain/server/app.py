@@ -44,12 +44,23 @@ from posttrain.server.calling import arguments, call, to_json
 from posttrain.server.console import routes as console
 from posttrain.server.entrance import Asker, Entrance
 from posttrain.server.forwarding import Peers
-from posttrain.server.limits import BODY, HEAVY, LOOK, READ, RETRY_SECONDS, Limits, in_thread
+from posttrain.server.limits import (
+    BODY,
+    HEAVY,
+    LOOK,
+    READ,
+    RETRY_SECONDS,
+    Limits,
+    check_path,
+    in_thread,
+    read,
+    sent,
+    timely,
+    weight,
+)
 from posttrain.server.logs import facts, logged_problem
 from posttrain.server.metering import MEDIA_TYPE as METRICS_TYPE
-from posttrain.server.metering import Meters
-from posttrain.server.observing import Observing, verb_of
-from posttrain.server.requests import check_path, read, sent, timely, weight
+from posttrain.server.metering import Meters, Observing, verb_of
 from posttrain.server.underway import (
     LaterError,
     Once,

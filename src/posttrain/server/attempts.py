@@ -23,8 +23,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 from posttrain.domain.canonical import digest_bytes, is_digest
 from posttrain.domain.errors import AuthenticationError, InfrastructureError, InputError, NotFoundError, PosttrainError
 from posttrain.domain.records import AttemptRecord
-from posttrain.server.limits import CHANNEL, READ, UPLOAD, Limits, in_thread
-from posttrain.server.requests import whole
+from posttrain.server.limits import CHANNEL, READ, UPLOAD, Limits, in_thread, whole
 from posttrain.store.atomic import most_of, read_json
 from posttrain.store.channels.objects import object_store
 from posttrain.store.channels.served import TOO_MUCH

@@ -21,8 +21,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 from posttrain.api.guarding import refuse
 from posttrain.api.verbs import PREFIX
 from posttrain.domain.errors import DeadlineError, InputError, NotFoundError, PartSizeError, SlowError
-from posttrain.server.limits import ADOPT, READ, UPLOAD, in_thread
-from posttrain.server.requests import whole
+from posttrain.server.limits import ADOPT, READ, UPLOAD, in_thread, whole
 from posttrain.server.uploads import MOST_BYTES, Arriving, Uploads, checked
 from posttrain.store.direct import LARGE, open_direct
 from posttrain.store.operations import PartStore

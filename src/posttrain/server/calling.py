@@ -23,8 +23,18 @@ from pydantic import ValidationError
 
 from posttrain.api.codec import adapter
 from posttrain.api.control import OPERATIONS
-from posttrain.api.pages import cursor, place
-from posttrain.api.verbs import CURSOR, LIMIT, USUAL, FileRef, RunFile, Verb, named_function, refuse_unknown
+from posttrain.api.verbs import (
+    CURSOR,
+    LIMIT,
+    USUAL,
+    FileRef,
+    RunFile,
+    Verb,
+    cursor,
+    named_function,
+    place,
+    refuse_unknown,
+)
 from posttrain.domain.errors import CursorError, InputError, PosttrainError
 from posttrain.domain.ids import Role
 

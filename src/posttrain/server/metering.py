@@ -1,14 +1,18 @@
-"""What a server counts and measures, in the text format of Prometheus: `GET /metrics`.
+"""Metrics of a server in the text format of Prometheus (`GET /metrics`), and the log of its requests.
 
 No label names a project, a principal, a run or anything else that somebody chose, so their number is bounded, and
-whoever reads them learns nobody's names. What costs statements is asked once in `AGE` seconds, whoever reads how often.
+whoever reads them learns nobody's names. Numbers that cost statements are asked once in `AGE` seconds, whoever reads
+how often. What a driver has done so far is a few numbers in memory that both processes have.
 
-A few numbers that one process shows another, in memory that both have: what a driver has done so far.
+Every request is one line in the log, and is counted. Only what the server itself made of a request is recorded: its
+route's name, its status, who it found the asker to be. A path, a query, a header or a body is never recorded.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import logging
 import mmap
 import os
 import platform
@@ -18,23 +22,28 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from posttrain._version import __version__
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import PosttrainError
+from posttrain.server.logs import facts
 from posttrain.store.hosts import Standing, standing
 from posttrain.store.schema import SCHEMA_VERSION
 
 if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace
-    from posttrain.server.observing import Seen
+    from posttrain.server.entrance import Asker
 
 MEDIA_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 AGE = 10.0  # seconds that an answer of database and store is shown
@@ -44,12 +53,13 @@ _PROBE = digest_bytes(b"is anybody there?")
 _STATUSES = range(100, 600)
 _BYTES, _HEAD = 4096, 8
 _TRIES = 5
-
-
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second line for each, which nobody asked for
-
-
 Processes = Callable[[], Mapping[str, list[int]]]
+log = logging.getLogger("posttrain.server.access")
+UNKNOWN, CONSOLE = "none", "console"  # verbs of a request that no route takes, and of a page
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_STREAM = "text/event-stream"
+_NO_STATUS = 499  # whoever asked left before there was one
 
 
 class Meters:
@@ -283,3 +293,112 @@ def _made() -> int:
         Path(path).unlink()
     os.truncate(file, _BYTES)
     return file
+
+
+@dataclass(slots=True)
+class Seen:
+    """One request."""
+
+    status: int = 0
+    received: int = 0  # bytes of bodies
+    sent: int = 0
+    follows: bool = False
+    request: str = ""
+
+
+class Meter(Protocol):
+    """Counts requests."""
+
+    def begun(self) -> None:
+        """A request came."""
+
+    def follows(self, number: int) -> None:
+        """So many more follow a stream."""
+
+    def ended(self, verb: str, seen: Seen, seconds: float) -> None:
+        """It was answered, or broken off."""
+
+
+class Observing:
+    """Around everything else.
+
+    Args:
+        may_name: whether an asker's project is one that they may know of; else it is words that were sent.
+        behind_proxy: whether the last address of `X-Forwarded-For` is the client's, as a proxy of ours says; what comes
+            before it the client said itself.
+    """
+
+    def __init__(
+        self, app: ASGIApp, meter: Meter, may_name: Callable[[Asker], bool], behind_proxy: bool = False
+    ) -> None:
+        self._app, self._meter, self._may_name, self._behind_proxy = app, meter, may_name, behind_proxy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        self._believe_proxy(scope)
+        seen, began = Seen(), time.perf_counter()
+
+        async def received() -> Message:
+            message = await receive()
+            seen.received += len(message.get("body", b""))
+            return message
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._started(seen, message)
+            seen.sent += len(message.get("body", b""))
+            await send(message)
+
+        self._meter.begun()
+        try:
+            await self._app(scope, received, sent)
+        finally:
+            seconds, verb = time.perf_counter() - began, verb_of(scope)
+            seen.status = seen.status or _NO_STATUS
+            if seen.follows:
+                self._meter.follows(-1)
+            self._meter.ended(verb, seen, seconds)
+            log.info("%s %d", verb, seen.status, extra=facts(**self._told(scope, verb, seen, seconds)))
+
+    def _started(self, seen: Seen, message: Message) -> None:
+        named = {bytes(name).lower(): bytes(value).decode("latin-1") for name, value in message.get("headers", ())}
+        seen.status, seen.request = message["status"], named.get(b"posttrain-request", "")
+        seen.follows = named.get(b"content-type", "").startswith(_STREAM)
+        self._meter.follows(int(seen.follows))
+
+    def _told(self, scope: Scope, verb: str, seen: Seen, seconds: float) -> Mapping[str, Any]:
+        state: Mapping[str, Any] = scope.get("state", {})
+        who: Asker | None = state.get("asker")
+        run = scope.get("path_params", {}).get("run_id") if 200 <= seen.status < 300 else None  # else it may be none
+        return {
+            "request": seen.request or state.get("id"),
+            "principal": state.get("principal"),
+            "project": who.project if who and self._may_name(who) else None,
+            "verb": verb,
+            "method": scope["method"] if scope["method"] in _METHODS else "other",
+            "status": seen.status,
+            "milliseconds": round(seconds * 1000, 2),
+            "run": run,
+            "client": scope["client"][0] if scope.get("client") else None,
+        }
+
+    def _believe_proxy(self, scope: Scope) -> None:
+        """Where a proxy of ours stands in front, it knows the client's address, and whether it ended TLS."""
+        if not self._behind_proxy:
+            return
+        headers = Request(scope).headers
+        with suppress(ValueError, IndexError):
+            last = headers.getlist("x-forwarded-for")[-1].rpartition(",")[2].strip()
+            scope["client"] = (str(ipaddress.ip_address(last)), 0)
+        if headers.get("x-forwarded-proto") in ("http", "https"):
+            scope["scheme"] = headers["x-forwarded-proto"]
+
+
+def verb_of(scope: Scope) -> str:
+    """The name of the route that took a request; of a page for browsers, that it is one."""
+    route = scope.get("route")
+    if route is None:
+        return CONSOLE if "endpoint" in scope else UNKNOWN
+    return str(route.name)

@@ -1,4 +1,6 @@
-"""`posttrain serve`: one process that answers, one that drives, and workers that come and go.
+"""The server (`posttrain serve`), its readiness, and its notices to systemd.
+
+One process answers, one drives, and workers come and go:
 
 ::
 
@@ -9,6 +11,14 @@
 
     ROOT/server.lock   held as long as the server lives
     ROOT/server.json   where it listens, and the key by which whoever may read this folder is let in
+
+`/readyz` reports whether a server can do its work: its database answers, its store has answered, its driver lives. A
+store is looked at when the server begins, so that a mistyped address or key is reported at once. One that is away is
+asked again until it answers; what is asked of a server meanwhile waits or is refused by what it needs. Once it has
+answered, a store that goes away is reported by whatever needs it (503), and the rest goes on.
+
+systemd is notified that the server answers, that it still does, and that it ends (sd_notify(3)); without systemd
+nothing is sent.
 """
 
 from __future__ import annotations
@@ -22,7 +32,8 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,17 +66,18 @@ from posttrain.server.entrance import Entrance
 from posttrain.server.forwarding import Peers
 from posttrain.server.logs import Logging
 from posttrain.server.metering import Board, Meters
-from posttrain.server.readiness import Ready, StoreLook, Systemd
 from posttrain.server.workers import Workers
-from posttrain.store.atomic import make_folder, write_json
+from posttrain.store.atomic import Refusal, held, make_folder, write_json
 from posttrain.store.blobs import open_blobs
-from posttrain.store.holding import Refusal, held
 from posttrain.store.hosts import Hosts
 from posttrain.store.ledger import Ledger
 from posttrain.store.operations import forget_before
 from posttrain.store.reaching import SOCKET, SOCKETS
 from posttrain.workspace.served import LOCK, PLACE, server_of
 
+_PING = 1.0  # seconds between two questions to the database
+_LOOK = 5.0  # seconds between two looks at a store that does not answer
+_SOCKET, _EVERY, _PROCESS = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"
 log = logging.getLogger("posttrain.server")
 FIRST_TOKEN_SECONDS = 30 * 86400.0
 _DRIVER = "posttrain.server.driver"
@@ -75,6 +87,99 @@ _TIDY = 30.0  # seconds between two looks at idle workers
 _FORGET = 120  # of them between two looks at requests that need not be known any more
 _KEY_BYTES = 32
 _EVERYWHERE = ("0.0.0.0", "::", "")
+
+
+class StoreLook:
+    """Asks a store until it answers once."""
+
+    def __init__(self, probe: Callable[[], None], over: threading.Event) -> None:
+        self._probe, self._over = probe, over
+        self._trouble = "the artifact store was not asked yet"
+
+    def trouble(self) -> str:
+        """Why the store cannot be used; empty: it has answered."""
+        return self._trouble
+
+    def keep_looking(self) -> None:
+        """Until it answers, or the server ends; the log is told each reason once."""
+        told = ""
+        while not self._over.is_set():
+            try:
+                self._probe()
+            except PosttrainError as error:
+                line = str(error).splitlines()[0]
+                kind = type(error).__name__ + line.partition(": ")[0]  # the rest tells how long each try took
+                if kind != told:
+                    log.error("%s; this server is not ready until it answers", line)
+                    told = kind
+                self._trouble = "the artifact store does not answer; the server's log says why"
+                self._over.wait(_LOOK)
+                continue
+            self._trouble = ""
+            if told:
+                log.info("the artifact store answers")
+            return
+
+
+class Ready:
+    """Whether requests are answered and runs driven; the database is asked once a second at most."""
+
+    def __init__(self, ledger: Ledger, *others: Callable[[], str]) -> None:
+        self._ledger, self._others = ledger, others
+        self._asked, self._away = -_PING, ""
+        self._lock = threading.Lock()
+
+    def trouble(self) -> str:
+        """Why not; empty: they are."""
+        with self._lock:
+            if time.monotonic() - self._asked >= _PING:
+                try:
+                    with self._ledger.database.read() as connection:
+                        connection.exec_driver_sql("SELECT 1")
+                    self._away = ""
+                except PosttrainError as error:
+                    log.warning("%s", error)
+                    self._away = "the ledger's database does not answer"
+                self._asked = time.monotonic()
+            return self._away or next((why for why in (ask() for ask in self._others) if why), "")
+
+
+class Systemd:
+    """The service manager, if there is one.
+
+    Args:
+        environment: that it put its words into; they are taken out, since no child speaks for the server.
+    """
+
+    def __init__(self, environment: MutableMapping[str, str]) -> None:
+        place, every, process = (environment.pop(name, "") for name in (_SOCKET, _EVERY, _PROCESS))
+        self._address = "\0" + place[1:] if place.startswith("@") else place
+        mine = every.isdigit() and process in ("", str(os.getpid()))
+        self._every = int(every) / 2e6 if mine else 0.0  # seconds: half of what it waits for
+        self._said = 0.0
+
+    def ready(self) -> None:
+        """It answers."""
+        self._say("READY=1")
+
+    def alive(self) -> None:
+        """Its loop goes round; said as often as systemd wants to hear it."""
+        now = time.monotonic()
+        if self._every and now - self._said >= self._every:
+            self._said = now
+            self._say("WATCHDOG=1")
+
+    def stopping(self) -> None:
+        """It ends, for which it may take a while."""
+        self._say("STOPPING=1")
+
+    def _say(self, word: str) -> None:
+        if not self._address:
+            return
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as told:
+            told.setblocking(False)  # who does not listen holds up nobody
+            told.connect(self._address)
+            told.sendall(word.encode())
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,8 @@ from posttrain.api.verbs import FileRef, RunFile
 from posttrain.data.refs import confined
 from posttrain.domain.canonical import digest_bytes, is_digest
 from posttrain.domain.errors import ConflictError, DeadlineError, InputError, NotFoundError, PartSizeError, UploadError
-from posttrain.store.atomic import scratch
 from posttrain.store.operations import LEAST, PART, Noted, Parts, PartStore
-from posttrain.store.trees import tree_listing
+from posttrain.store.trees import scratch, tree_listing
 
 if TYPE_CHECKING:
     from posttrain.workspace.opened import OpenWorkspace

@@ -1,14 +1,20 @@
-"""Files that are there whole or not at all, and survive a power cut once they are there.
+"""Atomic files, safe reading of what a job left, temporary folders, and the lock of an artifact store.
 
-Written under a temporary name in the same folder, synced, renamed, and the folder synced. Only the standard library:
-the supervisor imports this and must start fast.
+Atomic files are there whole or not at all, and survive a power cut once they are there. They are written under a
+temporary name in the same folder, synced, renamed, and the folder synced. Only the standard library: the supervisor
+imports this and must start fast.
 
-Opening what a job left. It may be anything: a link, a FIFO, a folder, a terabyte of nothing.
+What a job left may be anything: a link, a FIFO, a folder, a terabyte of nothing. Whoever reads an attempt folder opens
+plain files only, waits for none, and looks at the size before it reads. What the job itself brought about is its own
+failure (`IntegrityError`); a disk or a network file system in trouble is not.
 
-Whoever reads an attempt folder opens plain files only, waits for none, and looks at the size before it reads. What the
-job itself brought about is its own failure (`IntegrityError`); a disk or a network file system in trouble is not.
+Temporary folders last for a block. They also go when the process in it is killed: the next one sweeps.
 
-Folders for the length of a block, which also go when the process in it is killed: the next one sweeps.
+The lock of an artifact store admits many who record what lies in it, or one who deletes from it. Between the moment in
+which bytes are put (or found to be there already) and the commit of the rows that name them, nothing in the ledger says
+that they are needed. Whoever does both holds the store's lock meanwhile, shared; whoever deletes holds it alone. The
+lock is a file of the workspace, in which everybody works who writes its ledger, and of the database, where a ledger has
+several hosts; either is released when a process dies, however it dies.
 """
 
 from __future__ import annotations
@@ -17,16 +23,15 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
-from posttrain.domain.errors import IntegrityError
+from posttrain.domain.errors import DeadlineError, IntegrityError, PosttrainError
 from posttrain.domain.errors import unwritable as unwritable
 
 SMALL = 64 << 10  # bytes of what says one thing: a start, an order, how far a job is
@@ -43,8 +48,11 @@ _ITS_DOING = frozenset(
     | {errno.EOPNOTSUPP, errno.ENOTEMPTY, errno.EEXIST}
 )
 MOST_AT_ONCE = 256 << 20  # bytes
-_MOVED = ".moved-"
-_FRESH_SECONDS = 60.0  # a folder younger than this may be made and not held yet
+LOCK = "store.lock"  # in a workspace's folder
+PATIENCE = 120.0  # seconds that a writer waits: a sweep deletes for a moment at a time
+DELETES, STORES = "posttrain gc deletes from the artifact store", "somebody stores artifacts"
+
+
 _LOOK = 0.02  # seconds between two tries at a lock
 
 
@@ -336,62 +344,80 @@ def read_json(path: Path) -> Any:
         raise IntegrityError(f"{path} is not JSON: {error}; remove it and run the command again") from error
 
 
-@contextmanager
-def scratch(parent: Path, prefix: str) -> Iterator[Path]:
-    """A folder below `parent` for the length of the block. Those of processes that were killed are removed first.
-
-    Raises:
-        WorkspaceError: it cannot be created.
-    """
-    make_folder(parent)
-    _sweep(parent, prefix)
-    with writing(parent):
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        held = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(held, fcntl.LOCK_SH)  # the kernel lets go of it when this process dies, however it dies
-        yield folder
-    finally:
-        remove_tree(folder)
-        os.close(held)
-
-
-def remove_tree(folder: Path) -> None:
-    """Remove a folder with everything in it, as far as that goes, however deep folders lie in each other.
-
-    A job may have made them: a walk that calls itself ends at a thousand of them, and a path has at most 4096
-    characters. So folders that lie in others are moved up first, until none does.
-    """
-    with suppress(OSError):
-        folder.chmod(0o700)
-        waiting = _folders(folder)
-        while waiting:
-            here = waiting.pop()
-            here.chmod(0o700)
-            for inner in _folders(here):
-                inner.chmod(0o700)  # whoever moves a folder writes into it
-                moved = folder / f"{_MOVED}{os.urandom(12).hex()}"
-                inner.rename(moved)
-                waiting.append(moved)
-    with suppress(RecursionError):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _folders(folder: Path) -> list[Path]:
     with os.scandir(folder) as entries:
         return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
-def _sweep(parent: Path, prefix: str) -> None:
-    for folder in parent.glob(f"{prefix}*"):
-        try:
-            if time.time() - folder.stat().st_mtime < _FRESH_SECONDS:
-                continue  # perhaps made this moment and not held yet
-            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:
-            continue  # gone, or somebody else's
-        try:
-            if taken(held):
-                remove_tree(folder)
-        finally:
-            os.close(held)
+class StoreLock(Protocol):
+    """Tells who records from who deletes."""
+
+    def shared(self) -> AbstractContextManager[None]:
+        """Nothing is deleted from the store for the length of the block.
+
+        Raises:
+            DeadlineError: somebody deletes, and was stopped while they did.
+            WorkspaceError: the lock cannot be had.
+        """
+
+    def alone(self, patience: float) -> AbstractContextManager[None]:
+        """Nobody records what lies in the store for the length of the block. Keep it short: they wait.
+
+        Args:
+            patience: seconds to wait for those who do.
+
+        Raises:
+            DeadlineError: somebody still does. WorkspaceError: as `shared`.
+        """
+
+
+class FileLock:
+    """Of everybody on one machine who works in a workspace's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def shared(self) -> AbstractContextManager[None]:
+        """See `StoreLock.shared`."""
+        return self._held(fcntl.LOCK_SH, PATIENCE, DELETES)
+
+    def alone(self, patience: float) -> AbstractContextManager[None]:
+        """See `StoreLock.alone`."""
+        return self._held(fcntl.LOCK_EX, patience, STORES)
+
+    def _held(self, kind: int, patience: float, by: str) -> AbstractContextManager[None]:
+        said = f"{self._path}: was held for more than {patience:g} s: {by}; nothing is lost, run the command again"
+        return held(self._path, kind, Refusal(patience, DeadlineError(said)))
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What is raised where somebody else holds a lock for so many seconds."""
+
+    patience: float
+    error: PosttrainError
+
+
+@contextmanager
+def held(
+    place: Path, kind: int = fcntl.LOCK_EX, refusal: Refusal | None = None, *, make: bool = True
+) -> Iterator[None]:
+    """A lock for the length of the block; the kernel lets go of it when this process dies.
+
+    Args:
+        place: a file, or with `make=False` a folder, which must be there.
+        refusal: None: it is waited for, however long that takes.
+
+    Raises:
+        WorkspaceError: the place cannot be opened.
+    """
+    with writing(place):
+        handle = os.open(place, os.O_RDWR | os.O_CREAT if make else os.O_RDONLY, 0o600)
+    try:
+        if refusal is None:
+            fcntl.flock(handle, kind)
+        elif not taken(handle, kind, refusal.patience):
+            raise refusal.error
+        yield
+    finally:
+        os.close(handle)

@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.domain.canonical import DIGEST_PREFIX
-from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, WorkspaceError
-from posttrain.store.atomic import make_folder, read_json, scratch, unwritable, write_json
+from posttrain.domain.ports import crashpoint
+from posttrain.store.atomic import make_folder, read_json, unwritable, write_json
 from posttrain.store.audit import verify_rows
 from posttrain.store.blobs import ObjectBlobs, open_blobs
 from posttrain.store.database import Database
 from posttrain.store.ledger import Ledger
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.sweeping import Marker
-from posttrain.store.trees import file_digest
+from posttrain.store.trees import file_digest, scratch
 
 RECORD, BLOBS = "backup.json", "blobs"
 _OURS = ("ledger-", ".copy-")  # what a backup that was killed leaves begins so

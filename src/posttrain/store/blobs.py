@@ -1,32 +1,91 @@
-"""The artifact store: bytes by the SHA-256 of the bytes, through obstore."""
+"""The artifact store: bytes by the SHA-256 of the bytes, through obstore, with the errors of a failing store.
+
+A failing store raises one of three errors: nothing is there, a disk is full, or the store does not answer.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, NotSupportedError
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    NotSupportedError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
 
 from posttrain.domain.canonical import DIGEST_PREFIX, digest_bytes, digest_chunks, is_digest, verified
-from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, UnavailableError
-from posttrain.store.answering import answering
-from posttrain.store.atomic import open_plain, write_stream
+from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, PosttrainError, UnavailableError
+from posttrain.store.atomic import StoreLock, open_plain, unwritable, write_stream
 from posttrain.store.backends import Backend
 from posttrain.store.backends.local import LocalFolder
 from posttrain.store.backends.memory import SCHEME as MEMORY
 from posttrain.store.backends.memory import Memory
 from posttrain.store.backends.remote import Remote
-from posttrain.store.holding import StoreLock
 
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how obstore's messages carry errno
+_PANIC = "PanicException"  # of Rust code, where an address is none; no module has the class
+_QUERY = re.compile(r"\?[^\s\"']*")  # of a URL: a signature may be in it
 _CHUNK = 4 << 20
 USERS = "workspaces"  # notes: which workspaces keep their artifacts in a store
 _HERE = ("file:", "memory:")
 _PROBE = "probe"  # an object that is written and read to see whether that goes; its bytes say so
+
+
+@contextmanager
+def answering(url: str, digest: str) -> Iterator[None]:
+    """Errors of obstore in the block as ours.
+
+    Args:
+        url: of the store.
+        digest: what is asked for.
+
+    Raises:
+        NotFoundError: it is not there.
+        WorkspaceError: the disk is full or read-only.
+        UnavailableError: the store does not answer, or refuses this process.
+    """
+    try:
+        yield
+    except PosttrainError:
+        raise
+    except FileNotFoundError as error:  # obstore's NotFoundError is one
+        raise NotFoundError(f"blob {digest} is not in the artifact store; run the stage again") from error
+    except (BaseError, OSError) as error:
+        raise _failure(url, error) from error
+    except BaseException as error:
+        if type(error).__name__ != _PANIC:
+            raise
+        raise UnavailableError(
+            f"artifact store {url} cannot be asked: {str(error).splitlines()[0]}; check its address in the environment"
+        ) from error
+
+
+def _failure(url: str, error: Exception) -> PosttrainError:
+    line = _QUERY.sub("", str(error).splitlines()[0]) if str(error) else type(error).__name__
+    if not url.startswith(("file:", "memory:")):
+        if isinstance(error, PermissionDeniedError | UnauthenticatedError):
+            return UnavailableError(
+                f"artifact store {url} refuses this process: {line}; check its keys, and what they may do there"
+            )
+        return UnavailableError(f"artifact store {url} does not answer: {line}; try again")
+    found = _OS_ERROR.search(str(error))
+    code = int(found.group(1)) if found else getattr(error, "errno", None)
+    if code is None and isinstance(error, PermissionDeniedError):
+        code = errno.EACCES
+    if code is not None:
+        return unwritable(url, OSError(code, os.strerror(code)))
+    return UnavailableError(f"artifact store {url} does not answer: {line}; try again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +289,7 @@ class ObjectBlobs:
             return float(obstore.head(self._store, blob_key(digest))["last_modified"].timestamp())
 
     def delete(self, digest: str) -> None:
-        """Delete a blob; one that is gone already is no error. Hold the store's lock alone (`store.holding`)."""
+        """Delete a blob; one that is gone already is no error. Hold the store's lock alone (`store.atomic`)."""
         with suppress(NotFoundError), self._translated(digest):
             obstore.delete(self._store, blob_key(digest))
 

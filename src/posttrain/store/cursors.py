@@ -20,8 +20,8 @@ from posttrain.store.database import LostAnswerError
 from posttrain.store.ledger import Ledger
 from posttrain.store.rows import plain, to_record
 from posttrain.store.schema import cursors
-from posttrain.store.sinking import FREE, FRESH
 from posttrain.store.snapshot import Snapshot
+from posttrain.store.writing import FREE, FRESH
 
 LEASE_SECONDS = 120.0  # longer than one delivery; each one renews it
 

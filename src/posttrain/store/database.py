@@ -1,11 +1,15 @@
-"""The ledger's database: opened, made where there is none, and its errors translated once, here.
+"""The ledger's database, its file and its clock.
 
-SQLite runs with a write-ahead log and `synchronous=FULL` (a committed transaction survives a power cut), and every
-write transaction begins IMMEDIATE: it waits for its turn at the start, where nothing is lost, instead of failing in
-the middle. On PostgreSQL (`store.postgres`) a read transaction is REPEATABLE READ, a write one READ COMMITTED with its
+The database is opened, made where there is none, and its errors are translated once, here. SQLite runs with a
+write-ahead log and `synchronous=FULL` (a committed transaction survives a power cut), and every write transaction
+begins IMMEDIATE: it waits for its turn at the start, where nothing is lost, instead of failing in the middle. On
+PostgreSQL (`store.postgres`) a read transaction is REPEATABLE READ, a write one READ COMMITTED with its
 compare-and-sets, and whoever opens a ledger without tables makes them under an advisory lock.
 
-A ledger that is a file: whether it is whole, may be written, and is its owner's alone.
+A ledger that is a file is checked: whether it is whole, may be written, and is its owner's alone.
+
+`SystemClock` is the real clock behind the `Clock` port. The present of a ledger's rows is the database's own on
+PostgreSQL, whose hosts need not agree on one.
 """
 
 from __future__ import annotations
@@ -22,7 +26,20 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
-from sqlalchemy import URL, Connection, create_engine, event, insert, inspect, select
+from sqlalchemy import (
+    URL,
+    ColumnElement,
+    Connection,
+    Float,
+    cast,
+    create_engine,
+    event,
+    func,
+    insert,
+    inspect,
+    literal,
+    select,
+)
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
@@ -32,7 +49,6 @@ from posttrain.domain.ports import Clock
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.store import postgres
 from posttrain.store.atomic import unwritable
-from posttrain.store.clock import SystemClock
 from posttrain.store.journal import TABLES, TRIGGER, tell_rows
 from posttrain.store.merkle import EMPTY
 from posttrain.store.schema import (
@@ -48,12 +64,37 @@ from posttrain.store.schema import (
 )
 from posttrain.store.scope import ACROSS, OF, guard
 
+SERVER_TIME: ColumnElement[float] = cast(func.extract("epoch", func.clock_timestamp()), Float(53))
 _MAGIC, _HEADER = b"SQLite format 3\0", 100  # bytes
 _WRITE = "posttrain_write"
 _MAKING = 0x706F7374  # PostgreSQL's advisory lock for making a ledger
 _FULL_BYTES = 2**20  # free, below which a disk that fails is full
 _KEPT, _MOST = 16, 64  # connections to a file: kept open, and at a time; opening one costs more than a question
 _COMPLAINTS = 5  # of an integrity check: one is enough to restore a copy
+
+
+class SystemClock:
+    """Wall-clock time of this machine."""
+
+    def now(self) -> float:
+        """Seconds since the epoch."""
+        return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
+
+def moment(connection: Connection, clock: Clock) -> dict[str, float]:
+    """The time that a prepared statement takes; empty: it asks the server."""
+    server = connection.dialect.name == "postgresql" and isinstance(clock, SystemClock)
+    return {} if server else {"moment": clock.now()}
+
+
+def now_in(connection: Connection, clock: Clock) -> ColumnElement[float]:
+    """Seconds since the epoch, as a part of a statement."""
+    found = moment(connection, clock)
+    return literal(found["moment"]) if found else SERVER_TIME
 
 
 def refuse_cut_short(file: Path, create: bool) -> None:

@@ -34,9 +34,8 @@ import obstore
 
 from posttrain.domain.canonical import DIGEST_PREFIX, digest_chunks
 from posttrain.domain.errors import InputError, NotFoundError, UnavailableError, UploadError
-from posttrain.store.answering import answering
 from posttrain.store.backends.remote import Remote
-from posttrain.store.blobs import blob_key
+from posttrain.store.blobs import answering, blob_key
 from posttrain.store.reaching import connected
 
 _ALGORITHM = "AWS4-HMAC-SHA256"

@@ -16,14 +16,13 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, Text, bindparam, delete, func, or_, select, tuple_, type_coerce, update
 
-from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import InputError, NotFoundError, WorkspaceError
 from posttrain.domain.ids import NOBODY
 from posttrain.domain.lifecycle import RunState
+from posttrain.domain.ports import crashpoint
 from posttrain.domain.records import IMPORTED
 from posttrain.store.database import schema_version
 from posttrain.store.external import URI, VERSION
-from posttrain.store.granting import end_access
 from posttrain.store.journal import CHANGED, ERASED, TABLES, Author, Change, Journal, new_request
 from posttrain.store.ledger import Ledger
 from posttrain.store.schema import (
@@ -38,6 +37,7 @@ from posttrain.store.schema import (
     runs,
     work,
 )
+from posttrain.store.writing import end_access
 
 _KEPT: Mapping[str, set[str]] = {  # words without which nothing could be read or computed
     "attempts": {"folder", "handle"},

@@ -1,11 +1,12 @@
 """Objects that lie elsewhere: named by URL, version and checksum, read and hashed, never written.
 
 Credentials come from the environment, as for the artifact store; a URL that holds some is refused before anything is
-recorded.
+recorded. A name in the environment that cannot be an S3 server is refused as well: obstore panics at some of these.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,13 +16,51 @@ from urllib.parse import unquote, urlsplit
 from posttrain.domain.canonical import verified
 from posttrain.domain.errors import InfrastructureError, InputError, IntegrityError, NotFoundError
 from posttrain.store.atomic import write_stream
-from posttrain.store.endpoints import refuse_no_endpoint
+
+VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_LONGEST = 80
+
+
+def refuse_no_endpoint(url: str) -> None:
+    """Look at the variables by which a store at an `s3://` URL is found.
+
+    Raises:
+        InputError: one of them is set, and names no server.
+    """
+    if not url.startswith(("s3://", "s3a://")):
+        return
+    for name in VARIABLES:
+        value = os.environ.get(name)
+        if value is not None and not _names_server(value):
+            raise InputError(
+                f"{name} must be the address of an S3 server, http://HOST or https://HOST, got {value[:_LONGEST]!r}; "
+                "correct it, or unset it for Amazon's own"
+            )
+
+
+def _names_server(value: str) -> bool:
+    try:
+        parts = urlsplit(value)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and value.isascii()
+    except ValueError:  # brackets that do not close, a port that is no number
+        return False
+
 
 EXTERNAL = "external"  # the form of an asset version whose bytes lie elsewhere
+
+
 URI, VERSION = "uri", "version"  # in its meta
+
+
 SCHEMES = ("s3", "gs", "az", "file")
+
+
 _VERSIONED = ("s3", "gs", "az")  # whose objects have versions that a read may name
+
+
 _CHUNK = 4 << 20
+
+
 _SECONDS = timedelta(seconds=30)  # that a request may take, with what obstore itself tries again
 
 

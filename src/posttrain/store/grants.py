@@ -1,9 +1,10 @@
-"""What lets a running job read its inputs from a server: a token of one attempt, of which the digest alone is kept.
+"""Tokens that let a running job read its inputs from a server, and sessions of browsers.
 
-It is worth nothing once its attempt has ended, another attempt of the stage began, or nobody renewed it: looked up in
-one statement at every request, at any server of the ledger.
+A job's token is for one attempt, and its digest alone is kept. It is worth nothing once its attempt has ended, another
+attempt of the stage began, or nobody renewed it: it is looked up in one statement at every request, at any server of
+the ledger.
 
-Sessions of browsers: which token stands behind the secret that one shows, of which the digest alone is kept.
+A session records which token stands behind the secret that a browser shows, of which the digest alone is kept.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from sqlalchemy import ColumnElement, Connection, and_, delete, exists, insert, 
 from posttrain.domain.lifecycle import AttemptState, is_final
 from posttrain.domain.ports import Clock
 from posttrain.domain.records import AttemptRecord
-from posttrain.store.clock import now_in
-from posttrain.store.database import Database
+from posttrain.store.database import Database, now_in
 from posttrain.store.ledger import Ledger
 from posttrain.store.schema import attempts, grants, runs, sessions, tokens
 

@@ -1,15 +1,16 @@
-"""The hosts of a ledger: the workspace folders whose drivers share it, each with the jobs that run beside it.
+"""The hosts of a ledger, the store lock that they share, and the state of a ledger in numbers.
 
-A job runs where its attempt was planned, and only that host's drivers look at its run (`work.affinity`). A host says
-now and then that it is there. What nobody says for long goes on elsewhere, if no job of it may live.
+A host is a workspace folder whose drivers share the ledger, with the jobs that run beside it.
+
+A job runs where its attempt was planned, and only that host's drivers look at its run (`work.affinity`). A host reports
+now and then that it is there. The runs of a host that is silent for long go on elsewhere, if no job of theirs may live.
 
 Times are the database's own on PostgreSQL, whose hosts need not agree on one.
 
-The lock of an artifact store that several hosts of a ledger share.
+The lock covers an artifact store that several hosts of a ledger share.
 
-How a ledger stands as a whole, in numbers, for whoever watches a server. Of all projects, and without their names.
-
-Three statements, whose price does not grow with what happened so far: what may be many is counted up to `MOST`.
+The numbers describe a ledger as a whole, for whoever watches a server: of all projects, and without their names. They
+take three statements, whose price does not grow with what happened so far: what may be many is counted up to `MOST`.
 """
 
 from __future__ import annotations
@@ -26,10 +27,9 @@ from sqlalchemy.sql.elements import ColumnElement
 from posttrain._version import __version__
 from posttrain.domain.lifecycle import RUN, AttemptState, is_final
 from posttrain.domain.ports import Clock
-from posttrain.store import waking
-from posttrain.store.clock import moment, now_in
-from posttrain.store.database import Database
-from posttrain.store.holding import DELETES, PATIENCE, STORES, FileLock
+from posttrain.store import journal
+from posttrain.store.atomic import DELETES, PATIENCE, STORES, FileLock
+from posttrain.store.database import Database, moment, now_in
 from posttrain.store.schema import attempts, cursors, events, hosts, runs, sinks, tree_head, unsealed, work
 
 BEAT_SECONDS = 10.0  # between two words of a host
@@ -109,7 +109,7 @@ class Hosts:
         """Runs are anybody's again whose host is gone, and of which no job may live there."""
         gone = select(hosts.c.id).where(hosts.c.seen_at < now_in(connection, self._clock) - GONE_SECONDS)
         live = exists().where(attempts.c.run_id == work.c.object, attempts.c.state.not_in(_ENDED))
-        theirs = (work.c.kind == waking.RUN, work.c.affinity.in_(gone), ~live)
+        theirs = (work.c.kind == journal.RUN, work.c.affinity.in_(gone), ~live)
         anybodys = {"affinity": None, "due_at": 0.0, "wanted_version": work.c.wanted_version + 1}
         connection.execute(update(work).where(*theirs).values(anybodys))
 

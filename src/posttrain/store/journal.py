@@ -1,19 +1,17 @@
-"""The events of one transaction: gathered, and written together before it commits.
+"""The journal of a transaction: its events, the row changes that they record, and the wake-ups it causes.
 
-What an event consists of: an envelope that is kept for ever, and words that may be erased.
+Events are gathered, and written together before the transaction commits. An event consists of an envelope that is kept
+for ever, and words that may be erased. The envelope holds states, numbers, digests and pseudonymous ids. Free text and
+personal data are its *words*: a payload of their own, which the envelope names by a salted digest, so that neither can
+be changed unseen, and an erased payload cannot be guessed from its digest. An event's leaf is the RFC 6962 hash of its
+canonical envelope. It has no sequence number: the sealer gives it its place later.
 
-The envelope holds states, numbers, digests and pseudonymous ids. Free text and personal data are its *words*: a payload
-of their own, which the envelope names by a salted digest, so that neither can be changed unseen, and an erased payload
-cannot be guessed from its digest. An event's leaf is the RFC 6962 hash of its canonical envelope. It has no sequence
-number: the sealer gives it its place later.
+The event log records columns of every table whose rows it can rebuild. A change of rows is recorded as
+`[sign, table, key, values]`: `+` a new row (columns that hold their empty value are left out), `~` changed columns, `-`
+a row that is gone. Columns of free text are recorded in the event's words instead, in the same order. The first events
+of a log record the rows that a ledger begins with.
 
-Which columns the event log tells, for every table whose rows it can rebuild.
-
-A change of rows is told as `[sign, table, key, values]`: `+` a new row (columns that hold their empty value are left
-out), `~` changed columns, `-` a row that is gone. Columns of free text are told in the event's words instead, in the
-same order.
-
-The first events of a log tell the rows that a ledger begins with.
+Waking: whoever gives an object something to do wakes it in the same transaction.
 """
 
 from __future__ import annotations
@@ -24,7 +22,21 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, LargeBinary, String, Table, TextClause, bindparam, insert, select, text
+from sqlalchemy import (
+    Connection,
+    LargeBinary,
+    String,
+    Table,
+    TextClause,
+    bindparam,
+    delete,
+    func,
+    insert,
+    or_,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.exc import IntegrityError as ConstraintError
 
 from posttrain.domain.canonical import canonical_json, digest_bytes
@@ -33,9 +45,16 @@ from posttrain.domain.ports import Clock
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.store import schema
 from posttrain.store.merkle import leaf_hash
-from posttrain.store.schema import JsonText, principals, projects
-from posttrain.store.waking import RUN, wake, waking
+from posttrain.store.schema import JsonText, principals, projects, watches, work
+from posttrain.store.scope import Scope
 
+RUN, STAGE, SWEEP = "run", "stage", "sweep"  # kinds of work
+_INTO = "INSERT INTO work (project, kind, object, due_at, priority, wanted_version, failures, error, traceback) "
+_THERE = (
+    " ON CONFLICT (project, kind, object) DO UPDATE SET wanted_version = work.wanted_version + 1, "
+    "due_at = CASE WHEN work.due_at < excluded.due_at THEN work.due_at ELSE excluded.due_at END"
+)
+_WAKE = text(f"{_INTO}VALUES (:project, :what, :object, :due, 0, 1, 0, '', ''){_THERE}")
 CREATED = "ledger.created"  # the first event of a log
 ERASED = "words.erased"  # its `erased` are the digests of payloads that are gone
 RETAINED = "run"  # retention class of words: as long as the run, asset or channel they are about
@@ -54,6 +73,46 @@ _BESIDE = "retention, salt, body, woken"  # the words of an event, and the run t
 # instead of four. SQLite cannot write to several tables in one statement, so a trigger of each connection does.
 _GIVEN = "{0}project, {0}kind, {0}subject, " + _STILL + ", {0}auth, {0}request, {0}at, {0}audited, {0}words, {0}leaf"
 _NAMES = _ENVELOPE.replace("principal", "author, called") + f", {_BESIDE}"
+
+
+def waking(project: str, run: str) -> str:
+    """SQL that wakes a run as a part of a larger statement; it wakes none where the run is NULL.
+
+    Args:
+        project, run: SQL expressions.
+    """
+    return f"{_INTO}SELECT {project}, '{RUN}', {run}, 0.0, 0, 1, 0, '', '' WHERE {run} IS NOT NULL{_THERE}"
+
+
+def wake(connection: Connection, project: str, kind: str, names: Collection[str], due: float = 0.0) -> None:
+    """Let objects be looked at, from `due` (seconds since the epoch) on, in the transaction of `connection`."""
+    if names:
+        woken = [{"project": project, "what": kind, "object": name, "due": due} for name in sorted(names)]
+        connection.execute(_WAKE, woken)
+
+
+def settle_at(connection: Connection, project: str, run_id: str, host: str | None) -> None:
+    """Let one host's drivers alone look at a run, whose job it has; None: those of any."""
+    mine = (work.c.project == project) & (work.c.kind == RUN) & (work.c.object == run_id)
+    connection.execute(update(work).where(mine).values(affinity=host))
+
+
+def settle(connection: Connection, project: str, names: Collection[str]) -> None:
+    """Nobody has to look at these runs any more, which end in the transaction of `connection`, nor at their stages."""
+    for name in sorted(names):
+        below = func.substr(work.c.object, 1, len(name) + 1) == f"{name}/"
+        connection.execute(delete(work).where(work.c.project == project, or_(work.c.object == name, below)))
+        connection.execute(Scope(project).delete(watches).where(watches.c.run_id == name))
+
+
+def revive(connection: Connection, project: str, run_id: str) -> None:
+    """Let a run and its stages be looked at though they were set aside, or wait for another try."""
+    below = func.substr(work.c.object, 1, len(run_id) + 1) == f"{run_id}/"
+    mine = (work.c.project == project) & or_(work.c.object == run_id, below)
+    values = {"dead_at": None, "due_at": 0.0, "failures": 0, "failed_since": None}
+    connection.execute(update(work).where(mine).values(values))
+
+
 TRIGGER = (
     f"CREATE TEMP VIEW telling AS SELECT {', '.join(f'NULL AS {name}' for name in _NAMES.split(', '))}",
     "CREATE TEMP TRIGGER telling_events INSTEAD OF INSERT ON telling BEGIN "
@@ -63,7 +122,11 @@ TRIGGER = (
     "SELECT last_insert_rowid(), NEW.retention, NEW.salt, NEW.body WHERE NEW.words IS NOT NULL; "
     f"{waking('NEW.project', 'NEW.woken')}; END",
 )
+
+
 _ROWS = f"({_NAMES}) VALUES ({', '.join(f':{name}' for name in _NAMES.split(', '))})"
+
+
 _TELLING = {
     "sqlite": f"INSERT INTO telling {_ROWS}",
     "postgresql": f"WITH told AS (INSERT INTO events ({_ENVELOPE}) VALUES ({_GIVEN.format(':')}) RETURNING id), "
@@ -158,6 +221,8 @@ def _empty(table: Table, name: str) -> Any:
 
 
 _SAID = frozenset({"message", "next_action"})
+
+
 TABLES: Mapping[str, Audited] = {
     str(one.table.name): one
     for one in (

@@ -17,8 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from posttrain.domain.errors import ConflictError, InfrastructureError
 from posttrain.domain.ports import Clock
 from posttrain.domain.records import DEFAULT_PROJECT
-from posttrain.store.clock import SystemClock
-from posttrain.store.database import Database, LostAnswerError
+from posttrain.store.database import Database, LostAnswerError, SystemClock
 from posttrain.store.journal import Author, Entropy, new_request
 from posttrain.store.snapshot import Snapshot
 from posttrain.store.transaction import Transaction

@@ -1,12 +1,12 @@
-"""Operations as every server of a ledger sees them: how one stands, who carries it out, whether somebody still asks.
+"""Operations, repeated requests, parts of uploads and sent bytes, shared by every server of a ledger.
 
-The server that carries one out says how it stands when that changes, and that it lives every `BEAT_SECONDS`. Silence
-for `SILENT_SECONDS`, or the known death of that process, means that nobody carries it out any more; until then nobody
-takes its place.
+An operation records how it stands, who carries it out, and whether somebody still asks. The server that carries one out
+reports how it stands when that changes, and that it lives every `BEAT_SECONDS`. Silence for `SILENT_SECONDS`, or the
+known death of that process, means that nobody carries it out any more; until then nobody takes its place.
 
-Requests that carry a key, so that one which is sent again is answered again and not carried out again.
+A request that carries a key and is sent again is answered again, and not carried out again.
 
-Parts of uploads that are under way: objects in the store, and rows that say which. Any server goes on with them.
+Parts of uploads that are under way are objects in the store, and rows that name them. Any server goes on with them:
 
 ::
 
@@ -16,7 +16,7 @@ An upload is a digest with a size: whoever names another size for the same diges
 from the first. A part counts once its row is there. Of two requests that send the same part one gets the row; the
 object of the other is deleted. Objects without a row, as a killed process leaves them, are deleted by `posttrain gc`.
 
-Bytes in the store that a project sent, though no row names them yet: known to every server of the ledger.
+Bytes in the store that a project sent are noted though no row names them yet, so every server of the ledger finds them.
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ from sqlalchemy.exc import IntegrityError as ConstraintError
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import ConflictError, NotFoundError
 from posttrain.domain.ports import Clock
-from posttrain.store.answering import answering
 from posttrain.store.atomic import write_stream
-from posttrain.store.blobs import backend_of, blob_key
-from posttrain.store.clock import now_in
-from posttrain.store.database import Database
+from posttrain.store.blobs import answering, backend_of, blob_key
+from posttrain.store.database import Database, now_in
 from posttrain.store.ledger import Ledger
 from posttrain.store.schema import hosts, operations, parts, requests, uploads
 from posttrain.store.trees import file_digest

@@ -18,9 +18,8 @@ from posttrain.domain.approvals import Approval, ApprovalRequest
 from posttrain.domain.errors import ChannelClosedError, ConflictError, PolicyError, QuarantinedError, StaleWriteError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import Artifact, ChannelRecord, Quarantine, ReleaseEntry
-from posttrain.store.channel_rows import LIVE
 from posttrain.store.journal import Change
-from posttrain.store.rows import plain
+from posttrain.store.rows import LIVE, plain
 from posttrain.store.schema import approval_requests, approvals, channels, deployments, quarantine, releases
 from posttrain.store.writing import Writing
 

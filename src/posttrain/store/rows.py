@@ -1,16 +1,73 @@
-"""Ledger rows as the frozen values of `domain.records`, and back."""
+"""Conversion between ledger rows and the values of `domain.records`, and reads of parts of the ledger.
+
+The reads cover who may do what (roles in the project, and tokens for it); sinks, how far each has come, and the sealed
+events that they get; channels (what is live, what was, what may not come back) and how often items were evaluated;
+approvals, and which runs wait for one.
+"""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from sqlalchemy import Result, Row
+from sqlalchemy import Connection, Result, Row, Select, bindparam, func, select
 
-from posttrain.domain.records import Asset, ChannelRecord, Event
+from posttrain.domain.approvals import Approval, ApprovalRequest
+from posttrain.domain.errors import IntegrityError, NotFoundError, nearest
+from posttrain.domain.ids import Role
+from posttrain.domain.lifecycle import Reason, StageState
+from posttrain.domain.records import (
+    Asset,
+    ChannelRecord,
+    Deployment,
+    Event,
+    Look,
+    Measured,
+    Quarantine,
+    ReleaseEntry,
+    Token,
+    stage_of,
+)
+from posttrain.domain.sinks import Cursor, Envelope, Rule, SinkRecord
 from posttrain.store.journal import CHANGED, TABLES
+from posttrain.store.schema import (
+    approval_requests,
+    approvals,
+    channels,
+    cursors,
+    deployments,
+    edges,
+    events,
+    leaves,
+    payloads,
+    principals,
+    projects,
+    quarantine,
+    releases,
+    roles,
+    runs,
+    sessions,
+    sinks,
+    stages,
+    tokens,
+    tree_head,
+)
+from posttrain.store.scope import across
 
 Record = TypeVar("Record")
+_ROLES = select(principals.c.name, roles.c.role).join(principals, principals.c.id == roles.c.principal)
+_ROLES = _ROLES.where(roles.c.project == bindparam("of_project")).order_by(principals.c.name)
+_TOKENS = select(tokens, principals.c.name.label("actor")).join(principals, principals.c.id == tokens.c.principal)
+SINK_ADDED = "sink.added"  # the event
+_SINKS = select(sinks, principals.c.name.label("actor")).join(principals, principals.c.id == sinks.c.principal)
+_BATCH = 500  # runs in one statement
+LIVE = "live"  # the role of what a channel points at
+_RELEASES = select(releases, principals.c.name.label("actor")).join(principals, principals.c.id == releases.c.principal)
+_ASKED = select(approval_requests, principals.c.name.label("actor")).join(
+    principals, principals.c.id == approval_requests.c.principal
+)
+_SAID = select(approvals, principals.c.name.label("actor")).join(principals, principals.c.id == approvals.c.principal)
 
 
 def names_of(record: Any) -> tuple[str, ...]:
@@ -75,3 +132,318 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return value
+
+
+class PrincipalReading:
+    """The part of a snapshot that is about access."""
+
+    _connection: Connection
+    _project: str
+
+    def roles(self) -> dict[str, Role]:
+        """Principal → role in this project; empty: nobody was given one."""
+        return {name: Role(role) for name, role in self._connection.execute(_ROLES, {"of_project": self._project})}
+
+    def people(self) -> set[str]:
+        """Principals who have a role in this project, or did something there. Reads who wrote every event."""
+        acted = select(events.c.principal).where(events.c.project == self._project).distinct()
+        query = select(principals.c.name).where(principals.c.id.in_(acted))
+        return {str(name) for name in self._connection.execute(query).scalars()} | set(self.roles())
+
+    def principal_of(self, name: str) -> str | None:
+        """The pseudonymous id of whoever is called so; None: nobody is."""
+        found = self._connection.execute(select(principals.c.id).where(principals.c.name == name)).scalar()
+        return None if found is None else str(found)
+
+    def projects(self) -> list[str]:
+        """Every project of the ledger, by name."""
+        return list(self._connection.execute(select(projects.c.id).order_by(projects.c.id)).scalars())
+
+    def images(self) -> list[str] | None:
+        """The images that runs of this project may name; None: nobody said."""
+        found = self._connection.execute(select(projects.c.images).where(projects.c.id == self._project)).scalar()
+        return None if found is None else list(found)
+
+    def roles_of(self, name: str) -> dict[str, Role]:
+        """Project → the role that a principal was given there."""
+        query = select(roles.c.project, roles.c.role).join(principals, principals.c.id == roles.c.principal)
+        query = across(query.where(principals.c.name == name), "a principal has roles in several projects")
+        found = self._connection.execute(query.order_by(roles.c.project))
+        return {project: Role(role) for project, role in found}
+
+    def tokens(self) -> list[Token]:
+        """Every token that is for this project, oldest first."""
+        query = _TOKENS.order_by(tokens.c.created_at, tokens.c.id)
+        found = [to_record(Token, row) for row in self._connection.execute(query)]
+        return [one for one in found if self._project in one.scopes]
+
+    def token_behind(self, session: str, moment: float) -> Token | None:
+        """The token behind a browser's session of this digest; None: there is none, or it is over."""
+        query = _TOKENS.join(sessions, sessions.c.token == tokens.c.id)
+        query = query.where(sessions.c.digest == session, sessions.c.expires_at > moment)
+        row = self._connection.execute(query).one_or_none()
+        return None if row is None else to_record(Token, row)
+
+    def token_of(self, secret_digest: str) -> Token | None:
+        """The token whose secret has this digest; None: there is none."""
+        row = self._connection.execute(_TOKENS.where(tokens.c.secret_digest == secret_digest)).one_or_none()
+        return None if row is None else to_record(Token, row)
+
+
+class SinkReading:
+    """The part of a snapshot that is about sinks."""
+
+    _connection: Connection
+    _project: str
+
+    def sinks(self) -> list[SinkRecord]:
+        """Every sink, by name."""
+        return [_sink(row) for row in self._connection.execute(self._my_sinks().order_by(sinks.c.name))]
+
+    def sink(self, name: str) -> SinkRecord:
+        """The sink of this name.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        row = self._connection.execute(self._my_sinks().where(sinks.c.name == name)).one_or_none()
+        if row is None:
+            known = [one.name for one in self.sinks()]
+            raise NotFoundError(f"there is no sink {name!r}{nearest(name, known)}; posttrain sink ls shows them")
+        return _sink(row)
+
+    def cursors(self) -> dict[str, Cursor]:
+        """Of each sink that has one."""
+        query = select(cursors).where(cursors.c.project == self._project)
+        return {row.sink: to_record(Cursor, row) for row in self._connection.execute(query)}
+
+    def sinks_standing(self) -> list[tuple[SinkRecord, Cursor | None, int]]:
+        """Every sink with its cursor, and how many events are sealed; one statement."""
+        columns = [cursors.c[name] for name in Cursor.__dataclass_fields__]
+        here = (cursors.c.project == sinks.c.project) & (cursors.c.sink == sinks.c.name)
+        query = self._my_sinks().add_columns(*columns, select(tree_head.c.size).scalar_subquery().label("size"))
+        rows = self._connection.execute(query.outerjoin(cursors, here).order_by(sinks.c.name)).all()
+        return [(_sink(row), None if row.sink is None else to_record(Cursor, row), int(row.size)) for row in rows]
+
+    def projects_with_sinks(self) -> set[str]:
+        """Projects with a sink that is not paused."""
+        query = select(sinks.c.project).where(sinks.c.paused == "").distinct()
+        return set(self._connection.execute(across(query, "one driver delivers for every project")).scalars())
+
+    def sealed(self) -> int:
+        """How many events are sealed."""
+        return int(self._connection.execute(select(tree_head.c.size)).scalar_one())
+
+    def events_after(self, after: int) -> tuple[int, float | None]:
+        """How many sealed events of this project come after a place, and when the first of them was."""
+        count, first = self._connection.execute(
+            select(func.count(), func.min(leaves.c.sequence))
+            .select_from(leaves)
+            .join(events, events.c.id == leaves.c.event)
+            .where(leaves.c.sequence > after, events.c.project == self._project)
+        ).one()
+        if not count:
+            return 0, None
+        told = select(events.c.at).join(leaves, leaves.c.event == events.c.id).where(leaves.c.sequence == first)
+        told = told.where(events.c.project == self._project)
+        return int(count), float(self._connection.execute(told).scalar_one())
+
+    def envelopes(self, after: int, limit: int, *, words: bool) -> list[Envelope]:
+        """Sealed events with `sequence > after`, in order.
+
+        Args:
+            words: their free text too, where it was not erased.
+        """
+        query: Select[Any] = select(events, leaves.c.sequence).join(leaves, leaves.c.event == events.c.id)
+        if words:
+            query = query.add_columns(payloads.c.body).outerjoin(payloads, payloads.c.event == events.c.id)
+        query = query.where(events.c.project == self._project, leaves.c.sequence > after)
+        rows = self._connection.execute(query.order_by(leaves.c.sequence).limit(limit))
+        return [_envelope(row, words) for row in rows]
+
+    def run_facts(self, run_id: str) -> tuple[str, str]:
+        """Name and owner of a run; empty where there is none."""
+        query = select(runs.c.name, runs.c.owner).where(runs.c.project == self._project, runs.c.id == run_id)
+        row = self._connection.execute(query).one_or_none()
+        return ("", "") if row is None else (str(row.name), str(row.owner))
+
+    def sink_added_at(self, name: str) -> int:
+        """The place in the log where a sink was added last; 0: it is not sealed."""
+        query = select(func.max(leaves.c.sequence)).join(events, events.c.id == leaves.c.event)
+        mine = (events.c.project == self._project, events.c.kind == SINK_ADDED, events.c.subject == name)
+        return int(self._connection.execute(query.where(*mine)).scalar() or 0)
+
+    def _my_sinks(self) -> Select[Any]:
+        return _SINKS.where(sinks.c.project == self._project)
+
+
+def _sink(row: Row[*tuple[Any, ...]]) -> SinkRecord:
+    rules = tuple(Rule.of(rule) for _, rule in sorted(row.rules.items()))
+    return SinkRecord(row.name, row.kind, row.settings, rules, row.created_at, row.actor, row.paused)
+
+
+def _envelope(row: Row[*tuple[Any, ...]], words: bool) -> Envelope:
+    found = row._mapping
+    values = {name: found[name] for name in Envelope.__dataclass_fields__ if name not in ("leaf", "words")}
+    return Envelope(**values, leaf=found["leaf"].hex(), words=(found["body"] or {}) if words else {})
+
+
+class ChannelReading:
+    """The part of a snapshot that is about channels."""
+
+    _connection: Connection
+    _project: str
+
+    def channel(self, name: str) -> ReleaseEntry | None:
+        """What is live on a channel; None for a channel that nothing was ever released to."""
+        here = (deployments.c.project == releases.c.project) & (deployments.c.channel == releases.c.channel)
+        here &= (deployments.c.release_sequence == releases.c.sequence) & (deployments.c.role == LIVE)
+        query = self._releases().join(deployments, here).where(releases.c.channel == name)
+        return next(iter(self._all(ReleaseEntry, query)), None)
+
+    def channel_record(self, name: str) -> ChannelRecord:
+        """What holds for a channel; one that nobody has used yet has generation 0."""
+        query = select(channels).where(channels.c.project == self._project, channels.c.name == name)
+        return next(iter(self._all(ChannelRecord, query)), ChannelRecord(name))
+
+    def channel_records(self) -> list[ChannelRecord]:
+        """Every channel that has a release, a policy or a lock, by name."""
+        mine = channels.c.project == self._project
+        return self._all(ChannelRecord, select(channels).where(mine).order_by(channels.c.name))
+
+    def deployments(self, name: str) -> list[Deployment]:
+        """What a channel serves, by role."""
+        query = select(deployments).where(deployments.c.project == self._project, deployments.c.channel == name)
+        return self._all(Deployment, query.order_by(deployments.c.role))
+
+    def history(self, name: str) -> list[ReleaseEntry]:
+        """Every release of a channel, oldest first; `channel` has the one that is live."""
+        query = self._releases().where(releases.c.channel == name).order_by(releases.c.sequence)
+        return self._all(ReleaseEntry, query)
+
+    def last_release(self, name: str) -> int:
+        """The highest sequence of a channel's entries, whatever their action; 0: it has none."""
+        query = select(func.max(releases.c.sequence)).where(releases.c.project == self._project)
+        return int(self._connection.execute(query.where(releases.c.channel == name)).scalar() or 0)
+
+    def released(self, *run_ids: str) -> dict[str, str]:
+        """The last release of each of these runs that has one: `channel@sequence`."""
+        query = select(releases.c.run_id, releases.c.channel, releases.c.sequence).order_by(releases.c.at)
+        query = query.where(releases.c.project == self._project)
+        found: dict[str, str] = {}
+        for start in range(0, len(run_ids), _BATCH):
+            part = query.where(releases.c.run_id.in_(run_ids[start : start + _BATCH]))
+            found |= {run: f"{name}@{number}" for run, name, number in self._connection.execute(part)}
+        return found
+
+    def quarantine(self, name: str) -> list[Quarantine]:
+        """Models that may not be promoted to a channel again, the newest first."""
+        query = select(quarantine, principals.c.name.label("actor"))
+        query = query.join(principals, principals.c.id == quarantine.c.principal)
+        mine = (quarantine.c.project == self._project) & (quarantine.c.channel == name)
+        query = query.where(mine, quarantine.c.lifted_at.is_(None))
+        return self._all(Quarantine, query.order_by(quarantine.c.release.desc(), quarantine.c.model_digest))
+
+    def looks(self, items: str) -> list[Look]:
+        """Stages that computed something from these items, oldest first; what the stage cache answered is none.
+
+        Args:
+            items: digest of a data set.
+        """
+        used = select(edges.c.consumer).where(edges.c.project == self._project, edges.c.digest == items)
+        ends = {stage_of(end) for end in self._connection.execute(used.distinct()).scalars()}
+        ids = sorted({end[0] for end in ends if end})
+        moments = (stages.c.started_at.label("at"), stages.c.finished_at.label("ended"))
+        query = (
+            select(stages.c.run_id, stages.c.name.label("stage"), stages.c.kind, *moments)
+            .join(runs, runs.c.id == stages.c.run_id)
+            .where(runs.c.project == self._project)
+        )
+        query = query.where(stages.c.started_at.is_not(None), stages.c.cached_from.is_(None))
+        found: list[Look] = []
+        for start in range(0, len(ids), _BATCH):
+            found += self._all(Look, query.where(stages.c.run_id.in_(ids[start : start + _BATCH])))
+        mine = [look for look in found if (look.run_id, look.stage) in ends]
+        return sorted(mine, key=lambda look: (look.at, look.run_id, look.stage))
+
+    def measured(self, slots: str, output: str) -> list[Measured]:
+        """What stages measured on data: every file that they left for a set of items and its slot.
+
+        Args:
+            slots: how the slots of the data begin.
+            output: of those stages, with the measurements.
+        """
+        # distinct, so that it is read once: joined to itself, SQLite reads every edge of the project for each result
+        left = select(edges.c.producer, edges.c.digest).where(edges.c.project == self._project).distinct()
+        made = left.where(edges.c.consumer == "", edges.c.output == output).subquery("made")
+        query = select(edges.c.digest.label("items"), edges.c.slot, made.c.digest.label("results")).distinct()
+        query = query.join(made, made.c.producer == edges.c.consumer)
+        query = query.where(edges.c.project == self._project, edges.c.slot.startswith(slots, autoescape=True))
+        query = query.where(edges.c.consumer != "")
+        return self._all(Measured, query.order_by("items", edges.c.slot, "results"))
+
+    def channels(self) -> list[str]:
+        """The names of channels with a history."""
+        query = select(releases.c.channel).where(releases.c.project == self._project).distinct()
+        query = query.order_by(releases.c.channel)
+        return list(self._connection.execute(query).scalars())
+
+    def _releases(self) -> Select[Any]:
+        return _RELEASES.where(releases.c.project == self._project)
+
+    def _all(self, kind: type[Record], query: Select[Any], values: Mapping[str, Any] | None = None) -> list[Record]:
+        return to_records(kind, self._connection.execute(query, values))
+
+
+class ApprovalReading:
+    """The part of a snapshot that is about approvals."""
+
+    _connection: Connection
+    _project: str
+
+    def approval_requests(
+        self, channel: str | None = None, run_id: str | None = None, prefix: str | None = None
+    ) -> list[ApprovalRequest]:
+        """What was asked for, oldest first: of a channel, for a run, or of which the digest begins like this."""
+        query = _ASKED.where(approval_requests.c.project == self._project)
+        if channel is not None:
+            query = query.where(approval_requests.c.channel == channel)
+        if run_id is not None:
+            query = query.where(approval_requests.c.run_id == run_id)
+        if prefix is not None:
+            query = query.where(func.substr(approval_requests.c.digest, 1, len(prefix)) == prefix)
+        query = query.order_by(approval_requests.c.at, approval_requests.c.digest)
+        return [to_record(ApprovalRequest, row) for row in self._connection.execute(query)]
+
+    def approvals(self, request: str) -> list[Approval]:
+        """What was said of a request, oldest first."""
+        query = _SAID.where(approvals.c.project == self._project, approvals.c.request == request)
+        query = query.order_by(approvals.c.at, approvals.c.principal)
+        return [to_record(Approval, row) for row in self._connection.execute(query)]
+
+    def submitter(self, run_id: str) -> str:
+        """Who submitted a run, by the event of its submission.
+
+        Raises:
+            IntegrityError: no event tells.
+        """
+        found = self.known_submitter(run_id)
+        if found is None:
+            raise IntegrityError(f"run {run_id}: no event tells who submitted it; restore the ledger from a copy")
+        return found
+
+    def known_submitter(self, run_id: str) -> str | None:
+        """Who submitted a run; None: a version without such events recorded it."""
+        told = select(principals.c.name).join(events, events.c.principal == principals.c.id)
+        told = told.where(events.c.project == self._project, events.c.subject == run_id, events.c.kind == "run.pending")
+        found = self._connection.execute(told.order_by(events.c.id).limit(1)).scalar()
+        return None if found is None else str(found)
+
+    def runs_that_wait_for_approval(self, channel: str | None = None) -> Sequence[str]:
+        """Ids of runs whose release, to this channel or any, waits for an approval."""
+        query = select(stages.c.run_id).join(approval_requests, approval_requests.c.run_id == stages.c.run_id)
+        query = query.where(approval_requests.c.project == self._project)
+        if channel is not None:
+            query = query.where(approval_requests.c.channel == channel)
+        query = query.where(stages.c.state == StageState.READY, stages.c.reason == Reason.WAITING_FOR_APPROVAL)
+        return list(self._connection.execute(query.distinct()).scalars())

@@ -1,6 +1,9 @@
-"""Reading the ledger: everything asked of one `Snapshot` is of one moment.
+"""Reads of the ledger as of one moment, and the error for a run that does not exist.
 
-What a driver asks at every look at a run is a statement that is built once: building one costs more than running it.
+Everything asked of one `Snapshot` is of one moment. What a driver asks at every look at a run is a statement that is
+built once: building one costs more than running it.
+
+The error for an unknown run lists what the word names instead, similar names, and the runs that exist.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from sqlalchemy import (
     type_coerce,
 )
 
-from posttrain.domain.errors import InputError, NotFoundError
+from posttrain.domain.errors import InputError, NotFoundError, meant
 from posttrain.domain.kinds import OWN
 from posttrain.domain.lifecycle import AttemptState, RunState, is_final
 from posttrain.domain.records import (
@@ -43,6 +46,7 @@ from posttrain.domain.records import (
     Edge,
     Event,
     Hold,
+    ReleaseEntry,
     RunNote,
     RunRecord,
     RunRows,
@@ -50,11 +54,17 @@ from posttrain.domain.records import (
     StageRecord,
     Watch,
 )
-from posttrain.store.channel_rows import ApprovalReading, ChannelReading
-from posttrain.store.journal import auditable
-from posttrain.store.misnamed import no_run
-from posttrain.store.principals import PrincipalReading
-from posttrain.store.rows import Record, names_of, to_event, to_record
+from posttrain.store.journal import RUN, auditable
+from posttrain.store.rows import (
+    ApprovalReading,
+    ChannelReading,
+    PrincipalReading,
+    Record,
+    SinkReading,
+    names_of,
+    to_event,
+    to_record,
+)
 from posttrain.store.schema import (
     JsonText,
     artifacts,
@@ -68,6 +78,7 @@ from posttrain.store.schema import (
     notes,
     payloads,
     principals,
+    read_json_text,
     runs,
     signals,
     stage_cache,
@@ -77,11 +88,11 @@ from posttrain.store.schema import (
     watches,
     work,
 )
-from posttrain.store.schema.columns import read_json_text
 from posttrain.store.scope import Scope, across, of_project
-from posttrain.store.sinks import SinkReading
-from posttrain.store.waking import RUN
 
+_CHANNEL = "channel:"
+_SEARCHED = 1000  # of the newest runs, for one that a person may have meant
+_LISTED = 3
 _NAMES = 500  # of one statement
 _SHOWN = 5  # candidates named in an error
 _ENDED = [state for state in RunState if is_final("run", state)]
@@ -115,11 +126,53 @@ _ANSWERED = _ANSWERED.where(  # of a key that is answered the stage that does, n
         ~exists().where(_ENTRY.c.project == _PROJECT, _ENTRY.c.cache_key == bindparam("of_key")),
     )
 )
+
+
+def no_run(now: Snapshot, word: str) -> str:
+    """One line with a next action."""
+    names = [record.name for record in now.channel_records()]
+    channel, _, number = word.removeprefix(_CHANNEL).partition("@")
+    if channel in names:
+        return f"there is no run {word!r}: {_of_channel(channel, number, now.history(channel), now.channel(channel))}"
+    newest = now.runs(limit=_SEARCHED)
+    known = {name for run in newest for name in (run.id, run.name)}
+    whole, of_a_stage, _ = word.partition("/")
+    if of_a_stage and whole in known:
+        hint = f" ({whole!r} is a run, and its stages are shown with it)"
+    else:
+        listed = ", ".join(run.id for run in newest[:_LISTED])
+        hint = meant(word, known) or (f" (the newest: {listed})" if listed else " (there is none yet)")
+    return f"there is no run {word!r}{hint}; `posttrain ls` shows them"
+
+
+def _of_channel(channel: str, number: str, history: Sequence[ReleaseEntry], live: ReleaseEntry | None) -> str:
+    """What somebody sees who took a channel, or a release of one, for a run."""
+    see = f"posttrain get {channel}"
+    if live is None:
+        return f"{channel} is a channel, and nothing was released to it yet; see {see}"
+    if not number:
+        return f"{channel} is a channel, which serves release {live.sequence}{_made(live)}; see {see}"
+    entry = next((one for one in history if str(one.sequence) == number), None)
+    if entry is None:
+        first, last = history[0].sequence, history[-1].sequence
+        has = f"releases {first} to {last}" if first < last else f"release {first} only"
+        return f"channel {channel} has no release {number}, it has {has}; see {see}"
+    return f"that is release {number} of channel {channel}{_made(entry)}; see {see}"
+
+
+def _made(entry: ReleaseEntry) -> str:
+    return f", made by run {entry.run_id}: name that run" if entry.run_id else ", which no run made"
+
+
 _TEXTS = {  # the columns of `rows_on` that are JSON
     kind: [column.key for column in table.c if isinstance(column.type, JsonText)]
     for kind, table in (("StageRecord", stages), ("AttemptRecord", attempts))
 }
+
+
 _WATCHES = select(watches).where(of_project(watches, _PROJECT), watches.c.run_id == _RUN_ID).order_by(watches.c.attempt)
+
+
 _ASSETS = select(assets, principals.c.name.label("created_by")).join(principals, principals.c.id == assets.c.principal)
 
 

@@ -1,6 +1,6 @@
 """Deleting from the artifact store what nobody needs: mark, and sweep what is not marked and has lain there for long.
 
-Whoever records what they put, or found, holds the store's lock shared from the one to the other (`store.holding`). A
+Whoever records what they put, or found, holds the store's lock shared from the one to the other (`store.atomic`). A
 sweep takes it alone for one batch at a time, marks again if anything was told since, looks at the age of each blob
 again, tells in the ledger what it is about to delete, and deletes. So nothing is lost that is recorded in the same
 breath, whatever the grace; and nothing that is recorded later, as after an upload, within the grace. Killed anywhere it
@@ -24,15 +24,14 @@ from typing import Any
 
 from sqlalchemy import Connection, Text, delete, func, select, type_coerce
 
-from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import IntegrityError, NotFoundError, WorkspaceError
 from posttrain.domain.kinds import REPORT
 from posttrain.domain.lifecycle import RunState
-from posttrain.domain.ports import BlobStore
+from posttrain.domain.ports import BlobStore, crashpoint
 from posttrain.domain.records import MANIFEST
+from posttrain.store.atomic import StoreLock
 from posttrain.store.blobs import ObjectBlobs, StoredBlob
 from posttrain.store.database import schema_version
-from posttrain.store.holding import StoreLock
 from posttrain.store.journal import ERASED, REMOVED, TABLES, Author, Change, Journal, new_request
 from posttrain.store.ledger import Ledger
 from posttrain.store.releasing import POLICY_SET

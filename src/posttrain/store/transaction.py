@@ -33,14 +33,12 @@ from posttrain.domain.records import (
 )
 from posttrain.store.database import hold_off_others
 from posttrain.store.edges import Sizes, Told
-from posttrain.store.granting import GrantWriting
-from posttrain.store.journal import CHANGED, REMOVED, Change
+from posttrain.store.journal import CHANGED, REMOVED, Change, revive, settle_at
 from posttrain.store.releasing import ApprovalWriting, ReleaseWriting
 from posttrain.store.rows import Record, plain, to_columns
 from posttrain.store.schema import asset_status, assets, attempts, notes, projects, runs, signals, stage_cache, stages
 from posttrain.store.scope import of_project
-from posttrain.store.sinking import SinkWriting
-from posttrain.store.waking import revive, settle_at
+from posttrain.store.writing import GrantWriting, SinkWriting
 
 _WATCH = sql(
     "INSERT INTO watches (attempt, run_id, progress, quiet, at) VALUES (:attempt, :run_id, :progress, :quiet, :at) "

@@ -6,14 +6,21 @@
 
 in canonical JSON, so equal folders have equal digests. Paths are relative with `/`; empty folders, modes and times do
 not count.
+
+Folders for the length of a block, which also go when the process in it is killed: the next one sweeps.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +28,77 @@ from typing import Any
 from posttrain.domain.canonical import DIGEST_PREFIX, canonical_json, digest_bytes, digest_chunks, is_digest
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.ports import BlobStore
-from posttrain.store.atomic import files_below, make_folder, open_plain, scratch, sync_folder, unwritable
+from posttrain.store.atomic import files_below, make_folder, open_plain, sync_folder, taken, unwritable, writing
 
+_MOVED = ".moved-"
+_FRESH_SECONDS = 60.0  # a folder younger than this may be made and not held yet
 FORMAT = "posttrain.tree/1"
 _CHUNK = 1 << 20
 _BESIDE = re.compile(  # what a trainer leaves beside a model, by the path in its folder; most of it is pickled
     r"(?:^|/)(?:checkpoint-\d+/|(?:training_args\.bin|optimizer\.(?:pt|bin)|scheduler\.pt|scaler\.pt|rng_state\w*\.pth|"
     r"trainer_state\.json)$)"
 )
+
+
+@contextmanager
+def scratch(parent: Path, prefix: str) -> Iterator[Path]:
+    """A folder below `parent` for the length of the block. Those of processes that were killed are removed first.
+
+    Raises:
+        WorkspaceError: it cannot be created.
+    """
+    make_folder(parent)
+    _sweep(parent, prefix)
+    with writing(parent):
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_SH)  # the kernel lets go of it when this process dies, however it dies
+        yield folder
+    finally:
+        remove_tree(folder)
+        os.close(held)
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder with everything in it, as far as that goes, however deep folders lie in each other.
+
+    A job may have made them: a walk that calls itself ends at a thousand of them, and a path has at most 4096
+    characters. So folders that lie in others are moved up first, until none does.
+    """
+    with suppress(OSError):
+        folder.chmod(0o700)
+        waiting = _folders(folder)
+        while waiting:
+            here = waiting.pop()
+            here.chmod(0o700)
+            for inner in _folders(here):
+                inner.chmod(0o700)  # whoever moves a folder writes into it
+                moved = folder / f"{_MOVED}{os.urandom(12).hex()}"
+                inner.rename(moved)
+                waiting.append(moved)
+    with suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folders(folder: Path) -> list[Path]:
+    with os.scandir(folder) as entries:
+        return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+
+
+def _sweep(parent: Path, prefix: str) -> None:
+    for folder in parent.glob(f"{prefix}*"):
+        try:
+            if time.time() - folder.stat().st_mtime < _FRESH_SECONDS:
+                continue  # perhaps made this moment and not held yet
+            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            continue  # gone, or somebody else's
+        try:
+            if taken(held):
+                remove_tree(folder)
+        finally:
+            os.close(held)
 
 
 @dataclass(frozen=True, slots=True)

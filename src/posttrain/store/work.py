@@ -37,14 +37,13 @@ from sqlalchemy import (
 from posttrain.domain.errors import InfrastructureError, NotFoundError, StaleWriteError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import RunRows
-from posttrain.store.clock import SERVER_TIME, moment, now_in
-from posttrain.store.database import Database, LostAnswerError
+from posttrain.store.database import SERVER_TIME, Database, LostAnswerError, moment, now_in
+from posttrain.store.journal import RUN, STAGE, settle_at, wake
 from posttrain.store.ledger import Ledger
 from posttrain.store.rows import plain
 from posttrain.store.schema import cursors, runs, stages, work
 from posttrain.store.scope import Scope
 from posttrain.store.snapshot import Snapshot, rows_on
-from posttrain.store.waking import RUN, STAGE, settle_at, wake
 
 NEVER = 1e11  # seconds: until somebody wakes it
 _TOKEN_BYTES = 16

@@ -1,20 +1,34 @@
-"""What every part of a write transaction needs: rows are added and changed, and each change is told."""
+"""The base of write transactions, and the writing of access rights and sinks.
+
+Rows are added and changed, and each change is recorded. Events about access name principals by their ids, and tokens by
+the digests of their secrets. Events about sinks record their rows; a cursor belongs to whoever delivers
+(`store/cursors.py`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Connection, Table, update
+from sqlalchemy import Connection, Table, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError as ConstraintError
 
-from posttrain.domain.errors import ConflictError
+from posttrain.domain.errors import ConflictError, InputError, NotFoundError
+from posttrain.domain.ids import FORM, Role, is_principal
 from posttrain.domain.ports import Clock
+from posttrain.domain.records import Token
+from posttrain.domain.sinks import SinkRecord
 from posttrain.store.edges import EdgeWriter, addition
-from posttrain.store.journal import ADDED, CHANGED, Author, Change, Journal
-from posttrain.store.rows import to_columns
+from posttrain.store.journal import ADDED, CHANGED, REMOVED, Author, Change, Journal, settle
+from posttrain.store.rows import SINK_ADDED, plain, to_columns
+from posttrain.store.schema import channels, cursors, projects, roles, sinks, tokens
 from posttrain.store.snapshot import Snapshot
-from posttrain.store.waking import settle
+
+_MOST_IMAGES = 256  # that a project allows
+SINK_PAUSED, SINK_RESUMED, SINK_REMOVED = "sink.paused", "sink.resumed", "sink.removed"
+FRESH: dict[str, Any] = {"failures": 0, "error": "", "failed_since": None, "not_before": None}
+FREE: dict[str, Any] = {"lease_owner": None, "lease_until": None}
 
 
 class Writing:
@@ -92,3 +106,213 @@ class Writing:
         values = {**values, "generation": was + 1}
         moved = update(table).where(*here, table.c.generation == was).values(**values)
         return Change(CHANGED, table.name, key, values) if self._connection.execute(moved).rowcount else None
+
+
+class GrantWriting(Writing):
+    """The part of a transaction that is about access."""
+
+    def add_project(self) -> None:
+        """Make this transaction's project, with whoever makes it as its admin.
+
+        Raises:
+            ConflictError: there is one of that name.
+        """
+        self._insert(projects, {"id": self._project, "created_at": self._clock.now()}, f"project {self._project}",
+            "project.added", self._project)  # fmt: skip
+        self.set_role(self._journal.author.name, Role.ADMIN)
+
+    def allow_image(self, rule: str) -> None:
+        """Let runs of this project name an image (`domain.requests`); saying it again changes nothing.
+
+        Raises:
+            InputError: the project allows as many as it may.
+        """
+        _lock(self._connection, self._project)
+        known = self.snapshot.images() or []
+        if rule in known:
+            return
+        if len(known) >= _MOST_IMAGES:
+            raise InputError(
+                f"project {self._project}: may allow at most {_MOST_IMAGES} images, got {len(known) + 1}; remove one "
+                "with posttrain project remove-image, or allow a repository: NAME@*"
+            )
+        self._set_images([*known, rule])
+
+    def remove_image(self, rule: str) -> None:
+        """Let no new run of this project name an image any more.
+
+        Raises:
+            NotFoundError: it allows others, and not this one.
+        """
+        _lock(self._connection, self._project)
+        known = self.snapshot.images()
+        if known is None or rule not in known:
+            raise NotFoundError(
+                f"project {self._project}: does not allow image {rule[:120]!a}; posttrain project images shows those "
+                "that it does"
+            )
+        self._set_images([one for one in known if one != rule])
+
+    def _set_images(self, images: list[str]) -> None:
+        key = {"id": self._project}
+        self._change(projects, key, {"images": sorted(images)}, "project.images", self._project)
+
+    def set_role(self, name: str, role: Role | None) -> None:
+        """Give a principal a role in this project, another one, or none.
+
+        Whoever gives the first one becomes an admin: until then everybody who could open the ledger was.
+
+        Raises:
+            ConflictError: nobody would be an admin any more.
+            InputError: a name that no policy could name either.
+        """
+        if role is not None and not is_principal(name):
+            raise InputError(f"role {role}: must be of {FORM}, got {name!a}")
+        _lock(self._connection, self._project)
+        known, own = self.snapshot.roles(), self._journal.author.name
+        after: dict[str, Role | None] = {**(known or {own: Role.ADMIN}), name: role}
+        if Role.ADMIN not in after.values():
+            raise ConflictError(f"project {self._project}: must have an admin, got {name} as the last; name another")
+        for one, wanted in after.items():
+            if known.get(one) != wanted:
+                self._set_role(self._journal.principal(one), wanted)
+
+    def _set_role(self, principal: str, role: Role | None) -> None:
+        self._woken |= set(self.snapshot.runs_that_wait_for_approval())  # whose approvals count is another now
+        key = {"project": self._project, "principal": principal}
+        if role is None:
+            here = (roles.c.project == self._project) & (roles.c.principal == principal)
+            self._connection.execute(delete(roles).where(here))
+            self._journal.tell("role.withdrawn", principal, Change(REMOVED, "roles", key, {}))
+        elif not self._change(roles, key, {"role": str(role)}, "role.granted", principal):
+            self._insert(roles, {**key, "role": str(role)}, f"role of {principal}", "role.granted", principal)
+
+    def add_token(self, token: Token, secret_digest: str) -> None:
+        """A token that was issued; of its secret nothing but the digest is known here."""
+        columns = {
+            "id": token.id,
+            "principal": self._journal.principal(token.actor),
+            "secret_digest": secret_digest,
+            "scopes": dict(token.scopes),
+            "created_at": token.created_at,
+            "expires_at": token.expires_at,
+            "revoked_at": None,
+            "replaces": token.replaces,
+        }
+        self._insert(tokens, columns, f"token {token.id}", "token.issued", token.id)
+
+    def revoke_token(self, token_id: str) -> bool:
+        """Let a token be good for nothing from now on; False: it was revoked before, or the project has none."""
+        if all(one.id != token_id for one in self.snapshot.tokens()):
+            return False
+        live = select(tokens.c.id).where(tokens.c.id == token_id, tokens.c.revoked_at.is_(None))
+        if self._connection.execute(live.with_for_update()).first() is None:
+            return False
+        return self._change(tokens, {"id": token_id}, {"revoked_at": self._clock.now()}, "token.revoked", token_id)
+
+
+def end_access(connection: Connection, author: Author, clock: Clock, principal: str) -> None:
+    """Take every role from a principal, in every project, and revoke their tokens.
+
+    Raises:
+        ConflictError: a project would have no admin any more.
+    """
+    held = connection.execute(select(roles.c.project, roles.c.role).where(roles.c.principal == principal)).all()
+    for project, role in sorted((str(row[0]), Role(row[1])) for row in held):
+        _lock(connection, project)
+        here = (roles.c.project == project) & (roles.c.principal == principal)
+        others = select(roles.c.role).where(roles.c.project == project, roles.c.principal != principal)
+        if role is Role.ADMIN and Role.ADMIN not in connection.execute(others).scalars().all():
+            raise ConflictError(f"project {project}: must have an admin, and this is the last; name another first")
+        connection.execute(delete(roles).where(here))
+        journal = Journal(connection, author, clock, project)
+        gone = Change(REMOVED, "roles", {"project": project, "principal": principal}, {})
+        journal.tell("role.withdrawn", principal, gone)
+        journal.flush(Snapshot(connection, project).runs_that_wait_for_approval())
+    live = select(tokens.c.id, tokens.c.scopes).where(tokens.c.principal == principal, tokens.c.revoked_at.is_(None))
+    for token, scopes in connection.execute(live.with_for_update()).all():
+        now = {"revoked_at": clock.now()}
+        connection.execute(update(tokens).where(tokens.c.id == token).values(**now))
+        journal = Journal(connection, author, clock, next(iter(scopes)))
+        journal.tell("token.revoked", str(token), Change(CHANGED, "tokens", {"id": token}, now))
+        journal.flush()
+
+
+def _lock(connection: Connection, project: str) -> None:
+    """Lock a project's roles until the end of the transaction, and who begins to wait for an approval meanwhile."""
+    if connection.dialect.name == "postgresql":  # on SQLite one writes at a time
+        connection.execute(select(projects.c.id).where(projects.c.id == project).with_for_update())
+        mine = select(channels.c.name).where(channels.c.project == project)
+        connection.execute(mine.order_by(channels.c.name).with_for_update())
+
+
+class SinkWriting(Writing):
+    """The part of a transaction that is about sinks."""
+
+    def add_sink(self, sink: SinkRecord, after: int) -> SinkRecord:
+        """A new sink.
+
+        Args:
+            after: it is told of events after this place in the log.
+
+        Raises:
+            ConflictError: there is one of this name.
+        """
+        columns = {
+            "project": self._project,
+            "principal": self._journal.own,
+            "name": sink.name,
+            "kind": sink.kind,
+            "settings": plain(sink.settings),
+            "rules": {
+                str(number): rule.to_json() for number, rule in enumerate(sink.rules, 1)
+            },  # an erasure takes whole ones
+            "created_at": self._clock.now(),
+            "paused": "",
+        }
+        self._insert(sinks, columns, f"sink {sink.name}", SINK_ADDED, sink.name)
+        self._connection.execute(delete(cursors).where(*self._cursor(sink.name)))  # of one of that name of before
+        self._connection.execute(
+            insert(cursors).values(project=self._project, sink=sink.name, sequence=after, **FRESH, at=None, **FREE)
+        )
+        return replace(sink, created_at=columns["created_at"], actor=self._journal.author.name)
+
+    def pause_sink(self, name: str, why: str, facts: dict[str, Any] | None = None, error: str = "") -> bool:
+        """Deliver nothing to a sink any more; False: it was paused before, or is gone.
+
+        Args:
+            why: person | failing.
+            error: what stood in the way, in words.
+        """
+        here = (sinks.c.project == self._project, sinks.c.name == name, sinks.c.paused == "")
+        if not self._connection.execute(update(sinks).where(*here).values(paused=why)).rowcount:
+            return False
+        change = Change(CHANGED, "sinks", {"project": self._project, "name": name}, {"paused": why})
+        self._journal.tell(SINK_PAUSED, name, change, facts=facts, said={"error": error} if error else None)
+        return True
+
+    def resume_sink(self, name: str, skip_to: int | None = None) -> None:
+        """Deliver again, at once.
+
+        Args:
+            skip_to: from after this place in the log on; None: from where it stands.
+        """
+        key = {"project": self._project, "name": name}
+        here = (sinks.c.project == self._project, sinks.c.name == name, sinks.c.paused != "")
+        if self._connection.execute(update(sinks).where(*here).values(paused="")).rowcount:
+            change = Change(CHANGED, "sinks", key, {"paused": ""})
+            self._journal.tell(SINK_RESUMED, name, change, facts={} if skip_to is None else {"skipped_to": skip_to})
+        moved = {} if skip_to is None else {"sequence": skip_to, **FREE}
+        self._connection.execute(update(cursors).where(*self._cursor(name)).values(**FRESH, **moved))
+
+    def remove_sink(self, name: str) -> None:
+        """Forget a sink."""
+        gone = delete(sinks).where(sinks.c.project == self._project, sinks.c.name == name)
+        if self._connection.execute(gone).rowcount:
+            self._journal.tell(
+                SINK_REMOVED, name, Change(REMOVED, "sinks", {"project": self._project, "name": name}, {})
+            )
+        self._connection.execute(delete(cursors).where(*self._cursor(name)))
+
+    def _cursor(self, name: str) -> tuple[Any, ...]:
+        return cursors.c.project == self._project, cursors.c.sink == name

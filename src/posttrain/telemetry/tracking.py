@@ -1,23 +1,24 @@
-"""The port of trackers: where a run's metrics are written for people's own tools.
+"""The port of trackers, the ownership of their targets, the points of a stage, and the progress of a run.
 
-A tracker's memory is its target. `begin` reads from the target itself which points are there, and whoever writes
-leaves those out; so a process that was killed between any two writes, or inside one, is followed by one that neither
-repeats nor misses a point. Within a (stage, metric) points come by ascending step.
+A tracker writes a run's metrics for people's own tools. A tracker's memory is its target. `begin` reads from the target
+itself which points are there, and whoever writes leaves those out; so a process that was killed between any two writes,
+or inside one, is followed by one that neither repeats nor misses a point. Within a (stage, metric) points come by
+ascending step.
 
 ::
 
     begin(run) ──▶ log(rows) … flush() … log(rows) ──▶ end(ending) ──▶ close()
-       ▲ mends what was torn, says what is there          ▲ may be called again after a retry of the run
+       ▲ mends what was torn, reports what is there       ▲ may be called again after a retry of the run
 
-Whose a tracker's target is: one process writes a run there at a time, and one workspace's run only.
+One process at a time writes a run to a tracker's target, and one workspace's run only. Run ids come from manifests, so
+two workspaces may have a run of one id. Beside a target of files lies `.NAME.writer`: locked by whoever writes, its
+line the workspace's identity. The kernel releases it at a kill.
 
-Run ids come from manifests, so two workspaces may have a run of one id. Beside a target of files lies
-`.NAME.writer`: locked by whoever writes, its line the workspace's identity. The kernel lets go of it at a kill.
+A stage's points come from the facts of its attempts, in the order in which they are written to trackers. Of a step that
+was lost and redone the first value counts: it may have been written already. A redone step that came out otherwise is
+reported.
 
-A stage's points in the order in which they are written to trackers, from the facts of its attempts.
-
-Of a step that was lost and redone the first value counts: it may have been written already. A redone step that came
-out otherwise is told.
+Progress is read from the attempt folders: the live display, `get` and the report show it.
 """
 
 from __future__ import annotations
@@ -25,25 +26,29 @@ from __future__ import annotations
 import math
 import os
 import re
+import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, ClassVar, Protocol, runtime_checkable
 
-from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import WorkspaceError
-from posttrain.domain.facts import Metric
+from posttrain.domain.facts import Metric, Note, Progress, Span
+from posttrain.domain.ports import crashpoint
 from posttrain.domain.records import AttemptRecord
 from posttrain.store.atomic import make_folder, private, taken, writing
 from posttrain.store.attempts import AttemptFolder
+from posttrain.telemetry.timeline import is_call
 
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 _REMEMBERED = 10_000  # steps of a metric that a redone one is compared with: more than lie between two checkpoints
 _OF_THE_MACHINE = ("memory/",)  # another process has other values
 _CONTROLS = dict.fromkeys((*range(32), *range(127, 160), 8232, 8233, *range(0xD800, 0xE000)), "_")
+_HAND_OFFS = 20_000  # that are kept: of some two thousand steps
+_RATE_WINDOW = 20  # progress facts that tokens/s and the ETA are averaged over
 
 
 class Cursor(dict[tuple[str, str], int]):
@@ -317,3 +322,113 @@ class StageFeed:
 
 def _same(one: float, other: float) -> bool:
     return one == other or (math.isnan(one) and math.isnan(other))
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgress:
+    """One stage as far as its facts tell."""
+
+    step: int = 0
+    total: int = 0
+    tokens: int = 0
+    tokens_per_second: float | None = None
+    eta: float | None = None  # seconds
+    latest: dict[str, float] = field(default_factory=dict)  # metric → newest value
+    notes: tuple[Note, ...] = ()
+    at: float | None = None  # when the job said how far it is
+    stale: bool = False  # an earlier attempt said so, and the newest one nothing yet
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One value of a curve."""
+
+    step: int
+    value: float
+
+
+class StageWatcher:
+    """Reads the facts of one stage's attempts as they come; each segment is read once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._seen: dict[str, int] = {}
+        self._last: Progress | None = None
+        self._recent: deque[Progress] = deque(maxlen=_RATE_WINDOW)  # of the newest attempt
+        self._by = ""  # folder of the attempt that said them
+        self._latest: dict[str, float] = {}
+        self._of_step: frozenset[str] = frozenset()  # metrics of the newest step that updated the weights
+        self._notes: deque[Note] = deque(maxlen=5)
+        self.hand_offs: deque[Span] = deque(maxlen=_HAND_OFFS)  # of the newest attempt, the latest ones
+        self._spans_by = ""
+        self.curves: dict[str, dict[int, float]] = {}  # metric → step → value; a redone step overwrites
+
+    def read(self, attempts: Sequence[AttemptRecord]) -> StageProgress:
+        """Take in what is new and sum up. A segment that cannot be read becomes a note: watching harms no run."""
+        for attempt in attempts:
+            folder = AttemptFolder(self._root / attempt.folder, attempt.channel)
+            for facts, number in folder.segments(self._seen.get(attempt.folder, 0), self._unreadable):
+                for fact in facts:
+                    self._take(fact, attempt.folder)
+                self._seen[attempt.folder] = number
+        last = self._last
+        if last is None:
+            return StageProgress(latest=dict(self._latest), notes=tuple(self._notes))
+        rate, eta = self._pace() if self._by == attempts[-1].folder else (None, None)
+        return StageProgress(
+            last.step,
+            last.total,
+            last.tokens,
+            rate,
+            eta,
+            dict(self._latest),
+            tuple(self._notes),
+            last.at,
+            stale=self._by != attempts[-1].folder,
+        )
+
+    def _pace(self) -> tuple[float | None, float | None]:
+        """Tokens per second, and seconds to the end; None where the newest attempt has not said enough, or is there."""
+        first, last = self._recent[0], self._recent[-1]
+        seconds = last.at - first.at
+        if seconds <= 0:
+            return None, None
+        pace = (last.step - first.step) / seconds
+        left = last.total - last.step
+        return (last.tokens - first.tokens) / seconds, left / pace if pace > 0 and left > 0 else None
+
+    def _unreadable(self, error: Exception) -> None:
+        self._notes.append(Note(str(error), time.time(), "warning"))
+
+    def curve(self, metric: str) -> list[Point]:
+        """A metric by step, without the steps that were lost and redone."""
+        return [Point(step, value) for step, value in sorted(self.curves.get(metric, {}).items())]
+
+    def _take(self, fact: object, folder: str) -> None:
+        if isinstance(fact, Progress):
+            if folder != self._by:
+                self._by = folder
+                self._recent.clear()  # what was done in another attempt's time says nothing of this one's pace
+            self._last = fact
+            self._recent.append(fact)
+        elif isinstance(fact, Metric):
+            self._forget_updates(fact)
+            for name, value in fact.values.items():
+                self._latest[name] = value
+                self.curves.setdefault(name, {})[fact.step] = value
+        elif isinstance(fact, Span):
+            if folder != self._spans_by:  # a step that was lost and redone is timed once
+                self._spans_by = folder
+                self.hand_offs.clear()
+            if not is_call(fact):
+                self.hand_offs.append(fact)
+        elif isinstance(fact, Note):
+            self._notes.append(fact)
+
+    def _forget_updates(self, fact: Metric) -> None:
+        """A step that updated nothing has no loss: that of an earlier one is not the newest value."""
+        if fact.values.get("updates"):
+            self._of_step = frozenset(fact.values)
+        elif "updates" in fact.values:
+            for name in self._of_step - fact.values.keys():
+                self._latest.pop(name, None)

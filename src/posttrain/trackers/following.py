@@ -29,15 +29,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import InputError, PosttrainError, TrackerError, WorkspaceError
 from posttrain.domain.lifecycle import is_final
+from posttrain.domain.ports import crashpoint
 from posttrain.domain.trackers import Trackers
 from posttrain.drivers.requests import driven
 from posttrain.store.atomic import make_folder, read_json, write_json
 from posttrain.telemetry.tracking import Tracker, missing
-from posttrain.trackers.registering import REGISTRIES, register_channel
-from posttrain.trackers.tracked import RunSource
+from posttrain.trackers.tracked import REGISTRIES, RunSource, register_channel
 from posttrain.trackers.tracking import (
     LOCK,
     STATES,

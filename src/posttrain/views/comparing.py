@@ -14,12 +14,10 @@ from posttrain.domain.canonical import is_digest
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.kinds import METRICS
 from posttrain.domain.records import stage_of
-from posttrain.telemetry.curves import Curve
-from posttrain.views.answers import shortened
 from posttrain.views.drawing import KEPT, stage_curves
 from posttrain.views.status import RunWatcher
-from posttrain.web.panels import CurveSeries
-from posttrain.web.quantities import rank
+from posttrain.views.tracing import shortened
+from posttrain.web.panels import Curve, CurveSeries, rank
 from posttrain.web.report import Changed, ComparePage, ItemPair, SubjectFacts, compare_page
 from posttrain.workspace.opened import OpenWorkspace
 

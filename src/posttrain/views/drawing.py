@@ -11,10 +11,8 @@ from posttrain.decision.statistics import rate_lower
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.manifest import Manifest, StageManifest
 from posttrain.domain.records import StageRecord
-from posttrain.telemetry.curves import Curve
 from posttrain.views.status import RunStatus, RunWatcher
-from posttrain.web.panels import CurveSeries, StageBoundary
-from posttrain.web.quantities import rank
+from posttrain.web.panels import Curve, CurveSeries, StageBoundary, rank
 from posttrain.workspace.opened import OpenWorkspace
 
 # metric of a training stage → the panel of the picture that it is drawn in

@@ -12,7 +12,7 @@ from posttrain.domain.records import RunRecord
 from posttrain.domain.runspec import Passes
 from posttrain.planner.prospects import Estimate
 from posttrain.planner.residency import Residency
-from posttrain.planner.size import Size
+from posttrain.planner.sizes import Size
 
 _INPUT = ("slot", "name", "digest")
 

@@ -19,9 +19,9 @@ from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import StageRecord
 from posttrain.telemetry.timeline import AttemptSpans, StepTime, step_times
 from posttrain.trackers.tracked import flat
-from posttrain.views.answers import stage_samples, suite_answers
 from posttrain.views.drawing import LOSS, PANELS, main_curves, stage_curves
 from posttrain.views.status import RunStatus, RunWatcher, baseline_run, run_scores
+from posttrain.views.tracing import stage_samples, suite_answers
 from posttrain.web.curves import learning_curve
 from posttrain.web.report import (
     BudgetRow,

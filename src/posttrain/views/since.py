@@ -1,10 +1,10 @@
-"""What the rows of a run ask a person for, as things stand by now: it may have been done since they were written.
+"""What the rows of a run ask a person for, and the state of its stages in words, as things stand by now.
 
-A driver writes down what it waits for when it looks, and a run that has ended is looked at by nobody.
+What a row asks for may have been done since it was written: a driver writes down what it waits for when it looks, and a
+run that has ended is looked at by nobody.
 
-A job that has ended while no process drives its run, in words.
-
-Where a job runs that does not run here, in words.
+The words state that a job has ended while no process drives its run, where a job runs that does not run here, and why a
+stage is where it is: what it waits for, and what a person would do next.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from signal import Signals
 from posttrain.domain.approvals import Action, Standing, one_of
 from posttrain.domain.errors import PosttrainError
 from posttrain.domain.ids import canonical
+from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import Reason, StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord
@@ -27,6 +28,7 @@ from posttrain.store.snapshot import Snapshot
 from posttrain.workspace.opened import OpenWorkspace
 
 NOTHING = "none needed"  # what a person would do next
+DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
 
 
 def as_they_stand(
@@ -160,3 +162,30 @@ def on_another_host(
 def named(host: Host) -> str:
     """`HOSTNAME:FOLDER (URL)`."""
     return f"{host.name} ({host.url})" if host.url else host.name
+
+
+def asks(row: StageRecord) -> bool:
+    """Whether it asks a person for something, who may have done it since."""
+    return waiting(row) or (row.state == StageState.REJECTED and kind_of(row.kind).ships)
+
+
+def waiting_for(manifest: Manifest, rows: Sequence[StageRecord]) -> dict[str, str]:
+    """Stage → the unfinished stages it waits for, as words."""
+    undone = {row.name for row in rows if row.state not in DONE}
+    return {stage.name: ", ".join(sorted(stage.upstream() & undone)) for stage in manifest.stages}
+
+
+def stage_words(run: RunRecord, row: StageRecord, above: str, now: float) -> tuple[str, str]:
+    """Why the stage is where it is, and what a person would do next."""
+    if row.state in DONE:  # whatever its row asked for before that
+        return row.message or row.state, "none needed"
+    if row.state == StageState.RUNNING:
+        return row.message or row.state, row.next_action or "none needed"
+    if row.state in (StageState.PENDING, StageState.READY):
+        if is_final("run", run.state):
+            return f"not started: the run ended first ({run.state})", run.next_action or f"posttrain why {run.id}"
+        told = row.message if row.state == StageState.READY else ""
+        if waiting(row) and row.not_before is not None and row.not_before > now:
+            told += f" (in {span(row.not_before - now)})"
+        return told or (f"waits for {above}" if above else "its turn comes next"), row.next_action or "none needed"
+    return row.message or row.state, row.next_action or f"posttrain why {run.id}"

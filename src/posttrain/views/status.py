@@ -1,10 +1,13 @@
-"""How one run stands: its ledger rows joined with what its jobs said so far. What `get`, the live display and the
-report show. Reads only.
+"""The status of runs: their ledger rows joined with what their jobs have reported so far. Reads only.
+
+`get`, the live display and the report show the status of one run. The rows of several runs are read at once: a list of
+runs costs the ledger what one of them does.
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import json
 from collections import Counter
@@ -29,11 +32,9 @@ from posttrain.domain.waits import waiting
 from posttrain.drivers.requests import DriverKind, RunDriver, run_driver
 from posttrain.store.hosts import Host
 from posttrain.store.snapshot import Snapshot
-from posttrain.telemetry.progress import StageProgress, StageWatcher
+from posttrain.telemetry.tracking import StageProgress, StageWatcher
 from posttrain.views.drawn import drawn_words
-from posttrain.views.reasons import asks, stage_words, waiting_for
-from posttrain.views.rows import Rows
-from posttrain.views.since import as_they_stand, ended_unseen, on_another_host
+from posttrain.views.since import as_they_stand, asks, ended_unseen, on_another_host, stage_words, waiting_for
 from posttrain.workspace.opened import OpenWorkspace
 
 if TYPE_CHECKING:
@@ -50,6 +51,39 @@ _WAITS: Mapping[str, str] = {  # what a run is called of which nothing runs
     Reason.WAITING_FOR_SIGNAL: "waits for a signal",
     Reason.WAITING_FOR_TIME: "waits",
 }
+
+
+class Rows:
+    """What a list shows of these runs, in as many statements however many they are.
+
+    Args:
+        ledger: read now, and not again.
+        runs: in the order in which they are shown.
+        hosts: those of the ledger; asked at most once.
+    """
+
+    def __init__(self, ledger: Snapshot, runs: Sequence[RunRecord], hosts: Callable[[], Sequence[Host]]) -> None:
+        self.runs = list(runs)
+        self.hosts = functools.cache(hosts)
+        ids = [run.id for run in runs]
+        self.released = ledger.released(*ids) if ids else {}
+        self._stages: dict[str, list[StageRecord]] = {run_id: [] for run_id in ids}
+        self._live: dict[tuple[str, str], list[AttemptRecord]] = {}
+        self.tags: dict[str, list[str]] = {run_id: [] for run_id in ids}
+        for note in ledger.notes(*ids, tags=True) if ids else ():
+            self.tags[note.run_id].append(note.tag)
+        for stage in ledger.stages_in_brief(*ids) if ids else ():
+            self._stages[stage.run_id].append(stage)
+        for attempt in ledger.attempts_of(*ids, live=True) if ids else ():
+            self._live.setdefault((attempt.run_id, attempt.stage), []).append(attempt)
+
+    def stages(self, run_id: str) -> list[StageRecord]:
+        """See `Snapshot.stages_in_brief`."""
+        return self._stages[run_id]
+
+    def live(self, run_id: str, stage: str) -> list[AttemptRecord]:
+        """The attempts of a stage that have not ended."""
+        return self._live.get((run_id, stage), [])
 
 
 @dataclass(frozen=True, slots=True)

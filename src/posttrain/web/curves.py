@@ -20,8 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from posttrain.domain.errors import InputError, WorkspaceError
-from posttrain.web.panels import CurveSeries, StageBoundary
-from posttrain.web.quantities import extent
+from posttrain.web.panels import CurveSeries, StageBoundary, extent
 
 PANEL_WIDTH, HEIGHT, DPI = 4.4, 3.9, 120  # inches, inches, pixels per inch
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe-Ito: colour-blind safe

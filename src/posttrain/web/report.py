@@ -14,8 +14,7 @@ from posttrain.control.scores import Response, Scores
 from posttrain.domain.facts import Sample
 from posttrain.domain.gates import Verdict
 from posttrain.web.pages import Sizes, fitted, template, write_page
-from posttrain.web.panels import TONES, CurveSeries, Panel, panel, whiskers
-from posttrain.web.quantities import COMPONENTS, MAIN, REWARD, component, rank
+from posttrain.web.panels import COMPONENTS, MAIN, REWARD, TONES, CurveSeries, Panel, component, panel, rank, whiskers
 
 _BEFORE, _AFTER = 1, 0  # colours of a score's two points
 

@@ -22,9 +22,8 @@ from typing import Any
 
 from posttrain.domain.errors import InputError, WorkspaceError
 from posttrain.execution.processes import NEVER
-from posttrain.store.atomic import read_json, write_json
+from posttrain.store.atomic import held, read_json, write_json
 from posttrain.store.blobs import blobs_url
-from posttrain.store.holding import held
 from posttrain.store.hosts import GONE_SECONDS, Hosts
 from posttrain.store.ledger import Ledger
 from posttrain.store.postgres import checked_address

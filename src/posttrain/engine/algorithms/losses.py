@@ -1,13 +1,14 @@
-"""Per-token losses. Functions take `[T]` tensors of a packed batch and a mask and return `[T]`, 0 outside.
+"""Losses and rewards per token.
+
+Functions take `[T]` tensors of a packed batch and a mask and return `[T]`, 0 outside.
 
 Inputs are masked *before* any non-linear step, so that neither the value nor the gradient of a masked token can leak,
-not even a NaN (0 · NaN is NaN). How tokens are summed is `aggregation`'s business.
+not even a NaN (0 · NaN is NaN). How tokens are summed is decided in `algorithms.objectives`.
 
-Rewards per token: the score at the end of a response and, on its way, the price of leaving the reference.
-
-A penalty goes into the reward or into the loss, never into both. In the reward it is a number without gradient, and
+The reward of a token is the score at the end of a response and, before the end, the penalty for leaving the reference.
+The penalty goes into the reward or into the loss, never into both. In the reward it is a number without gradient, and
 k1 is the natural estimator there: unbiased, and what PPO from human feedback began with. In the loss k1 has no expected
-gradient (see `losses.kl_penalty`).
+gradient (see `kl_penalty`).
 """
 
 from __future__ import annotations

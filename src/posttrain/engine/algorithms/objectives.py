@@ -1,22 +1,21 @@
-"""What an optimiser step minimises: values that know the step's totals, called once per micro-batch.
+"""Objectives of an optimiser step, the weights of tokens in them, and the distillation loss.
 
-They are data, not closures, so that they travel to ranks in other processes; each returns the plain sum of its
-micro-batch's weighted losses, so that sums over micro-batches and ranks are the whole step's (`aggregation`).
+An objective is what the step minimises: a value that holds the step's totals, called once per micro-batch. Objectives
+are data, not closures, so that they travel to ranks in other processes; each returns the plain sum of its micro-batch's
+weighted losses, so that sums over micro-batches and ranks are the whole step's.
 
-How per-token losses become one number, so that gradients do not depend on how a batch is split.
+Per-token losses become one number so that gradients do not depend on how a batch is split. A mean inside each
+micro-batch would weight a token by the other tokens of its micro-batch. Here every token gets its weight from totals of
+the whole optimiser step, and a micro-batch's loss is the plain sum Σ weight·loss: the parts add up to the same loss,
+and so to the same gradient, for every split. Only response tokens count; prompts never enter a denominator. Who counts
+the totals decides whether documents that are not computed are in them: a document whose loss is zero may then be
+dropped without changing anything (`recipes.grpo`).
 
-A mean inside each micro-batch would weight tokens by the company they keep. Here every token gets its weight from
-totals of the whole optimiser step, and a micro-batch's loss is the plain sum Σ weight·loss: the parts add up to the
-same loss, and so to the same gradient, for every split. Only response tokens count; prompts never enter a
-denominator. Who counts the totals decides whether documents that are not computed are in them: a document whose loss is
-zero may then be dropped without changing anything (`recipes.grpo`).
-
-How far a student is from a teacher, over the teacher's likeliest tokens; and the loss of it.
-
-At every response token the vocabulary is cut into k + 1 outcomes: the teacher's k likeliest tokens, and all others
-together, the tail. Both models are proper distributions over these, so a divergence is never negative and 0 only where
-they agree; and by the data processing inequality it is at most that over the whole vocabulary. Source: generalised
-knowledge distillation, Agarwal et al., arXiv 2306.13649, section 3.
+The distillation loss measures how far a student is from a teacher, over the teacher's likeliest tokens. At every
+response token the vocabulary is cut into k + 1 outcomes: the teacher's k likeliest tokens, and all others together, the
+tail. Both models are proper distributions over these, so a divergence is never negative and 0 only where they agree;
+and by the data processing inequality it is at most that over the whole vocabulary. Source: generalised knowledge
+distillation, Agarwal et al., arXiv 2306.13649, section 3.
 """
 
 from __future__ import annotations

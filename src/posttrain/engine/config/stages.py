@@ -1,10 +1,7 @@
-"""The configuration of every kind of stage that the engine carries out, by the kind's name.
+"""Configuration of every kind of stage that the engine carries out, by the kind's name.
 
-What a stage measures of a model.
-
-A model from nothing.
-
-What a stage's configuration makes of memory and devices. Torch-free: a plan and the stage's job both read it.
+It holds what an evaluation measures of a model, the parameters of a model from nothing, and what a stage's
+configuration makes of memory and devices. Torch-free: a plan and the stage's job both read it.
 """
 
 from __future__ import annotations

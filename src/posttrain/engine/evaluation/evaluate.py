@@ -1,18 +1,15 @@
-"""Evaluation of one model on one suite: greedy and sampled answers, item by item.
+"""Evaluation of a model on its suites, probes during training, and how answers are read.
 
-An item is a prompt with a reference answer; its identity is a digest of both, so that two models (or two versions of a
-suite) can be compared pair by pair. Items of a suite are distinct: asked twice, a model says the same, which would pass
-for evidence that nobody has. What is drawn for an item depends on the seed, the suite and the item, never on the
-others.
+A suite is answered with greedy and sampled responses, item by item. An item is a prompt with a reference answer; its
+identity is a digest of both, so that two models (or two versions of a suite) can be compared pair by pair. Items of a
+suite are distinct: asked twice, a model gives the same answer, which would pass for evidence that nobody has. What is
+drawn for an item depends on the seed, the suite and the item, never on the others.
 
-A reward function as the judge of an evaluation: every response gets a number of the declared range.
+The answer is read out of a response exactly and cheaply, so that a gate's numbers need no judge. A reward function can
+be the judge instead: every response gets a number of the declared range. pass@k of one item is a pure function.
 
-Reading the answer out of a response. Exact and cheap, so that a gate's numbers need no judge.
-
-pass@k of one item, as a pure function.
-
-Held-out measurements during training, of a few items: for the learning curve, and for what a stage selects by them.
-No gate reads them.
+A probe is a measurement of a few held-out items during training: for the learning curve, and for what a stage selects
+by it. No gate reads probes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Ray cluster a job's pools live in: one that is there already, or one of the job's own on this machine.
 
-A local cluster is reachable from this machine only, asks for a token that only its processes know, and ends with its
-owner, also after `kill -9` (see `reaper`).
+A local cluster is reachable from this machine only, requires a token that only its processes have, and ends with its
+owner, also after `kill -9` (see `groups.reaper`).
 """
 
 from __future__ import annotations

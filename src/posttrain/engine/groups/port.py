@@ -1,12 +1,13 @@
-"""What a worker group asks of the place its workers live in, and of what it sends through it.
+"""The port between a worker group and the processes of its workers: calls, failures, replacement and transport.
 
-How a failure on a rank reaches the controller: as itself, with role, rank and its own traceback.
+The port states what a worker group asks of the place its workers live in, and of what it sends through it. A worker's
+context is its rank, its device, and what its neighbours lend it. Every call to a worker group becomes one span: which
+ranks were busy when, and how many bytes moved.
 
-Where a worker finds itself: its rank, its device, and what its neighbours lend it.
+Failures: a failure on a rank reaches the controller as itself, with role, rank and its own traceback.
 
-Every call to a worker group becomes one span: which ranks were busy when, and how many bytes moved.
-
-A lost process of a pool whose ranks work alone is started anew; the other ranks keep their processes and their work.
+Replacement: a lost process of a pool whose ranks work alone is started anew; the other ranks keep their processes and
+their work.
 
 ::
 
@@ -14,11 +15,10 @@ A lost process of a pool whose ranks work alone is started anew; the other ranks
       ▲                  │ lost too                │ lost too            │ lost too
       └──────────────────┴─────────────────────────┴─────────────────────┘  `MOST` times, then the pool is given up
 
-Whoever notices a loss waits here. Each wait below has a deadline, that of a start or of a call.
+Whoever notices a loss waits for its replacement. Each wait has a deadline, that of a start or of a call.
 
-How arguments and answers travel between processes: pickled, with tensors beside the pickle and not inside it.
-
-A tensor's own pickling writes a whole file format into the pickle and copies the data several times. Here its memory is
+Transport: arguments and answers travel between processes pickled, with tensors beside the pickle and not inside it. A
+tensor's own pickling writes a whole file format into the pickle and copies the data several times. Here its memory is
 handed over as a buffer (PEP 574), which a transport copies once; the receiver gets memory of its own, writable.
 """
 

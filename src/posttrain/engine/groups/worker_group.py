@@ -1,4 +1,6 @@
-"""A role's workers, called by passing the method itself.
+"""A role's workers as one group, and the resource pools that they live in.
+
+A group is called by passing the method itself:
 
 ::
 
@@ -12,9 +14,9 @@ The method is an ordinary attribute of an ordinary class. So a type checker refu
 and a batch of the wrong type; go-to-definition lands in the worker; and a traceback shows the worker's own frames.
 Nothing is registered, generated or bound anew.
 
-Where ranks work alone, a lost process is replaced (see `replacing`), and asked again what it had not answered.
+Where ranks work alone, a lost process is replaced (see `groups.port`), and asked again what it had not answered.
 
-A resource pool: the processes, one per rank, in which the workers of one or more roles live.
+A resource pool is the set of processes, one per rank, in which the workers of one or more roles live.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Sampling ahead of training: what the admission policy lets start is sampled, scored, and kept or replaced.
+"""Sampling ahead of training, and the rollout call that runs meanwhile.
+
+What the admission policy lets start is sampled, scored, and kept or replaced:
 
 ::
 
@@ -7,10 +9,10 @@
       └────────────────────────────────────────────────────────────────────────┘
 
 One call of the rollout runs at a time. Its groups are kept or dropped in the order of the data stream, and what takes a
-dropped group's place joins the call at once; so what comes is a function of the seed and the policies, and never of
-how long a call takes.
+dropped group's place joins the call at once; so the result is a function of the seed and the policies, and never of how
+long a call takes.
 
-A call of the rollout that goes on: its groups come as they end, and are scored while others are sampled.
+The groups of a running call come as they end, and are scored while others are sampled:
 
 ::
 
@@ -34,9 +36,8 @@ from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Note, Span
 from posttrain.engine.groups.worker_group import Feed, Future
-from posttrain.engine.loop.held_groups import Held, read_held, write_held
 from posttrain.engine.loop.publishing import Roles
-from posttrain.engine.loop.recipe import Journal
+from posttrain.engine.loop.recipe import Held, Journal, read_held, write_held
 from posttrain.engine.recipes.algorithm import RolloutAlgorithm, ScoredGroup
 from posttrain.engine.rollout.port import PromptBatch, Rollouts, SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker

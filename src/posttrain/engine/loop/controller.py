@@ -1,4 +1,6 @@
-"""The loop every training stage runs in. One thread; nothing in it waits but on its own calls.
+"""The loop of every training stage, the stage of algorithms that learn from rows, and selection by probes.
+
+The loop has one thread, which waits only on its own calls:
 
 ::
 
@@ -8,19 +10,18 @@
      │    │checkpoint: write one, go on                           ▶ advantages ▶ update ▶ weights       │
      └──────────────────────────────────────────────────────────────────────────────────────────────────┘
 
-Who unblocks whom: the rollout, the reward and the update are calls that return (a reward that hangs is killed at its
-deadline). Orders come from outside between steps only; so a stop is answered within one step. What a recipe samples
-ahead, and whose weights its rollout reads, is the recipe's affair (`on_policy`).
+Waits: the rollout, the reward and the update are calls that return (a reward that hangs is killed at its deadline).
+Orders come from outside between steps only; so a stop is answered within one step. What a recipe samples ahead, and
+whose weights its rollout reads, is up to the recipe (`on_policy`).
 
 What a step does depends on (seed, N, weights, moments, journal) alone. Checkpoints, probes, orders and facts change
 none of these, so their timing cannot change the result, and a resumed job repeats the undisturbed one bit for bit.
 
-The stage of an algorithm that learns from rows as they are: demonstrations, preferences, labels.
+`FromRows` is the stage of an algorithm that learns from rows as they are: demonstrations, preferences, labels.
 
-What a stage's probe decides: when to stop, and which step was the best.
-
-Both are functions of the probe's values in order, which are functions of the weights, so a resumed job decides as the
-undisturbed one. A checkpoint at step N holds what the probes before step N said; the one at step N is asked again.
+A stage's probe decides when to stop, and which step was the best. Both are functions of the probe's values in order,
+which are functions of the weights, so a resumed job decides as the undisturbed one. A checkpoint at step N holds the
+values of the probes before step N; the one at step N is asked again.
 """
 
 from __future__ import annotations
@@ -34,19 +35,18 @@ from pathlib import Path
 from typing import Any, Generic, Self, TypeVar, final
 
 from posttrain.domain.canonical import derive_seed
-from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import BudgetExceededError, FailureClass, IntegrityError, JobFailedError
 from posttrain.domain.facts import FactSink, Metric, Note, Progress
 from posttrain.domain.jobs import seconds_short, tokens_short
 from posttrain.domain.kinds import UNCHANGED
-from posttrain.engine.batch import TokenBatch
+from posttrain.domain.ports import crashpoint
+from posttrain.engine.batch import TokenBatch, peak_memory
 from posttrain.engine.config import RowsConfig, TrainingConfig
 from posttrain.engine.evaluation.evaluate import ProbeSchedule
 from posttrain.engine.groups.port import Recorder
 from posttrain.engine.loop.learning import Learning
 from posttrain.engine.loop.publishing import Roles
 from posttrain.engine.loop.recipe import Journal, Recipe, Reserve, free
-from posttrain.engine.memory import peak_memory
 from posttrain.engine.recipes.algorithm import RowAlgorithm
 from posttrain.engine.settings import EarlyStoppingConfig
 from posttrain.engine.tracing import StepReport, Trace

@@ -1,12 +1,12 @@
-"""From the documents of a step to its optimiser steps: columns, credit, the mini-batches of every role that learns.
+"""The way from the documents of a step to its optimiser steps.
 
-Gradients that are summed while other groups of the step are still sampled, and divided when all are there.
+A step computes columns and credit, and the mini-batches of every role that learns. What an algorithm needs and its
+stage's roles do not have is refused before anything is sampled.
 
-What an update divides its loss by is known when the last group has come. Where that is one number for every term, and
-credit is given to each group by itself, the sum can begin before; else `Learning` waits for the whole batch. Weights
-change once a step, behind the last group, as they would otherwise: sampling stays on the policy that is trained.
-
-What an algorithm needs and its stage's roles do not have: refused before anything is sampled.
+Streamed gradients are summed while other groups of the step are still sampled, and divided when all are there. What an
+update divides its loss by is known when the last group has come. Where that is one number for every term, and credit is
+given to each group by itself, the sum can begin before; else `Learning` waits for the whole batch. Weights change once
+a step, behind the last group, as they would otherwise: sampling stays on the policy that is trained.
 """
 
 from __future__ import annotations

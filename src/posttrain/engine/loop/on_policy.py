@@ -1,4 +1,6 @@
-"""The stage of an algorithm that learns from responses its own policy samples, in the same step or some steps ahead.
+"""The stage of an algorithm that learns from responses of its own policy, and the metrics of what a step sampled.
+
+The policy samples in the same step or some steps ahead:
 
 ::
 
@@ -8,8 +10,6 @@
 
 With lag 0 the buffer is filled and emptied in one step. With lag k the rollout samples batch t + k while batch t is
 trained; the weights of a step are published when nothing runs, so a batch is of one version.
-
-What a step sampled, in numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Carrying the policy's weights to whoever samples, and the proof that they arrived.
+"""Publication of the policy's weights to the rollout with a proof of arrival, and the roles of a stage together.
 
 ::
 
@@ -7,16 +7,15 @@
     bucket 0, 1, …  ──── object store, or rank to rank ────────────────▶ copied into place
                                           compare ◀──────────────────── attest: hash of the views decoded with
 
-One version is published at a time, while nobody samples. What differs is refused: the rollout is left with weights that
-are no version's, so the job ends and goes on from its last checkpoint.
+One version is published at a time, while nobody samples. Weights that differ are refused: the rollout is left with
+weights that are no version's, so the job ends and goes on from its last checkpoint.
 
 A rank that is replaced while weights are carried lacks what came before, so they are carried again to all. One that is
 replaced later gets them from a rank that samples with them, else from the policy where it has not learned since, and
 attests them in the same way.
 
-The roles of a stage, each a worker group, and what is done to all of them together.
-
-Which processes they live in is decided by whoever opens them; nothing here can tell.
+`Roles` holds the roles of a stage, each a worker group, and what is done to all of them together. Whoever opens them
+decides in which processes they live; nothing here depends on it.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.models.sharding import Layout
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.rollout.worker import RolloutWorker
-from posttrain.engine.weights.attestation import Attestation
-from posttrain.engine.weights.stream import Bucket, PolicyVersion, Standing
+from posttrain.engine.weights.stream import Attestation, Bucket, PolicyVersion, Standing
 
 # whoever has the weights that a rollout is to sample with, and its methods to attest them and to give them
 _Giver = tuple[WorkerGroup[Any], Callable[[Any, Layout], tuple[Attestation, int]], Callable[[Any], Bucket]]

@@ -1,15 +1,16 @@
-"""A transformer that runs over packed documents: what every model of the engine is, whatever head stands on it.
+"""The transformer under every model of the engine, run over packed documents, with its attention and its costs.
 
-Packing is a capability. It is tried on small inputs, compared with the documents one by one, and used only where both
-agree; a module that fails keeps the attention it came with and is padded right in front of it, nowhere else.
+The backbone is the same whatever head stands on it. Packing is a capability. It is tried on small inputs, compared with
+the documents one by one, and used only where both agree; a module that fails keeps the attention it came with and is
+padded right in front of it, nowhere else.
 
-What a document costs a model to compute and to keep, for whoever splits batches by cost or by memory.
+The cost model gives what a document costs a model to compute and to keep, for whoever splits batches by cost or by
+memory.
 
-Attention over packed documents, registered with transformers under the name `posttrain_packed`.
-
-The dense layers of a packed model see one row of T tokens. Only attention needs to know where documents end: it gathers
-documents of similar length into right-padded blocks [n, L], attends causally (so padding on the right is never seen),
-and puts the result back. One block per document would be exact too, but many short documents then drown in calls.
+Attention over packed documents is registered with transformers under the name `posttrain_packed`. The dense layers of a
+packed model see one row of T tokens. Only attention depends on where documents end: it gathers documents of similar
+length into right-padded blocks [n, L], attends causally (so padding on the right is never seen), and puts the result
+back. One block per document would be exact too, but many short documents then cost too many calls.
 
 The plan of a batch travels as the keyword argument `packing_plan` of the model's forward: no state outlives the call,
 and a recomputation in backward sees the same plan. Without one the function is the padded attention of transformers.

@@ -1,10 +1,9 @@
-"""Reading and writing models and tokenizers: local folders in the Hugging Face format, safetensors only.
+"""Reading, writing and creation of models and tokenizers: Hugging Face folders with safetensors only.
 
-A model from nothing.
+A model from nothing has random weights and a character tokenizer with a chat template. It serves demos and tests
+without a download.
 
-Random weights, a character tokenizer with a chat template. For demos and tests without a download.
-
-Where a worker finds its model: a folder that every rank can read, opened in the worker's own process.
+A worker finds its model in a local folder that every rank can read, and opens it in its own process.
 """
 
 from __future__ import annotations

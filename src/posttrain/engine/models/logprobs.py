@@ -1,6 +1,7 @@
-"""Log-probabilities of the tokens of a packed batch, under the policy at a sampling temperature.
+"""Log-probabilities of the tokens of a packed batch, and the predictions of any model on it.
 
-What any model says of a packed batch: one question for language models, critics and reward models.
+Log-probabilities are those under the policy at a sampling temperature. Predictions are asked for in the same way of
+language models, critics and reward models.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""How a trainable module lies on the ranks of its pool: whole on one, or sharded over all of them by FSDP2.
+"""Distribution of a trainable module over ranks, sequence parallelism, exported weights, activation checkpointing.
 
-Losses are weighted by totals of the whole step, so gradients are *summed* over ranks, never averaged.
+A trainable module lies whole on one rank of its pool, or sharded over all of them by FSDP2. Losses are weighted by
+totals of the whole step, so gradients are *summed* over ranks, never averaged.
 
-Sequence parallelism in the manner of Ulysses (arXiv 2309.14509), for packed batches.
+Sequence parallelism follows Ulysses (arXiv 2309.14509), for packed batches. The ranks of a sequence group share the
+tokens of one batch. In the dense layers each computes a slice of the packed row; for attention tokens and heads change
+places (all-to-all), so that each has all tokens of its share of the heads, and documents may cross the slices' borders;
+then they change back. Losses are unaffected: log-probabilities and values of all tokens end up on every rank, while the
+gradient of each goes to the rank that computed it.
 
-The ranks of a sequence group share the tokens of one batch. In the dense layers each computes a slice of the packed
-row; for attention tokens and heads change places (all-to-all), so that each has all tokens of its share of the heads,
-and documents may cross the slices' borders; then they change back. Losses do not notice: log-probabilities and values
-of all tokens end up on every rank, while the gradient of each goes to the rank that computed it.
+Weights leave a training engine as canonical tensors by name, in pieces that ranks hold.
 
-Weights on their way out of a training engine: canonical tensors by name, in pieces that ranks hold.
-
-Activation checkpointing: keep what enters a decoder layer, compute the rest again in backward.
+Activation checkpointing keeps what enters a decoder layer, and computes the rest again in backward.
 """
 
 from __future__ import annotations

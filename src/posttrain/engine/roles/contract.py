@@ -29,7 +29,7 @@ from posttrain.engine.groups.port import RankContext
 from posttrain.engine.models.sharding import Shard, put
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.roles.port import Division, TrainEngine
-from posttrain.engine.weights.attestation import Attestation, attest
+from posttrain.engine.weights.stream import Attestation, attest
 
 VOCABULARY = 61
 _SHAPES = ((5, 9), (3, 2), (11, 9), (1, 1), (2, 4))  # prompt and response tokens of each document

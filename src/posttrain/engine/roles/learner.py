@@ -1,11 +1,10 @@
-"""What every trainable role does: AdamW with a schedule, over micro-batches, whole or sharded over ranks.
+"""The optimiser of every trainable role, and the learning rate as a pure function of the step.
 
-How a mini-batch is cut into shards and micro-batches changes nothing but memory and rounding: losses arrive as weighted
-sums over global denominators (see `algorithms.objectives`), so gradients simply add up. With dropout it also changes
-which masks are drawn, since every micro-batch draws its own; so a run is reproducible for one micro-batch budget and
-rank count, and another is another sample of the same noise.
-
-Learning rate as a pure function of the step.
+Every trainable role runs AdamW with a schedule, over micro-batches, whole or sharded over ranks. How a mini-batch is
+cut into shards and micro-batches changes nothing but memory and rounding: losses arrive as weighted sums over global
+denominators (see `algorithms.objectives`), so gradients simply add up. With dropout it also changes which masks are
+drawn, since every micro-batch draws its own; so a run is reproducible for one micro-batch budget and rank count, and
+another is another sample of the same noise.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from torch.distributed.tensor import DTensor
 from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import FailureClass, IntegrityError, JobFailedError
 from posttrain.engine.algorithms.objectives import LossParts
-from posttrain.engine.batch import TokenBatch
+from posttrain.engine.batch import TokenBatch, keep_freed_memory
 from posttrain.engine.groups.port import RankContext
-from posttrain.engine.memory import keep_freed_memory
 from posttrain.engine.models.backbone import cost_model
 from posttrain.engine.models.sharding import FullySharded, Sharding, Unsharded, checkpoint_activations, local
 from posttrain.engine.roles.port import Division

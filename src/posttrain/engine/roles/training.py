@@ -1,10 +1,11 @@
-"""A role that learns: the policy, a critic, a reward model; what its engine is, it cannot tell.
+"""Workers of roles that learn and of roles that never do, and the columns of their predictions.
 
-`TrainEngine` of torch: whole on one rank, FSDP2 on several; which of them is a `Sharding` that its learner has.
+A role that learns is the policy, a critic or a reward model; its worker does not depend on its engine. The
+`TrainEngine` of torch lies whole on one rank, or is FSDP2 on several; which of them is a `Sharding` that its learner
+has. Roles that never learn, such as reference and teacher, lie whole on every rank, and are asleep between their
+phases.
 
-Roles that never learn, such as reference and teacher: whole on every rank, and asleep between their phases.
-
-Where a prediction stands in a batch.
+A prediction goes to its column of the batch.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ from posttrain.engine.models.sharding import Layout, Shard, open_sequence_group
 from posttrain.engine.roles.learner import Learner
 from posttrain.engine.roles.port import Division, TrainEngine, Update
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
-from posttrain.engine.weights.attestation import Attestation
-from posttrain.engine.weights.stream import Bucket, WeightSource, carried
+from posttrain.engine.weights.stream import Attestation, Bucket, WeightSource, carried
 from posttrain.engine.wide import TopK, WideRows, fetched
 from posttrain.pacing.balancing import micro_batches
 

@@ -1,4 +1,4 @@
-"""What the port promises, as tests that an engine of anybody's can run against itself.
+"""The contract of rollout engines, as tests that any engine can run against itself.
 
 In a test file of yours::
 
@@ -6,17 +6,15 @@ In a test file of yours::
         def open_engine(self) -> RolloutEngine:
             return MyEngine(...)
 
-What the port promises of draws: what decides them, what their log-probabilities are of, where responses end.
+Draws: the tests check what decides them, what their log-probabilities are of, and where responses end. They have no
+model to compare with. They compare what an engine returns in one way with what it returns in another: after the same
+tokens, the same token has the same log-probability at a temperature, however it was drawn.
 
-The suite has no model to compare with. It holds what an engine says in one way against what it says in another: after
-the same tokens, the same token has the same log-probability at a temperature, however it was drawn.
+Weights: the tests check which are read, when they may change, and what becomes of begun responses. They change the
+tensors that an engine shows, in place, and restore them. Of an engine that shows none, they can check only the versions
+that it reports.
 
-What the port promises of weights: which are read, when they may change, and what becomes of begun responses.
-
-The suite changes the tensors that an engine shows, where they are, and gives them back. Of an engine that shows none
-it can only hold what it says of versions.
-
-What the suite of the port needs of whoever runs it, and how it asks an engine.
+`Bench` is what the tests need of whoever runs them, and how they ask an engine.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""The decoding loop that engines over local weights share: draw, end rows, drop the ended ones, step the model.
+"""The decoding loop that engines over local weights share, and the detection of stop strings.
 
-A back-end brings a `DecodingSession`, which holds the key-value cache of the rows. Rows lie in slots 0 … n - 1; when
-rows end, rows from the last slots move into the free ones, so that the model only ever computes rows that still grow.
+The loop draws, ends rows, drops the ended ones, and steps the model. A back-end brings a `DecodingSession`, which holds
+the key-value cache of the rows. Rows lie in slots 0 … n - 1; when rows end, rows from the last slots move into the free
+ones, so that the model only ever computes rows that still grow.
 
-Responses that end at a string: what the tokens of a row say, token by token, at a bounded cost.
-
-Text is what the tokenizer decodes of the response alone, special tokens included. A row keeps the tail in which a
-string could still end, never its whole text:
+A response can end at a string, which is looked for token by token, at a bounded cost. Text is what the tokenizer
+decodes of the response alone, special tokens included. A row keeps the tail in which a string could still end, never
+its whole text:
 
 - Tokens of a byte-level or plain vocabulary are bytes, whatever stands beside them, so the tail is bytes. A string ends
   in it where it ends in the text: UTF-8 is self-synchronising, and a character that is split between tokens is whole
   once its last byte is there.
-- What other decoders say of a token depends on its neighbours (a word's first space, bytes that make a character), so
-  the last tokens are decoded again for each new one. Tokens leave that window only where the end of what is decoded
+- The text of a token in other decoders depends on its neighbours (a word's first space, bytes that make a character),
+  so the last tokens are decoded again for each new one. Tokens leave that window only where the end of what is decoded
   without them is what it was.
 
 What a tail finds depends on the row's own tokens alone.

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from posttrain.domain.errors import JobFailedError
-from posttrain.engine.rollout.kv_store import KVShape, Positions, Prompt
 from posttrain.engine.rollout.llama_decoder import LlamaDecoder
 from posttrain.engine.rollout.page_attention import Looks, attend_pages, fits_varlen
+from posttrain.engine.rollout.port import KVShape, Positions, Prompt
 
 PAGE = 128  # positions
 _NOBODYS = 0  # a page that is never given away: what padding looks at

@@ -16,8 +16,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from posttrain.engine.rollout.kv_store import KVShape, Positions, Prompt
 from posttrain.engine.rollout.page_attention import padded_width, weigh
+from posttrain.engine.rollout.port import KVShape, Positions, Prompt
 
 _SHORT = 32  # positions: rows that begin lie close together, a step of a small model is up to a tenth faster than in 64
 _FIRST_CLASS = 128  # the next

@@ -1,19 +1,18 @@
-"""What a Llama-style model computes while it generates: prompts packed, then a token a row, in few large operations.
+"""The computation of a Llama-style model while it generates, and the weights that it shares with the optimiser.
 
-One product for query, key and value and one for gate and up; the residual added inside the product; scores in one
-batched product in which the query heads of a key-value head form a matrix, so that keys and values are never repeated.
+Prompts are packed, then each row takes a token at a time, in few large operations. One product for query, key and value
+and one for gate and up; the residual added inside the product; scores in one batched product in which the query heads
+of a key-value head form a matrix, so that keys and values are never repeated.
 
-On the CPU in float32 a row's numbers do not depend on its company, not by a bit. Products are padded to as many rows as
-that takes (`_fewest_rows` tries it on the model's own matrices; one and two rows take another kernel), attention is by
-`row_products`, positions beyond a row's own are masked and add zeros to the end of a sum, and element-wise kernels,
-which compute the end of a tensor by other instructions, end in rows of padding.
+On the CPU in float32 a row's numbers do not depend on the other rows, to the bit. Products are padded to as many rows
+as that takes (`_fewest_rows` tries it on the model's own matrices; one and two rows take another kernel), attention
+uses the products of `page_attention`, positions beyond a row's own are masked and add zeros to the end of a sum, and
+element-wise kernels, which compute the end of a tensor by other instructions, end in rows of padding.
 
-Zero-copy weights of a Llama-style module: what a hand-written decoder reads is what the optimiser writes.
-
-The query, key and value matrices of a layer, and its gate and up matrices, are laid side by side in one buffer and
-the module's parameters are pointed at slices of it. The decoder multiplies by the whole buffer; the module, its
-optimiser and its gradients keep working on the slices. No second copy exists and nothing is transferred after an
-update.
+Weights are zero-copy: the decoder reads the memory that the optimiser writes. The query, key and value matrices of a
+layer, and its gate and up matrices, are laid side by side in one buffer and the module's parameters are pointed at
+slices of it. The decoder multiplies by the whole buffer; the module, its optimiser and its gradients keep working on
+the slices. No second copy exists and nothing is transferred after an update.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qw
 from posttrain.domain.errors import IntegrityError
 from posttrain.engine.models import LanguageModel
 from posttrain.engine.models.language_model import float32_logits
-from posttrain.engine.rollout.kv_store import KVShape, KVStore, Positions
 from posttrain.engine.rollout.page_attention import (
     attend_packed_prompts,
     attend_prompts,
@@ -42,6 +40,7 @@ from posttrain.engine.rollout.page_attention import (
     plan_prompts,
     why_not_varlen,
 )
+from posttrain.engine.rollout.port import KVShape, KVStore, Positions
 
 _ARCHITECTURES = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})  # rotary frequencies that no sequence length changes

@@ -1,13 +1,13 @@
-"""Which rows are decoded: a queue in stream order, admission by memory, preemption of the youngest. No tensors.
+"""The schedule of the rows that are decoded, the intake of an engine, and the table of rows. No tensors.
 
-Nothing here changes what a row says, only when. Rows are admitted from the head of the queue alone and preempted from
-its end, so those that are decoded always come before those that wait, and the oldest always gets on.
+Schedule: a queue in stream order, admission by memory, preemption of the youngest. It changes when a row is decoded,
+never its tokens. Rows are admitted from the head of the queue alone and preempted from its end, so those that are
+decoded always come before those that wait, and the oldest always progresses.
 
-What every engine in this process keeps of its work: the ids, whether it is paused, which version samples.
+Intake: what every engine in this process keeps of its work: the ids, whether it is paused, which version samples.
 
-The rows that are decoded, side by side as arrays: what each has said, and how much of it the model has read.
-
-A step touches every row, so nothing here goes from row to row but where rows enter, leave, or have a text to watch.
+Table: the rows that are decoded, side by side as arrays: the tokens of each, and how many of them the model has read. A
+step touches every row, so the table loops over rows only where they enter, leave, or have a text to watch.
 """
 
 from __future__ import annotations

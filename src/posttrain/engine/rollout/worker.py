@@ -1,6 +1,6 @@
-"""The rollout role: samples responses, from the policy's own weights where it stands beside them, else from a copy.
+"""The rollout role, and the choice of the rollout engine for a model.
 
-Choosing the rollout engine for a model.
+The role samples responses, from the policy's own weights where it stands beside them, else from a copy.
 """
 
 from __future__ import annotations
@@ -21,8 +21,18 @@ from posttrain.engine.rollout.generating import PATIENCE, answers, generate, pla
 from posttrain.engine.rollout.llama_decoder import why_attention_is_plain, why_not_fusable
 from posttrain.engine.rollout.port import Generation, PromptBatch, RolloutEngine, Rollouts, SamplingParams
 from posttrain.engine.samples import Group, Trajectory, groups_of
-from posttrain.engine.weights.attestation import Attestation, attest_views, differing_aliases
-from posttrain.engine.weights.stream import Bucket, Everything, PolicyVersion, Standing, View, WeightSource, exchange
+from posttrain.engine.weights.stream import (
+    Attestation,
+    Bucket,
+    Everything,
+    PolicyVersion,
+    Standing,
+    View,
+    WeightSource,
+    attest_views,
+    differing_aliases,
+    exchange,
+)
 
 _LOOK = 0.25  # seconds until more prompts can be taken on, where nothing ends
 _Rows = dict[int, dict[int, Trajectory]]  # key → number of a sample → what has come

@@ -1,4 +1,6 @@
-"""Checkpoints: what a resumed job needs to go on bit for bit, behind one commit point.
+"""Checkpoints, the best model of a stage, and the streamed writing of safetensors files.
+
+A checkpoint holds what a resumed job needs to go on bit for bit, behind one commit point:
 
 ::
 
@@ -11,11 +13,11 @@
         COMMIT                  domain.jobs.CheckpointCommit: {"format", "step", "shards": {name: sha256:…}}
 
 COMMIT is written once, after every shard and the folder are on the disk; a folder without it does not exist for
-anybody. Which rows of a parameter a file holds is in its safetensors metadata, so any number of ranks can read what
-any other number wrote. No random state is stored because there is none: every random number is a function of (seed,
-step, …).
+anybody. Which rows of a parameter a file holds is in its safetensors metadata, so any number of ranks can read what any
+other number wrote. No random state is stored because there is none: every random number is a function of (seed, step,
+…).
 
-The best model of a stage so far: one folder in Hugging Face format, beside the checkpoints and inside each of them.
+The best model of a stage so far is one folder in Hugging Face format, beside the checkpoints and inside each of them:
 
 ::
 
@@ -26,11 +28,10 @@ The best model of a stage so far: one folder in Hugging Face format, beside the 
 So a job that goes on from a checkpoint has the best model of the steps before it, in whatever folder or workspace it
 goes on, and there is one such model on the disk and, for a moment, the one that replaces it.
 
-Tensors to a safetensors file, streamed: constant extra memory, digest on the way, on the disk when it returns.
-
-The library's own writer refuses tensors that share storage, which the zero-copy rollout makes of every q/k/v
-projection, and gives no place between the first byte and the last for a recovery test to die at. The format is a
-length, a JSON header, and raw little-endian bytes; reading is left to the library.
+Tensors are streamed to a safetensors file with constant extra memory; the digest is computed on the way, and the file
+is on the disk when the call returns. The library's own writer refuses tensors that share storage, which the zero-copy
+rollout makes of every q/k/v projection, and gives no place between the first byte and the last for a recovery test to
+die at. The format is a length, a JSON header, and raw little-endian bytes; reading is left to the library.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from posttrain.domain.canonical import canonical_json, digest_bytes, digest_chunks
-from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import IntegrityError
 from posttrain.domain.jobs import CheckpointCommit
+from posttrain.domain.ports import crashpoint
 
 _DTYPE_NAMES = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64",

@@ -1,13 +1,19 @@
-"""Evaluates one model on its suites.
+"""The evaluation of a model on its suites, and the sampling of its answers to prompts.
 
-Leaves `outputs/items.parquet` (every response) and `outputs/metrics.parquet` (metric, item_id, value, and the range
-that the suite declares for it: exactly what a gate reads). The same responses give the same bytes.
+An evaluation leaves `outputs/items.parquet` (every response) and `outputs/metrics.parquet` (metric, item_id, value, and
+the range that the suite declares for it: exactly what a gate reads). The same responses give the same bytes.
+
+Sampling uses the decoder that training samples with. The request is `{"folder", "name", "rows", "samples",
+"max_new_tokens", "temperature", "seed", "stop", "top_k", "top_p", "min_p", "runtime"}`; a temperature of 0 takes the
+most likely tokens, and without `max_new_tokens` there are 256, or as many as the context leaves. The answer is first
+the device and fall-backs, then a line for each response: `{"prompt", "sample", "text", "tokens", "truncated",
+"logprob"}`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,11 +21,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.data.rows import distinct_items, prompt_text, read_rows, repeated_rows, uniform
-from posttrain.domain.canonical import canonical_json
+from posttrain.domain.canonical import canonical_json, derive_seed
 from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Metric, Note, Progress
 from posttrain.domain.jobs import JobResult, Output, seconds_short
 from posttrain.domain.rewards import JUDGES
+from posttrain.engine.batch import peak_memory
 from posttrain.engine.config import EvaluateConfig
 from posttrain.engine.evaluation.evaluate import (
     ROWS_PER_CALL,
@@ -31,11 +38,12 @@ from posttrain.engine.evaluation.evaluate import (
     evaluate_suite,
     suite_items,
 )
-from posttrain.engine.memory import peak_memory
+from posttrain.engine.models.chat import decode_response, encode_prompts
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.loading import ModelSource, load_tokenizer
 from posttrain.engine.rollout.decoding import StopStrings
-from posttrain.engine.rollout.port import RolloutEngine
+from posttrain.engine.rollout.generating import generate
+from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
 from posttrain.engine.rollout.worker import decoding_fallbacks, open_rollout
 from posttrain.engine.settings import InferenceRuntimeConfig
 from posttrain.jobs.bodies.rewards import open_rewards
@@ -44,6 +52,8 @@ from posttrain.jobs.entry import Job, failed
 from posttrain.planner.sizes import reward_seconds
 
 OUTPUTS = {"metrics": Output("outputs/metrics.parquet", "file"), "items": Output("outputs/items.parquet", "file")}
+_USUAL_TOKENS = 256
+_ROWS_PER_CALL = 64  # responses between two answers
 
 
 def body(job: Job) -> JobResult:
@@ -160,7 +170,11 @@ def write_tables(results: Sequence[SuiteResult], folder: Path) -> dict[str, floa
 
 
 _METRIC_TYPES = {"metric": "string", "item_id": "string", "value": "float64"}
+
+
 _METRIC_TYPES |= {"binary": "bool", "low": "float64", "high": "float64"}  # the declared range
+
+
 _ITEM_TYPES = {
     "suite": "string",
     "item_id": "string",
@@ -211,3 +225,35 @@ def open_model(job: Job, runtime: InferenceRuntimeConfig) -> tuple[LanguageModel
     """The model in slot `model` on the device and in the precision the stage asks for, and its tokenizer."""
     folder = job.input("model")
     return ModelSource(folder, runtime.dtype).open(settled_device(runtime)), load_tokenizer(folder)
+
+
+def sample(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Answers, prompt by prompt."""
+    runtime, folder = InferenceRuntimeConfig.model_validate(request["runtime"]), Path(request["folder"])
+    limit, samples, temperature = request["max_new_tokens"], request["samples"], request["temperature"]
+    device = settled_device(runtime)
+    tokenizer = load_tokenizer(folder)
+    model = ModelSource(folder, runtime.dtype).open(device)
+    rows, name = request["rows"], request["name"]
+    prompts = encode_prompts(tokenizer, rows, name=name, limit=model.context_length, reserve=limit or 1)
+    most = limit or min(_USUAL_TOKENS, model.context_length - min(map(len, prompts)))
+    seed = derive_seed(request["seed"], "sample")
+    among, stop = {name: request[name] for name in ("top_k", "top_p", "min_p")}, tuple(request["stop"])
+    sampling = SamplingParams(most, temperature or 1.0, greedy=temperature == 0, seed=seed, stop=stop, **among)
+    rollout = open_rollout(model, texts=StopStrings(tokenizer))
+    yield {"device": device, "fallbacks": decoding_fallbacks(model)}
+    step = max(1, _ROWS_PER_CALL // samples)
+    for start in range(0, len(prompts), step):
+        chunk = prompts[start : start + step]
+        keys = range(start, start + len(chunk))
+        room = [min(most, model.context_length - len(prompt)) for prompt in chunk for _ in range(samples)]
+        answers = generate(rollout, chunk, samples=samples, sampling=sampling, prompt_keys=keys, limits=room)
+        for at, found in enumerate(answers):
+            yield {
+                "prompt": start + at // samples,
+                "sample": at % samples,
+                "text": decode_response(tokenizer, found.response.tolist(), ended=found.closed),
+                "tokens": found.generated,
+                "truncated": found.truncated,
+                "logprob": float(found.logprobs.sum(dtype="float64")),
+            }

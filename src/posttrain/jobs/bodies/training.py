@@ -1,12 +1,12 @@
-"""Trains, by every kind of algorithm, resumed where a checkpoint is named.
+"""Training by every kind of algorithm, the sizes and processes that a job chooses for it, and initial models.
 
-The controller runs in this process; the roles run where the stage's `placement` puts them (`jobs.bodies.training`).
+Training is resumed where a checkpoint is named. The controller runs in this process; the roles run where the stage's
+`placement` puts them. This module is the composition root that names the back-ends of worker groups.
 
-Where a training stage's roles run: the composition root that names the back-ends of worker groups.
+The sizes that a stage leaves to the job are chosen once, before anything is opened, and reported. `planner.sizes` alone
+chooses them, from what this machine has: a plan made here chose the same.
 
-What a job makes of the sizes that its stage leaves to it: chosen once, before anything is opened, and told.
-
-The choice is `planner.sizes`' alone, from what this machine has: a plan made here chose the same.
+An initial model is a randomly initialised model in Hugging Face format.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.data.rows import prompt_text, read_rows, uniform
+from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import InputError
-from posttrain.domain.facts import Metric, Note
+from posttrain.domain.facts import Metric, Note, Progress
 from posttrain.domain.jobs import JobResult, Output
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.placement import NAMED_MODELS
@@ -36,6 +37,7 @@ from posttrain.engine.batch import Document
 from posttrain.engine.config import (
     DataflowConfig,
     EvaluateConfig,
+    InitModelConfig,
     PPOConfig,
     RowsConfig,
     SamplingConfig,
@@ -54,7 +56,16 @@ from posttrain.engine.loop.controller import Controller, FromRows, Limits, Order
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Recipe
 from posttrain.engine.models.chat import encode_examples, encode_preferences, encode_prompts
-from posttrain.engine.models.loading import ModelSource, ScalarSource, is_sequence_classifier, load_tokenizer
+from posttrain.engine.models.language_model import adopt_module
+from posttrain.engine.models.loading import (
+    ModelSource,
+    ScalarSource,
+    character_tokenizer,
+    initial_model,
+    is_sequence_classifier,
+    load_tokenizer,
+    save_model,
+)
 from posttrain.engine.recipes.algorithm import RolloutAlgorithm, RowAlgorithm
 from posttrain.engine.recipes.dataflow import Entry, load_dataflow
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
@@ -528,3 +539,14 @@ def _orders(job: Job) -> Callable[[], Order]:
         return Order.GO_ON
 
     return orders
+
+
+def init_model(job: Job) -> JobResult:
+    """Build the model and save it to outputs/model."""
+    config = InitModelConfig.model_validate(dict(job.order.params))
+    tokenizer = character_tokenizer(config.characters)
+    model = initial_model(config, tokenizer, derive_seed(job.order.seed, "init_model", "weights"))
+    save_model(adopt_module(model), tokenizer, job.folder / "outputs" / "model")
+    parameters = sum(p.numel() for p in model.parameters())
+    job.sink(Progress(1, 1, "init_model", 0, time.time()))
+    return JobResult("succeeded", {"model": Output("outputs/model", "tree")}, {"parameters": float(parameters)})

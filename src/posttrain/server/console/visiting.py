@@ -30,8 +30,8 @@ from posttrain.domain.errors import AccessError, AuthenticationError, InputError
 from posttrain.domain.ids import Role
 from posttrain.server.console import CONSOLE
 from posttrain.server.entrance import Asker
+from posttrain.server.limits import whole
 from posttrain.server.logs import logged_problem
-from posttrain.server.requests import whole
 from posttrain.server.workers import Refused
 from posttrain.web.pages import template
 

@@ -19,7 +19,7 @@ from obstore.store import from_url
 
 from posttrain.domain.errors import InputError
 from posttrain.store.backends import Backend
-from posttrain.store.endpoints import refuse_no_endpoint
+from posttrain.store.external import refuse_no_endpoint
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from posttrain.domain.errors import InputError, IntegrityError, UnavailableError
 from posttrain.store.atomic import most_of
-from posttrain.store.endpoints import refuse_no_endpoint
+from posttrain.store.external import refuse_no_endpoint
 
 if TYPE_CHECKING:
     from obstore.store import RetryConfig

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import unquote, urlsplit
 
-from posttrain.domain.crashpoints import crashpoint
+from posttrain.domain.ports import crashpoint
 from posttrain.store.atomic import make_folder
 from posttrain.telemetry.tracking import (
     ChannelState,

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
-from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import WorkspaceError
+from posttrain.domain.ports import crashpoint
 from posttrain.store.atomic import write_stream
 from posttrain.telemetry.tracking import Cursor, Ending, FileTracker, Row, TrackedRun
 

@@ -21,8 +21,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-from posttrain.domain.crashpoints import crashpoint
 from posttrain.domain.errors import WorkspaceError
+from posttrain.domain.ports import crashpoint
 from posttrain.foreign.wandb_export import records
 from posttrain.store.atomic import make_folder, write_atomic
 from posttrain.telemetry.tracking import Cursor, Ending, Row, TrackedRun, Tracker, hold, refuse_another

@@ -1,10 +1,10 @@
-"""Workers in Ray actors: one process per rank, on one machine or on many.
+"""Workers in Ray actors, one process per rank on one machine or many, and the room for a pool in a Ray cluster.
 
 An actor is a `Host`, an ordinary class; methods and arguments reach it as values. Ray itself schedules, transports and
 notices deaths. It restarts nothing: where ranks work together a lost rank means a lost pool, and the job resumes from a
 checkpoint; where they work alone `replace` starts the lost one anew.
 
-Room for a pool in a Ray cluster: one bundle of resources per rank, all of them or none.
+A pool's room in the cluster is one bundle of resources per rank: all bundles or none.
 """
 
 from __future__ import annotations

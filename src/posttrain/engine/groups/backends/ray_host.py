@@ -1,10 +1,11 @@
-"""What runs in each process of a Ray pool: one host, with the workers of every role that lives there.
+"""The host in each process of a Ray pool, and the calls to hosts.
 
-Calls to Ray hosts: what became of each, and how long the others are waited for when one has failed.
+A host holds the workers of every role that lives in its process. A call records what became of it on each host, and how
+long the other hosts are waited for when one has failed.
 
-The controller waits in `settle` and nowhere else. What unblocks it: every answer; the deadline; or a failure and then
-the grace, within which ranks that were merely slower report too. A rank still silent after that may be stuck in a
-collective that will never complete, so the pool is given up.
+The controller waits in `settle` and nowhere else. The wait ends with every answer; with the deadline; or with a failure
+and then the grace, within which ranks that were merely slower report too. A rank still silent after that may be stuck
+in a collective that will never complete, so the pool is given up.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A decoder of our own for Llama, Qwen2 and Qwen3 weights: zero-copy, continuous batching, memory as it is needed.
+"""The native rollout engine for Llama, Qwen2 and Qwen3 weights, and its store of computed prompts.
 
-The loop of `completed`, until a row has ended::
+The engine reads weights without a copy, batches continuously, and takes memory as it needs it. The loop of `completed`,
+until a row has ended::
 
     ┌─▶ admit from the head of the queue while the budget has room: compute the prompt, once for all who share it,
     │   long ones in chunks; draw the first token
@@ -9,9 +10,9 @@ The loop of `completed`, until a row has ended::
     └── rows that ended give their slots back
 
 A preempted row waits at the head of the queue. When its turn comes its prompt is computed again, and the model reads
-what the row had said token by token in the same steps as the others: so it goes on as if nothing had happened.
+the row's earlier tokens one by one in the same steps as the others: so it goes on as if it had not been preempted.
 
-Prompts that were computed and wait for rows that begin with them; long ones are computed in chunks.
+Computed prompts are kept for rows that begin with them; long prompts are computed in chunks.
 """
 
 from __future__ import annotations
@@ -26,14 +27,13 @@ import torch
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.memory import free_bytes, keep_freed_memory
+from posttrain.engine.batch import free_bytes, keep_freed_memory
 from posttrain.engine.models import LanguageModel
 from posttrain.engine.rollout.decoding import StopStrings
 from posttrain.engine.rollout.kv_pages import GraphedSteps, PageStore, Run, cuda_recorder
 from posttrain.engine.rollout.kv_slots import SlotStore
-from posttrain.engine.rollout.kv_store import KVShape, KVStore, Prompt
 from posttrain.engine.rollout.llama_decoder import LlamaDecoder, Prefix, fuse_weights, why_not_fusable
-from posttrain.engine.rollout.port import Completion, Generation, InFlight, prompt_segments
+from posttrain.engine.rollout.port import Completion, Generation, InFlight, KVShape, KVStore, Prompt, prompt_segments
 from posttrain.engine.rollout.sampling import RowDraws, generation_keys
 from posttrain.engine.rollout.scheduling import Indices, Intake, RolloutCounters, Row, RowTable, Schedule
 from posttrain.engine.samples import Floats

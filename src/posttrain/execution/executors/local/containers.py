@@ -1,10 +1,12 @@
-"""Jobs in containers: a request that names an image becomes `podman run` of it, under the same supervisor.
+"""Jobs in containers, calls of podman, and the fetching of images.
+
+A request that names an image becomes `podman run` of it, under the same supervisor:
 
 ::
 
     supervisor ──fork──▶ podman run ──▶ conmon ──▶ python -s -P -m MODULE ATTEMPT_DIR   (in the image)
         │ podman ends with the container, and passes signals on; killed, it leaves the container alone
-        └ before exit.json: podman rm --force, until podman says that there is none of that name
+        └ before exit.json: podman rm --force, until podman reports none of that name
 
 Inside there is the image, read-only, without capabilities and without a network; the attempt's folder at its own path,
 writable, with what lies in it for supervisors covered; of a served workspace the folder of the socket over which jobs
@@ -12,11 +14,9 @@ ask their server, else the store, read-only. Of the environment there is what th
 stand in no command line. No process in it can make a symbolic link, a device or a pipe with a name: whoever drives the
 run reads the folder, and follows what lies there.
 
-Only the standard library, and rooms of ours that keep to it: the supervisor imports this.
+An image is fetched again and again while its registry is away, within a time.
 
-How podman is asked, and how an image is fetched: again and again while its registry is away, within a time.
-
-Only the standard library, and rooms of ours that keep to it: the supervisor imports this.
+Imports only the standard library, and modules of Posttrain that keep to it: the supervisor imports this.
 """
 
 from __future__ import annotations

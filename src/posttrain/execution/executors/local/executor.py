@@ -37,7 +37,6 @@ from posttrain.domain.requests import JobRef, JobRequest, Listed
 from posttrain.execution import processes
 from posttrain.execution.environment import read_log
 from posttrain.execution.executors.local import containers
-from posttrain.execution.executors.local import containers as podman
 from posttrain.execution.executors.local.devices import FOLDER_VARIABLE, Devices, holders
 from posttrain.execution.executors.local.forkserver import ForkServer
 from posttrain.execution.executors.local.supervisor import ALREADY_CLAIMED, NO_DEVICE, job_environment, private
@@ -187,7 +186,7 @@ class LocalExecutor:
             write_json(folder / "spec.json", {**asdict(request), **reserved, **boxed})
         code, own = None, self._own(request)
         if boxed:
-            own = podman.variables(os.environ) | own
+            own = containers.variables(os.environ) | own
         elif self._forks is not None:
             code = self._forks.start(folder, job_environment(request.environment, own), _LAUNCH_SECONDS)
         return code if code in _ANSWERS else _start_supervisor(folder, request, own)

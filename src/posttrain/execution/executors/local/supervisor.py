@@ -39,7 +39,7 @@ from resource import RUSAGE_CHILDREN, getrusage
 from types import FrameType
 from typing import Any, NoReturn
 
-from posttrain.domain.crashpoints import crashpoint
+from posttrain.domain.ports import crashpoint
 from posttrain.execution.executors.local import devices
 from posttrain.execution.processes import HEARTBEAT_SECONDS, LEAVING_SECONDS, identity, without_trackers
 from posttrain.store.atomic import create_json, write_json

@@ -1,0 +1,97 @@
+"""Runs an engine program for as long as somebody waits for its answers: no attempt, no ledger, gone with its caller.
+
+What is asked is one JSON document on the program's standard input; what it answers, a JSON line each. A line with
+`error` and `exit_code` is the one-line error that it ended with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from typing import IO, Any
+
+from posttrain.domain.errors import (
+    DeadlineError,
+    InfrastructureError,
+    InputError,
+    IntegrityError,
+    JobFailedError,
+    PosttrainError,
+    WorkspaceError,
+)
+from posttrain.execution.processes import without_keys
+
+_ERRORS: dict[int, type[PosttrainError]] = {
+    kind.exit_code: kind for kind in (InputError, JobFailedError, InfrastructureError, IntegrityError, WorkspaceError)
+}
+_SHOWN = 300  # characters of what a program that died said last
+
+
+def answers(module: str, request: Mapping[str, Any], *, timeout: float) -> Iterator[dict[str, Any]]:
+    """The answers of `python -m MODULE`, as they come.
+
+    Args:
+        timeout: seconds that all of it may take.
+
+    Raises:
+        PosttrainError: the one that the program ended with.
+        InfrastructureError: it ended without a word. DeadlineError: it took longer than `timeout`.
+    """
+    given = without_keys(os.environ)
+    environment = {name: value for name, value in given.items() if not name.startswith("PYTHON")}
+    command = [sys.executable, "-s", "-P", "-m", module]
+    late = threading.Event()
+    with tempfile.TemporaryFile("w+") as log:
+        program = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+        timer = threading.Timer(min(timeout, threading.TIMEOUT_MAX), _give_up, (program, late))
+        timer.daemon = True  # a process that a signal ends anywhere here ends at once, and the program with it
+        try:
+            timer.start()
+            yield from _exchange(program, request)
+            code = program.wait()
+        finally:
+            timer.cancel()
+            _end(program)
+        if late.is_set():
+            raise DeadlineError(f"{module}: must answer within {timeout:g} s, got nothing more; allow it more time")
+        if code != 0:
+            raise InfrastructureError(f"{module}: ended with exit code {code}{_last_words(log)}; try again")
+
+
+def _exchange(program: subprocess.Popen[str], request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    assert program.stdin is not None
+    assert program.stdout is not None
+    with contextlib.suppress(BrokenPipeError), program.stdin as asked:  # it may have died before it read
+        json.dump({**request, "asked_by": os.getpid()}, asked)
+    for line in program.stdout:
+        answer = json.loads(line)
+        if "error" in answer:
+            raise _ERRORS.get(answer["exit_code"], JobFailedError)(answer["error"])
+        yield answer
+
+
+def _give_up(program: subprocess.Popen[str], late: threading.Event) -> None:
+    late.set()
+    _end(program)
+
+
+def _end(program: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(program.pid, signal.SIGKILL)  # it leads a session of its own
+    program.wait()
+
+
+def _last_words(log: IO[str]) -> str:
+    log.seek(0)
+    lines = [line.strip() for line in log if line.strip()]
+    return f": {lines[-1][-_SHOWN:]}" if lines else ""

@@ -1,0 +1,603 @@
+"""The ledger's tables.
+
+Plain SQL types only, so that SQLite and PostgreSQL hold the same thing: times are doubles (seconds since the epoch),
+mappings are JSON text. `generation` is the compare-and-set counter of a row; leases live in columns of their own and
+do not touch it.
+
+A release works beside the one before it. So a revision adds only: tables, and columns that may be NULL or whose default
+is the empty value of their type. `schema_version.usable_since` says which revision's code may still use the ledger; one
+that does more than add writes itself.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    Column,
+    Dialect,
+    Float,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    PrimaryKeyConstraint,
+    String,
+    Table,
+    Text,
+    TypeDecorator,
+)
+
+from posttrain.domain.errors import IntegrityError
+
+SCHEMA_VERSION = "0005"  # revisions are counted, so they compare as text
+USABLE_SINCE = "0002"  # the oldest revision whose code may use a ledger of this one
+
+
+class UnreadableColumnError(IntegrityError, ValueError):
+    """A column that holds JSON was altered, and cannot be read."""
+
+
+class JsonText(TypeDecorator[Any]):
+    """A JSON value as text.
+
+    Not the databases' own JSON types: those differ from each other, and PostgreSQL's refuses the NaN that a diverged
+    stage reports.
+    """
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
+        return None if value is None else json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> Any:
+        return read_json_text(value)
+
+
+def read_json_text(value: str | None) -> Any:
+    """The value of a column of `JsonText`.
+
+    Raises:
+        UnreadableColumnError: it is not JSON.
+    """
+    if value == "{}":  # of most rows
+        return {}
+    try:
+        return None if value is None else json.loads(value)
+    except ValueError as error:
+        raise UnreadableColumnError(
+            f"the ledger holds {value!r:.40} where JSON was written: a row was altered; posttrain doctor says which"
+        ) from error
+
+
+Counter = BigInteger().with_variant(Integer(), "sqlite")  # SQLite counts only in a column declared INTEGER
+metadata = MetaData()
+
+
+# runs, channels and assets
+
+runs = Table(
+    "runs",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("name", Text, nullable=False),
+    Column("manifest_digest", String(71), nullable=False),
+    Column("state", String(32), nullable=False),
+    Column("owner", Text, nullable=False),
+    Column("created_at", Float(53), nullable=False),
+    Column("generation", Integer, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("message", Text, nullable=False),
+    Column("next_action", Text, nullable=False),
+    Column("started_at", Float(53)),
+    Column("finished_at", Float(53)),
+    Column("desired", String(32), nullable=False),
+    Column("project", String(63), nullable=False, server_default="default"),
+    Column("repeat", Integer, nullable=False, server_default="1"),  # 1, 2, …: runs of one manifest
+    Index("runs_by_manifest", "project", "manifest_digest", "repeat", unique=True),
+    Index("runs_by_name", "name"),
+    Index("runs_by_state", "state"),
+    Index("runs_by_time", "project", "created_at", "repeat", "id"),
+)
+stages = Table(
+    "stages",
+    metadata,
+    Column("run_id", String(64), ForeignKey("runs.id"), primary_key=True),
+    Column("name", String(128), primary_key=True),
+    Column("position", Integer, nullable=False),
+    Column("kind", String(32), nullable=False),
+    Column("state", String(32), nullable=False),
+    Column("generation", Integer, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("message", Text, nullable=False),
+    Column("next_action", Text, nullable=False),
+    Column("cache_key", String(71)),
+    Column("cached_from", Text),
+    Column("inputs", JsonText, nullable=False),
+    Column("outputs", JsonText, nullable=False),
+    Column("metrics", JsonText, nullable=False),
+    Column("tokens", BigInteger, nullable=False),
+    Column("started_at", Float(53)),
+    Column("finished_at", Float(53)),
+    Column("not_before", Float(53)),
+    Column("retried_after", Integer, nullable=False),
+    Index("stages_by_key", "cache_key"),
+)
+attempts = Table(
+    "attempts",
+    metadata,
+    Column("run_id", String(64), primary_key=True),
+    Column("stage", String(128), primary_key=True),
+    Column("number", Integer, primary_key=True),
+    Column("name", Text, nullable=False, unique=True),
+    Column("folder", Text, nullable=False),
+    Column("state", String(32), nullable=False),
+    Column("generation", Integer, nullable=False),
+    Column("executor", String(32), nullable=False),
+    Column("handle", Text),
+    Column("resume", String(71)),
+    Column("reason", Text, nullable=False),
+    Column("message", Text, nullable=False),
+    Column("failure_signature", Text),
+    Column("stop_requested_at", Float(53)),
+    Column("tokens", BigInteger, nullable=False),
+    Column("created_at", Float(53), nullable=False),
+    Column("launched_at", Float(53)),
+    Column("finished_at", Float(53)),
+    Column("seconds", Float(53), nullable=False),
+    Column("host", String(32)),  # whose drivers alone can reach its job; NULL: the ledger has one
+    Column("channel", Text),  # URL of its channel; empty: its folder; NULL: a release of before, whose order says it
+    Column("resumed_from", Text),  # RUN/STAGE that wrote the checkpoint `resume`; NULL: none, or as above
+    Column("resumed_step", Integer),
+    Column("resumed_tokens", BigInteger),
+    Column("reserved_tokens", BigInteger),  # of the run's budget while it lives; NULL: no such limit
+    Column("reserved_seconds", Float(53)),
+    Column("stop_cause", String(16)),  # why its job was stopped; NULL: it was not
+    ForeignKeyConstraint(["run_id", "stage"], ["stages.run_id", "stages.name"]),
+    Index("attempts_by_state", "state"),
+)
+signals = Table(
+    "signals",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("run_id", String(64), ForeignKey("runs.id"), primary_key=True),
+    Column("name", String(63), primary_key=True),
+    Column("principal", String(32), nullable=False),  # who sent it
+    Column("at", Float(53), nullable=False),
+    Column("reason", Text, nullable=False),
+)
+notes = Table(
+    "notes",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("run_id", String(64), ForeignKey("runs.id"), primary_key=True),
+    Column("number", Integer, primary_key=True),
+    Column("principal", String(32), nullable=False),  # who wrote it
+    Column("at", Float(53), nullable=False),
+    Column("text", Text, nullable=False),  # empty: it is a tag
+    Column("tag", String(24), nullable=False),
+    Index("notes_by_tag", "project", "tag", "run_id"),
+)
+stage_cache = Table(
+    "stage_cache",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("cache_key", String(71), primary_key=True),
+    Column("run_id", String(64), nullable=False),
+    Column("stage", String(128), nullable=False),
+    ForeignKeyConstraint(["run_id", "stage"], ["stages.run_id", "stages.name"]),
+)
+releases = Table(
+    "releases",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("channel", String(128), primary_key=True),
+    Column("sequence", Integer, primary_key=True),  # 1, 2, … within the channel: two writers cannot both be the next
+    Column("model_digest", String(71), nullable=False),
+    Column("run_id", String(64)),
+    Column("action", String(32), nullable=False),
+    Column("principal", String(32), nullable=False),
+    Column("at", Float(53), nullable=False),
+    Column("report_digest", String(71)),
+)
+channels = Table(
+    "channels",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("name", String(128), primary_key=True),
+    Column("policy", String(71)),  # digest of the document that says what a release must pass; NULL: there is none
+    Column("protected", Integer, nullable=False),  # 1: its policy and its quarantine are changed by approval only
+    Column("frozen", String(16), nullable=False),  # what may not move it: empty | releases | all
+    Column("revision", Integer, nullable=False),  # every change of its policy or protection is one
+    Column("generation", Integer, nullable=False),  # every release and every change of the columns before is one
+)
+deployments = Table(
+    "deployments",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("channel", String(128), primary_key=True),
+    Column("role", String(16), primary_key=True),  # live
+    Column("release_sequence", Integer, nullable=False),
+    Column("weight", Float(53), nullable=False),  # share of the traffic
+    Column("generation", Integer, nullable=False),
+    ForeignKeyConstraint(["project", "channel"], ["channels.project", "channels.name"]),
+)
+quarantine = Table(
+    "quarantine",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("channel", String(128), primary_key=True),
+    Column("model_digest", String(71), primary_key=True),
+    Column("release", Integer, nullable=False),  # the rollback that took the model off the channel
+    Column("since", Float(53), nullable=False),
+    Column("principal", String(32), nullable=False),  # who rolled back, or lifted it
+    Column("lifted_at", Float(53)),  # NULL: it may not be promoted there
+    Column("reason", Text, nullable=False),  # for lifting it
+)
+approval_requests = Table(
+    "approval_requests",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("digest", String(71), primary_key=True),  # of `asked`
+    Column("channel", String(128), nullable=False),
+    Column("run_id", String(64)),
+    Column("asked", JsonText, nullable=False),  # what is to be done, with everything that it would touch
+    Column("principal", String(32), nullable=False),  # whose request it is
+    Column("at", Float(53), nullable=False),
+    Index("approval_requests_by_channel", "project", "channel"),
+    Index("approval_requests_by_run", "run_id"),
+)
+approvals = Table(
+    "approvals",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("request", String(71), primary_key=True),
+    Column("principal", String(32), primary_key=True),
+    Column("verdict", String(16), nullable=False),  # approved | rejected | withdrawn
+    Column("at", Float(53), nullable=False),
+    Column("reason", Text, nullable=False),
+    ForeignKeyConstraint(["project", "request"], ["approval_requests.project", "approval_requests.digest"]),
+)
+looks = Table(  # of older versions, which counted judgements; `ChannelReading.looks` counts evaluations
+    "looks",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("channel", String(128), primary_key=True),
+    Column("number", Integer, primary_key=True),  # 1, 2, … of the channel
+    Column("items", String(71), nullable=False),  # digest of what its gates were judged on: suites and evaluators
+    Column("lineage", String(71), nullable=False),  # base model of the candidate
+    Column("candidate", String(71), nullable=False),
+    Column("run_id", String(64), nullable=False),
+    Column("outcome", String(16), nullable=False),
+    Column("owner", Text, nullable=False),  # of the run
+    Column("at", Float(53), nullable=False),
+    Index("looks_by_items", "project", "items"),
+)
+assets = Table(
+    "assets",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("kind", String(32), primary_key=True),
+    Column("name", String(256), primary_key=True),
+    Column("version", Integer, primary_key=True),
+    Column("digest", String(71), nullable=False),
+    Column("form", String(16), nullable=False),
+    Column("created_at", Float(53), nullable=False),
+    Column("principal", String(32), nullable=False),
+    Column("meta", JsonText, nullable=False),
+    Column("parents", JsonText, nullable=False),
+    CheckConstraint("version >= 1", name="asset_versions_start_at_1"),
+    Index("assets_by_digest", "digest"),
+)
+asset_status = Table(  # what people think of a version, which itself never changes
+    "asset_status",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("kind", String(32), primary_key=True),
+    Column("name", String(256), primary_key=True),
+    Column("version", Integer, primary_key=True),
+    Column("status", String(16), nullable=False),  # approved | recalled | nothing
+    Column("principal", String(32), nullable=False),  # who said so
+    Column("at", Float(53), nullable=False),
+    Column("reason", Text, nullable=False),
+)
+artifacts = Table(
+    "artifacts",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("digest", String(71), primary_key=True),
+    Column("form", String(16), nullable=False),
+    Column("bytes", BigInteger),  # NULL: noted by a ledger of before
+    Column("class", String(16), nullable=False),  # as what it came first
+    Column("created_at", Float(53), nullable=False),
+)
+edges = Table(  # its ends are named as in domain/records.py
+    "edges",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("consumer", Text, primary_key=True),
+    Column("slot", Text, primary_key=True),
+    Column("producer", Text, primary_key=True),
+    Column("output", Text, primary_key=True),
+    Column("digest", String(71), primary_key=True),
+    Index("edges_by_producer", "project", "producer"),
+    Index("edges_by_digest", "project", "digest"),
+)
+holds = Table(
+    "holds",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("digest", String(71), primary_key=True),
+    Column("holder", String(256), primary_key=True),
+    Column("reason", Text, nullable=False),
+    Column("at", Float(53), nullable=False),
+    Column("released_at", Float(53)),  # NULL: it may not be deleted
+)
+
+# the log, what a crash may leave in any state, and who there is
+
+events = Table(
+    "events",
+    metadata,
+    Column("id", Counter, primary_key=True, autoincrement=True),
+    Column("project", String(63), nullable=False),
+    Column("kind", String(64), nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("principal", String(32), nullable=False),
+    Column("auth", String(16), nullable=False),  # how the principal was known: os | token | …
+    Column("request", String(32), nullable=False),  # of the transaction that wrote it
+    Column("at", Float(53), nullable=False),
+    Column("audited", JsonText, nullable=False),  # values of audited columns, and other states, numbers, digests
+    Column("words", String(71)),  # salted digest of its row in `payloads`; NULL: it has none
+    Column("leaf", LargeBinary(32), nullable=False),
+    Index("events_by_place", "subject", "at"),
+    Index("events_by_request", "request"),
+    sqlite_autoincrement=True,  # an id is never used twice
+)
+payloads = Table(
+    "payloads",
+    metadata,
+    Column("event", Counter, ForeignKey("events.id"), primary_key=True, autoincrement=False),
+    Column("retention", String(16), nullable=False),
+    Column("salt", LargeBinary(16), nullable=False),
+    Column("body", JsonText, nullable=False),
+)
+unsealed = Table(
+    "unsealed",
+    metadata,
+    Column("event", Counter, ForeignKey("events.id"), primary_key=True, autoincrement=False),
+)
+leaves = Table(
+    "leaves",
+    metadata,
+    Column("sequence", Counter, primary_key=True, autoincrement=False),  # 1, 2, … without a gap
+    Column("event", Counter, ForeignKey("events.id"), nullable=False, unique=True),
+    Column("leaf", LargeBinary(32), nullable=False),
+)
+tiles = Table(
+    "tiles",
+    metadata,
+    Column("level", Integer, primary_key=True),
+    Column("position", Counter, primary_key=True, autoincrement=False),
+    Column("hash", LargeBinary(32), nullable=False),  # root over 256^(level + 1) leaves
+)
+tree_head = Table(
+    "tree_head",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("size", BigInteger, nullable=False),
+    Column("root", LargeBinary(32), nullable=False),
+    Column("peaks", LargeBinary, nullable=False),  # roots of the perfect subtrees, the largest first
+    CheckConstraint("id = 1", name="one_tree_head"),
+)
+# --- empty in every ledger: they stand in those of this schema, until the next one takes them away --------------------
+
+events_before = Table(
+    "events_before",
+    metadata,
+    Column("id", Counter, primary_key=True, autoincrement=True),
+    Column("kind", String(64), nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("at", Float(53), nullable=False),
+    Column("payload", JsonText, nullable=False),
+    Column("sequence", BigInteger, unique=True),
+    Column("previous_hash", String(71)),
+    Column("hash", String(71)),
+    sqlite_autoincrement=True,  # an id is never used twice
+)
+chain_head = Table(
+    "chain_head",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("sequence", BigInteger, nullable=False),
+    Column("hash", String(71), nullable=False),
+    CheckConstraint("id = 1", name="one_chain_head"),
+)
+schema_versions = Table(  # one row
+    "schema_version",
+    metadata,
+    Column("version_num", String(32), nullable=False),
+    Column("usable_since", String(32)),  # the oldest revision whose code may use it
+    PrimaryKeyConstraint("version_num", name="schema_version_pkc"),
+)
+work = Table(
+    "work",
+    metadata,
+    Column("id", Counter, primary_key=True, autoincrement=True),
+    Column("project", String(63), nullable=False),
+    Column("kind", String(16), nullable=False),  # run | stage | sweep
+    Column("object", Text, nullable=False),
+    Column("affinity", Text),  # the host that alone may look at it
+    Column("due_at", Float(53), nullable=False),
+    Column("priority", Integer, nullable=False),
+    Column("wanted_version", BigInteger, nullable=False),  # counts who woke it
+    Column("lease_owner", Text),
+    Column("lease_token", String(32)),
+    Column("lease_until", Float(53)),
+    Column("failures", Integer, nullable=False),
+    Column("failed_since", Float(53)),
+    Column("error", Text, nullable=False),
+    Column("traceback", Text, nullable=False),
+    Column("dead_at", Float(53)),
+    Index("work_by_object", "project", "kind", "object", unique=True),
+    Index("work_by_time", "project", "due_at"),
+)
+watches = Table(  # of jobs: how long they have been silent
+    "watches",
+    metadata,
+    Column("attempt", Text, primary_key=True),  # its name
+    Column("run_id", String(64), nullable=False),
+    Column("progress", Text, nullable=False),
+    Column("quiet", Float(53), nullable=False),
+    Column("at", Float(53), nullable=False),
+    Index("watches_by_run", "run_id"),
+)
+hosts = Table(  # of a ledger that several have
+    "hosts",
+    metadata,
+    Column("id", String(32), primary_key=True),  # the identity of its workspace folder
+    Column("name", Text, nullable=False),  # HOSTNAME:FOLDER
+    Column("url", Text, nullable=False),  # where the other servers reach the one that it has; empty: none
+    Column("server", Text, nullable=False),  # process of that server, HOSTNAME:PID:START; empty: none
+    Column("version", Text, nullable=False),  # of the Posttrain that said so
+    Column("seen_at", Float(53), nullable=False),
+)
+requests = Table(  # what was answered, for whoever asks the same again because they heard nothing
+    "requests",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("principal", String(32), primary_key=True),
+    Column("key", String(64), primary_key=True),  # given by whoever asks
+    Column("verb", String(64), nullable=False),
+    Column("body", String(71), nullable=False),  # digest of what was asked
+    Column("state", String(16), nullable=False),  # begun | done
+    Column("owner", Text, nullable=False),  # process that began it
+    Column("status", Integer),
+    Column("answer", Text),
+    Column("at", Float(53), nullable=False),
+    Index("requests_by_time", "at"),
+)
+operations = Table(  # requests that are answered by and by, for whichever server is asked about one
+    "operations",
+    metadata,
+    Column("id", String(26), primary_key=True),  # of its request
+    Column("project", String(63), nullable=False),
+    Column("principal", String(32), nullable=False),
+    Column("verb", String(64), nullable=False),
+    Column("body", String(71), nullable=False),  # digest of what was asked
+    Column("server", Text, nullable=False),  # process that carries it out, HOSTNAME:PID:START
+    Column("document", Text, nullable=False),  # how it stands, as JSON
+    Column("over", Integer, nullable=False),  # 1: it ended, and the document says how
+    Column("ending", Integer, nullable=False),  # 1: somebody cancelled it
+    Column("told_at", Float(53), nullable=False),  # by that process
+    Column("looked_at", Float(53), nullable=False),
+    Index("operations_by_time", "looked_at"),
+)
+uploads = Table(  # bytes that a project sent, in the store, though no row names them yet
+    "uploads",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("digest", String(71), primary_key=True),
+    Column("shown", Integer, nullable=False),  # 1: a page, made for whoever may look
+    Column("at", Float(53), nullable=False),
+    Index("uploads_by_time", "at"),
+)
+parts = Table(  # of an upload that is under way: objects in the store
+    "parts",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("digest", String(71), primary_key=True),  # of the whole
+    Column("total", BigInteger, primary_key=True),  # bytes of the whole, as its sender says
+    Column("start", BigInteger, primary_key=True),
+    Column("size", BigInteger, nullable=False),
+    Column("object", Text, nullable=False),  # its name
+    Column("at", Float(53), nullable=False),
+    Index("parts_by_time", "at"),
+)
+grants = Table(  # of running jobs: which attempt stands behind the secret that one shows
+    "grants",
+    metadata,
+    Column("digest", String(71), primary_key=True),  # of the secret
+    Column("run_id", String(64), nullable=False),
+    Column("stage", String(128), nullable=False),
+    Column("number", Integer, nullable=False),
+    Column("expires_at", Float(53), nullable=False),
+    Column("put_bytes", BigInteger, nullable=False),  # into its channel
+    Index("grants_by_attempt", "run_id", "stage", "number"),
+)
+sessions = Table(  # of browsers: which token stands behind the secret that one shows
+    "sessions",
+    metadata,
+    Column("digest", String(71), primary_key=True),  # of the secret
+    Column("token", String(32), nullable=False),
+    Column("expires_at", Float(53), nullable=False),
+    Index("sessions_by_time", "expires_at"),
+)
+cursors = Table(  # how far each sink is
+    "cursors",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("sink", String(63), primary_key=True),
+    Column("sequence", BigInteger, nullable=False),  # of the last sealed event that was delivered
+    Column("failures", Integer, nullable=False),
+    Column("error", Text, nullable=False),
+    Column("failed_since", Float(53)),
+    Column("not_before", Float(53)),
+    Column("at", Float(53)),  # of the last delivery
+    Column("lease_owner", Text),
+    Column("lease_until", Float(53)),
+)
+projects = Table(
+    "projects",
+    metadata,
+    Column("id", String(63), primary_key=True),
+    Column("created_at", Float(53), nullable=False),
+    Column("images", JsonText),  # that its runs may name; null: nobody said
+)
+principals = Table(
+    "principals",
+    metadata,
+    Column("id", String(32), primary_key=True),  # random: what events and rows name, so that a name can be erased
+    Column("kind", String(16), nullable=False),  # user | service
+    Column("name", Text, nullable=False, unique=True),
+    Column("created_at", Float(53), nullable=False),
+)
+roles = Table(
+    "roles",
+    metadata,
+    Column("project", String(63), ForeignKey("projects.id"), primary_key=True),
+    Column("principal", String(32), ForeignKey("principals.id"), primary_key=True),
+    Column("role", String(16), nullable=False),  # viewer | submitter | approver | admin
+)
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("principal", String(32), ForeignKey("principals.id"), nullable=False),
+    Column("secret_digest", String(71), nullable=False, unique=True),
+    Column("scopes", JsonText, nullable=False),
+    Column("created_at", Float(53), nullable=False),
+    Column("expires_at", Float(53), nullable=False),
+    Column("revoked_at", Float(53)),
+    Column("replaces", String(32)),  # the token that this one was rotated from
+    Index("tokens_by_principal", "principal"),
+)
+sinks = Table(  # where events are sent on to
+    "sinks",
+    metadata,
+    Column("project", String(63), primary_key=True),
+    Column("name", String(63), primary_key=True),
+    Column("kind", String(16), nullable=False),  # webhook | jsonl | email
+    Column("settings", JsonText, nullable=False),  # of a secret only where it is: an environment variable, a file
+    Column("rules", JsonText, nullable=False),  # which events
+    Column("created_at", Float(53), nullable=False),
+    Column("principal", String(32), nullable=False),
+    Column("paused", String(16), nullable=False),  # why nothing is sent: empty: it is | person | failing
+)
