@@ -15,9 +15,10 @@ from urllib.parse import urlencode
 import uvicorn
 
 from posttrain.app.workspace import Workspace
-from posttrain.server.app import Server, build
+from posttrain.server.app import build
 from posttrain.server.entrance import Entrance
 from posttrain.server.forwarding import Peers
+from posttrain.server.underway import Server
 
 LARGE = {"numpy", "scipy", "pyarrow", "matplotlib", "tokenizers", "torch", "transformers", "pandas"}
 

@@ -24,7 +24,7 @@ from posttrain.domain.canonical import canonical_json
 from posttrain.domain.ids import Role
 from posttrain.domain.lifecycle import AttemptState
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
-from posttrain.server.app import Server, build
+from posttrain.server.app import build
 from posttrain.server.attempts import Granting
 from posttrain.server.calling import to_json
 from posttrain.server.connections import Door, Room
@@ -33,6 +33,7 @@ from posttrain.server.forwarding import Peers
 from posttrain.server.limits import Limits
 from posttrain.server.metering import Meters
 from posttrain.server.serving import Bind, configured
+from posttrain.server.underway import Server
 from posttrain.server.worker import Worker
 from posttrain.server.workers import Asking, Refused
 from posttrain.store.atomic import write_json

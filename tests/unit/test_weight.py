@@ -43,3 +43,13 @@ def test_a_function_or_a_file_that_is_too_large_fails(tmp_path: Path) -> None:
     assert run.returncode == 1
     assert "rows.py:1 read: a function has at most 60 lines, got 61" in run.stderr
     assert "log.py: a file has at most 800 lines, got 801" in run.stderr
+
+
+def test_modules_that_import_each_other_fail(tmp_path: Path) -> None:
+    source = tmp_path / "src" / "posttrain" / "store"
+    source.mkdir(parents=True)
+    (source / "rows.py").write_text("from posttrain.store import log\n")
+    (source / "log.py").write_text("def said():\n    from posttrain.store.rows import read\n")
+    run = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 1
+    assert "posttrain.store.log → posttrain.store.rows → posttrain.store.log: import each other" in run.stderr

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
@@ -20,12 +19,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from posttrain._version import __version__
-from posttrain.api.control import OPERATIONS, Control
+from posttrain.api.control import OPERATIONS
 from posttrain.api.guarding import refuse
 from posttrain.api.problems import MEDIA_TYPE, problem
-from posttrain.api.verbs import API_VERSIONS, PREFIX, Verb
-from posttrain.app.workspace import Workspace
-from posttrain.control.owners import process_alive, process_name
+from posttrain.api.verbs import API_VERSIONS, Verb
 from posttrain.domain.errors import (
     ApiVersionError,
     AuthenticationError,
@@ -42,16 +39,13 @@ from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.server import attempts, blobs, streams, underway
 from posttrain.server.calling import arguments, call, to_json
 from posttrain.server.console import routes as console
-from posttrain.server.entrance import Asker, Entrance
-from posttrain.server.forwarding import Peers
+from posttrain.server.entrance import Asker
 from posttrain.server.limits import (
     BODY,
     HEAVY,
     LOOK,
     READ,
     RETRY_SECONDS,
-    Limits,
-    check_path,
     in_thread,
     read,
     sent,
@@ -60,11 +54,11 @@ from posttrain.server.limits import (
 )
 from posttrain.server.logs import facts, logged_problem
 from posttrain.server.metering import MEDIA_TYPE as METRICS_TYPE
-from posttrain.server.metering import Meters, Observing, verb_of
+from posttrain.server.metering import Observing, verb_of
 from posttrain.server.underway import (
     LaterError,
     Once,
-    Underway,
+    Server,
     accepted,
     as_now,
     asked_of,
@@ -73,8 +67,8 @@ from posttrain.server.underway import (
     wait_of,
 )
 from posttrain.server.worker import INTERFACE
-from posttrain.server.workers import Answers, Asking, Refused
-from posttrain.store.operations import Begun, Operations
+from posttrain.server.workers import Asking, Refused
+from posttrain.store.operations import Begun
 
 log = logging.getLogger("posttrain.server")
 _VERSION = re.compile(r"/v([0-9]{1,9})(/|$)")
@@ -82,40 +76,6 @@ _UNCHANGED, _OTHER_METHOD = 304, 405
 _AWAY = "5"  # seconds after which a store or a database that does not answer is worth another try
 _UNAVAILABLE = [problem(one)["type"] for one in (UnavailableError(), LedgerUnavailableError())]
 _SPOKEN = ", ".join(map(str, API_VERSIONS))
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """What a server answers from."""
-
-    workspace: Workspace
-    entrance: Entrance
-    workers: Answers
-    ready: Callable[[], str]  # why it is not; empty: it is
-    peers: Peers
-    secure: bool = False  # browsers reach it over TLS alone
-    behind_proxy: bool = False
-    meters: Meters = field(default_factory=Meters)
-    limits: Limits = field(default_factory=Limits)
-    operations: Operations = field(init=False)
-    underway: Underway = field(init=False)
-
-    def __post_init__(self) -> None:
-        ledger = self.workspace.ledger
-        known = Operations(ledger.database, ledger.clock, process_name(), process_alive)
-        object.__setattr__(self, "operations", known)
-        object.__setattr__(self, "underway", Underway(known))
-
-    def admitted(self, request: Request, verb: str) -> tuple[Asker, Control]:
-        """Who asks, and what they may ask. It reads the ledger: call it in a thread.
-
-        Raises:
-            AccessError: not this verb. As `asker`.
-        """
-        who = asker(request)
-        control = self.entrance.control(who)
-        refuse(control, verb)
-        return who, control
 
 
 def build(server: Server) -> FastAPI:
@@ -137,20 +97,6 @@ def build(server: Server) -> FastAPI:
         Observing, meter=server.meters, may_name=server.entrance.may_name, behind_proxy=server.behind_proxy
     )
     return app
-
-
-def asker(request: Request) -> Asker:
-    """Who asks. It reads the ledger: call it in a thread.
-
-    Raises:
-        InputError: a part of the path is no such id or name. AuthenticationError: nobody whom the server knows.
-    """
-    server: Server = request.app.state.server
-    check_path(request)
-    identity = server.entrance.identify(request.headers.get("authorization", ""))
-    who = Asker(identity, request.path_params["project"])
-    request.state.asker, request.state.principal = who, server.entrance.known_as(who)
-    return who
 
 
 def _answering(server: Server, operation: Verb[..., Any]) -> Callable[[Request], Awaitable[Response]]:
@@ -378,4 +324,3 @@ _PLACES: Mapping[str, Callable[..., Awaitable[Response]]] = {  # beside the verb
     "/v1/token": _token,
     "/openapi.json": _interface,
 }
-__all__ = ["PREFIX", "Server", "asker", "build"]

@@ -34,7 +34,7 @@ from posttrain.store.trees import tree_listing
 from posttrain.workspace.served import PLACE
 
 if TYPE_CHECKING:
-    from posttrain.server.app import Server
+    from posttrain.server.underway import Server
     from posttrain.store.channel import ChannelObjects
     from posttrain.workspace.opened import OpenWorkspace
 

@@ -27,8 +27,8 @@ from posttrain.store.direct import LARGE, open_direct
 from posttrain.store.operations import PartStore
 
 if TYPE_CHECKING:
-    from posttrain.server.app import Server
     from posttrain.server.entrance import Asker
+    from posttrain.server.underway import Server
     from posttrain.workspace.opened import OpenWorkspace
 
 _PATH = PREFIX + "/blobs/{digest}"

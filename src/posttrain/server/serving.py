@@ -50,7 +50,7 @@ from posttrain.domain.errors import ConflictError, InputError, PosttrainError, W
 from posttrain.domain.ids import Role
 from posttrain.events.admitting import public, secrets_of
 from posttrain.server import logs
-from posttrain.server.app import Server, build
+from posttrain.server.app import build
 from posttrain.server.children import start
 from posttrain.server.connections import (
     Door,
@@ -66,6 +66,7 @@ from posttrain.server.entrance import Entrance
 from posttrain.server.forwarding import Peers
 from posttrain.server.logs import Logging
 from posttrain.server.metering import Board, Meters
+from posttrain.server.underway import Server
 from posttrain.server.workers import Workers
 from posttrain.store.atomic import Refusal, held, make_folder, write_json
 from posttrain.store.blobs import open_blobs

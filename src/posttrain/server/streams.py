@@ -26,7 +26,7 @@ from posttrain.server.workers import Asking, Refused
 
 if TYPE_CHECKING:
     from posttrain.domain.records import RunRecord
-    from posttrain.server.app import Server
+    from posttrain.server.underway import Server
 
 _EVERY = 0.5  # seconds between two looks at a run
 _AGAIN = 5.0  # seconds between two looks whether whoever follows still may

@@ -22,14 +22,17 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from posttrain.api.control import Control
+from posttrain.api.guarding import refuse
 from posttrain.api.problems import problem
 from posttrain.api.verbs import PREFIX
+from posttrain.app.workspace import Workspace
 from posttrain.control.owners import process_alive, process_name
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import (
@@ -42,16 +45,15 @@ from posttrain.domain.errors import (
     PosttrainError,
     StoppedError,
 )
-from posttrain.server.limits import READ, in_thread
+from posttrain.server.entrance import Asker, Entrance
+from posttrain.server.forwarding import Peers
+from posttrain.server.limits import READ, Limits, check_path, in_thread
 from posttrain.server.logs import logged_problem
-from posttrain.server.workers import OPERATION_SECONDS, Asking, Refused
+from posttrain.server.metering import Meters
+from posttrain.server.workers import OPERATION_SECONDS, Answers, Asking, Refused
 from posttrain.store.hosts import server_lives
 from posttrain.store.ledger import Ledger, numbered
 from posttrain.store.operations import BEAT_SECONDS, DONE, Begun, Operations, Repeats
-
-if TYPE_CHECKING:
-    from posttrain.server.app import Server
-    from posttrain.server.entrance import Asker
 
 _FORM = re.compile(r"[A-Za-z0-9_-]{8,64}")
 _REQUEST = 26  # hexadecimal digits of a request's id
@@ -363,6 +365,54 @@ class Underway:
         one.looked = max(one.looked, time.monotonic() - ago)
         if ending:
             one.asking.end()
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What a server answers from."""
+
+    workspace: Workspace
+    entrance: Entrance
+    workers: Answers
+    ready: Callable[[], str]  # why it is not; empty: it is
+    peers: Peers
+    secure: bool = False  # browsers reach it over TLS alone
+    behind_proxy: bool = False
+    meters: Meters = field(default_factory=Meters)
+    limits: Limits = field(default_factory=Limits)
+    operations: Operations = field(init=False)
+    underway: Underway = field(init=False)
+
+    def __post_init__(self) -> None:
+        ledger = self.workspace.ledger
+        known = Operations(ledger.database, ledger.clock, process_name(), process_alive)
+        object.__setattr__(self, "operations", known)
+        object.__setattr__(self, "underway", Underway(known))
+
+    def admitted(self, request: Request, verb: str) -> tuple[Asker, Control]:
+        """Who asks, and what they may ask. It reads the ledger: call it in a thread.
+
+        Raises:
+            AccessError: not this verb. As `asker`.
+        """
+        who = asker(request)
+        control = self.entrance.control(who)
+        refuse(control, verb)
+        return who, control
+
+
+def asker(request: Request) -> Asker:
+    """Who asks. It reads the ledger: call it in a thread.
+
+    Raises:
+        InputError: a part of the path is no such id or name. AuthenticationError: nobody whom the server knows.
+    """
+    server: Server = request.app.state.server
+    check_path(request)
+    identity = server.entrance.identify(request.headers.get("authorization", ""))
+    who = Asker(identity, request.path_params["project"])
+    request.state.asker, request.state.principal = who, server.entrance.known_as(who)
+    return who
 
 
 def wait_of(request: Request) -> float | None:

@@ -39,7 +39,7 @@ from posttrain.server.streams import Followed, is_ending
 if TYPE_CHECKING:
     from posttrain.api.control import Control
     from posttrain.api.values import RunSummary
-    from posttrain.server.app import Server
+    from posttrain.server.underway import Server
 
 MOST = 200  # browsers that follow at a time; the others ask again and again
 _EVERY = 1.0  # seconds between two looks

@@ -37,7 +37,7 @@ from posttrain.web.pages import template
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
-    from posttrain.server.app import Server
+    from posttrain.server.underway import Server
 
 log = logging.getLogger("posttrain.server")
 POLICY = (
