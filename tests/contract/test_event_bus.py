@@ -315,12 +315,86 @@ def test_a_sink_that_hangs_holds_up_no_other_and_no_step(ledger_at: str) -> None
         deliverer = Deliverer(ledger, opens, lambda _: "", "here:1:1.0", lambda _: True, "service:posttrain")
         while len(numbers(arrived)) < 5 or cursor(ledger, "well").lease_owner:
             assert deliverer.step() > 0
-        assert cursor(ledger, "deaf").lease_owner == "here:1:1.0"
+        assert cursor(ledger, "deaf").lease_owner.startswith("here:1:1.0")
         assert deliverer.behind
         with ledger.transaction("user:ann") as transaction:  # nothing of it is inside anybody's transaction
             transaction.append_event("note.told", "x", {"number": 5})
         done.set()
         deliverer.close()
+
+
+class Stuck(FakeSink):
+    """Hangs in its first sending until it is let go; takes one notice at a time."""
+
+    most = 1
+    began, goes_on = threading.Event(), threading.Event()
+
+    def send(self, notices: Any) -> None:
+        if not self.began.is_set():
+            self.began.set()
+            self.goes_on.wait()
+        super().send(notices)
+
+
+@pytest.mark.parametrize("again", ["resumed", "added again"])
+def test_a_sink_that_is_changed_while_it_sends_is_told_everything_once_in_order(ledger: Ledger, again: str) -> None:
+    """The delivery that hangs is another one's by then: it sends what it has begun, and moves nothing of the next."""
+    add(ledger, "s")
+    tell(ledger, 6)
+    arrived: dict[str, list[Notice]] = {"/old": [], "/new": []}
+    Stuck.began, Stuck.goes_on = threading.Event(), threading.Event()
+
+    def opens(record: SinkRecord) -> Sink:
+        return Stuck(arrived[str(record.settings.get("at", "/old"))])
+
+    deliverer = Deliverer(ledger, opens, lambda _: "", "here:1:1.0", lambda _: True, "service:posttrain")
+    deliverer.step()
+    Stuck.began.wait()
+    old = deliverer._loops["s"].thread
+    assert old is not None
+    with ledger.transaction("user:ann") as transaction:
+        if again == "resumed":
+            transaction.pause_sink("s", "person")
+        else:
+            transaction.remove_sink("s")
+            transaction.add_sink(SinkRecord("s", "fake", {"at": "/new"}, EVERYTHING, 0.0, ""), 0)
+    deliverer.step()
+    if again == "resumed":
+        with ledger.transaction("user:ann") as transaction:
+            transaction.resume_sink("s")
+    deliverer.step()
+    Stuck.goes_on.set()
+    old.join()
+    while deliverer.step() and (deliverer.behind or cursor(ledger, "s").lease_owner):
+        pass
+    deliverer.close()
+    if again == "resumed":
+        assert numbers(arrived["/old"]) == list(range(6))
+    else:
+        assert len(arrived["/old"]) == 1, "what it had begun"
+        assert numbers(arrived["/new"]) == list(range(6))
+
+
+def test_a_delivery_that_ends_by_a_bug_is_begun_anew(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(ledger, "s")
+    tell(ledger, 3)
+    arrived: list[Notice] = []
+    claim, left = Cursors.claim, [RuntimeError("a bug")]
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+    def once(self: Cursors, sink: str) -> Any:
+        if left:
+            raise left.pop()
+        return claim(self, sink)
+
+    monkeypatch.setattr(Cursors, "claim", once)
+    deliverer = Deliverer(
+        ledger, lambda _: FakeSink(arrived), lambda _: "", "here:1:1.0", lambda _: True, "service:posttrain"
+    )
+    while deliverer.step() and deliverer.behind:
+        pass
+    deliverer.close()
+    assert numbers(arrived) == [0, 1, 2]
 
 
 def test_a_look_is_one_statement_however_many_sinks_there_are(ledger: Ledger) -> None:

@@ -256,3 +256,24 @@ def test_what_makes_no_sink_is_refused_in_a_line(world: World, words: tuple[str,
 def test_a_name_that_is_taken_is_refused(world: World) -> None:
     world.ok("sink", "add", "x", "--jsonl", "a.jsonl")
     assert world("sink", "add", "x", "--jsonl", "b.jsonl").exit_code == 9
+
+
+def test_a_driver_that_ends_by_an_error_delivers_why(world: World) -> None:
+    """The run is set aside, which is what its sinks are there for."""
+    told = world.root / "events.jsonl"
+    world.ok("sink", "add", "file", "--jsonl", str(told))
+    workspace = Workspace(world.root / ".posttrain")
+    run = posttrain.submit("run.yaml", workspace=workspace)
+    digest = workspace.ledger.run(run.id).manifest_digest.partition(":")[2]
+    workspace.close()
+    [blob] = [
+        one for one in (world.root / ".posttrain" / "blobs").rglob("*") if one.is_file() and digest[4:] in str(one)
+    ]
+    blob.unlink()
+    assert world("attach", run.id).exit_code != 0
+    kinds = [json.loads(line)["type"] for line in told.read_text().splitlines()]
+    assert "run.set_aside" in kinds
+    world.ok("sink", "remove", "file")
+    workspace = Workspace(world.root / ".posttrain")
+    assert not workspace.ledger.pending_events(), "others hear that it is gone"
+    workspace.close()

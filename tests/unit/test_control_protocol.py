@@ -16,6 +16,7 @@ import posttrain
 from posttrain.api import codec, control
 from posttrain.app.control import control_of, open_control
 from posttrain.app.workspace import open_workspace
+from posttrain.domain.errors import ConflictError, InfrastructureError
 
 VERBS = frozenset(control.VERBS)
 CLI = Path(control.__file__).parents[1] / "cli"
@@ -86,6 +87,28 @@ def test_what_answers_in_process_takes_what_its_verb_declares(world: World) -> N
         assert all(one.default is not inspect.Parameter.empty for one in taken[len(asked) :]), verb.name
         assert len(taken) >= len(asked), verb.name
     workspace.close()
+
+
+def test_what_a_verb_recorded_before_it_raised_is_sealed_and_a_seal_that_fails_hides_no_answer(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace = open_workspace(world.root / ".posttrain")
+    asked = control_of(workspace)
+
+    def recorded(self: object, *_: object, **__: object) -> None:
+        with workspace.ledger.transaction(workspace.actor) as transaction:
+            transaction.append_event("note.told", "x", {})
+        raise ConflictError("an approval is missing")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("posttrain.control.channels.freeze", recorded)
+        with pytest.raises(ConflictError, match="an approval"):
+            asked.freeze("prod")
+    assert not workspace.ledger.pending_events()
+    with monkeypatch.context() as patched:
+        patched.setattr(type(workspace), "seal", lambda *_, **__: (_ for _ in ()).throw(InfrastructureError("away")))
+        assert asked.issue_token("user:root", "viewer", 1.0).secret
+    asked.close()
 
 
 def test_a_verb_that_seals_leaves_no_event_unsealed(world: World) -> None:

@@ -104,6 +104,10 @@ def test_a_parameter_that_a_verb_does_not_have_is_refused_as_over_http(bench: Se
         InputError, match=r"ls: unknown parameter 'limits' \(did you mean 'limit'\?\); remove or rename it"
     ):
         control.ls(limits=5)
+    there: Any = bench.control(KEY)
+    for ask in (lambda: there.ls(limits=5), lambda: there.drive("x", limits=5)):
+        with pytest.raises(InputError, match="unknown parameter 'limits'"):
+            ask()
     for words, options in (((), {}), ((5, None, None, 7), {}), ((5,), {"limit": 6})):
         with pytest.raises(InputError, match=r"ls: .*limit|ls: too many"):
             control.ls(*words, **options)

@@ -107,7 +107,7 @@ class Sinks(Verbs):
             skip: leave out what it was not told of so far.
         """
 
-    @verb("DELETE /sinks/{name}", Role.ADMIN, "app.sinks", command="sink remove")
+    @verb("DELETE /sinks/{name}", Role.ADMIN, "app.sinks", command="sink remove", seals=True)
     def remove_sink(self, name: Name) -> None:
         """Forget it."""
 
@@ -369,7 +369,7 @@ class Channels(Verbs):
     def track_channel(self, name: Name) -> list[TrackerState]:
         """Bring these registries to where it is."""
 
-    @verb("POST /channels/{channel}/releases", Role.APPROVER, "app.channels", heavy=True)
+    @verb("POST /channels/{channel}/releases", Role.APPROVER, "app.channels", heavy=True, seals=True)
     def promote(self, run_id: RunId, channel: Name, lift_quarantine: str = "") -> ReleaseEntry:
         """Point it at a run's model, if its gates pass.
 
@@ -377,7 +377,7 @@ class Channels(Verbs):
             lift_quarantine: why a model that was rolled back from it may come back.
         """
 
-    @verb("POST /channels/{channel}/rollback", Role.APPROVER, "app.channels", heavy=True)
+    @verb("POST /channels/{channel}/rollback", Role.APPROVER, "app.channels", heavy=True, seals=True)
     def rollback(
         self,
         channel: Name,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from posttrain.access.ports import OS
 from posttrain.api.control import Control
-from posttrain.domain.errors import NotFoundError
+from posttrain.domain.errors import NotFoundError, PosttrainError
 from posttrain.domain.ids import PROJECT_VARIABLE, SERVER_VARIABLE, TYPES
 from posttrain.domain.records import DEFAULT_PROJECT
 
@@ -24,10 +25,12 @@ class Local:
 
     def ask(self, verb: Verb[..., Any], /, *words: Any, **options: Any) -> Any:
         """See `Asks.ask`."""
-        found = verb.answers(self.workspace)(*words, **options)
-        if verb.seals:
-            self.workspace.seal()
-        return found
+        try:
+            return verb.answers(self.workspace)(*words, **options)
+        finally:  # also of a verb that records something and then raises: an approval that was asked for
+            if verb.seals:
+                with suppress(PosttrainError):  # what was done is answered; the next seal catches up
+                    self.workspace.seal()
 
     def close(self) -> None:
         """See `Asks.close`."""

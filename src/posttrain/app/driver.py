@@ -131,7 +131,7 @@ class Driver:
     def drive(self) -> None:
         """Drive until nothing is wanted, or somebody says so; give the leases back. Jobs go on.
 
-        What is left for sinks is delivered for a few seconds, unless something was raised.
+        What is left for sinks is delivered for a few seconds, unless a person interrupts.
         """
         seconds, most = 0.0, _MOST_PAUSE if self._watch is None else _PAUSE
         try:
@@ -143,6 +143,9 @@ class Driver:
                 if not changed:
                     self._rest(min(max(_PAUSE, _SHARE * (time.monotonic() - began)), most))
             seconds = LEAVE
+        except PosttrainError:  # sinks hear why a run stands
+            seconds = LEAVE
+            raise
         finally:
             self._leave(seconds)
 
@@ -211,8 +214,9 @@ class Driver:
         with suppress(PosttrainError):
             self._workspace.seal()
         until = time.monotonic() + seconds
-        for one in self._deliverers.values():
-            one.finish(until - time.monotonic())
+        with suppress(KeyboardInterrupt):  # it ends the wait for sinks, not what the command has to answer
+            for one in self._deliverers.values():
+                one.finish(until - time.monotonic())
         if seconds and self._deliverers and not self._served:
             with suppress(PosttrainError):
                 for sink in sinks(self._workspace):
@@ -230,9 +234,10 @@ class Driver:
             del self._known[run_id]
 
     def _rest(self, seconds: float) -> None:
+        seen = list(self._seen.values()) or [self._workspace]
         for _ in range(round(seconds / _PAUSE)):
-            if self.told is not None or self._workspace.reconciler.rest(_PAUSE):  # work beside is to be collected
-                return
+            if self.told is not None or any(one.reconciler.rest(_PAUSE / len(seen)) for one in seen):
+                return  # work beside is to be collected
 
     def _look(self, seen: OpenWorkspace, run_id: str) -> bool:
         """One pass over a run; whether anything changed. What it raises stops no other run."""
@@ -283,7 +288,8 @@ class Driver:
 
     def _finish(self, seen: OpenWorkspace, run_id: str) -> None:
         """The run has ended: seal, report, let go."""
-        seen.reconciler.release(run_id)
+        with suppress(PosttrainError):  # a ledger that may only be read has no lease to give back
+            seen.reconciler.release(run_id)
         seen.seal()
         if self._watch is None:
             from posttrain.views.reporting import write_report  # loaded ahead

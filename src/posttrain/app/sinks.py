@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -77,7 +78,8 @@ def announce(workspace: OpenWorkspace) -> None:
     """
     workspace.seal()
     if workspace.ledger.auth == OS and not workspace.read_only:
-        deliverer(workspace).finish(LEAVE)
+        with suppress(KeyboardInterrupt):  # it ends the wait for sinks, not what the command has to answer
+            deliverer(workspace).finish(LEAVE)
 
 
 @answers(Control.sinks)

@@ -145,7 +145,7 @@ class Fetcher:
         made = {}
         for name, said in files.items():
             path = folder.joinpath(*PurePosixPath(name).parts)
-            if path.is_absolute() != folder.is_absolute() or ".." in path.relative_to(folder).parts:
+            if not path.is_relative_to(folder) or ".." in path.relative_to(folder).parts:
                 raise IntegrityError(f"the server names a file {name!r}, which would lie outside {folder}")
             progress(name)
             self._fetch(str(said["digest"]), path)

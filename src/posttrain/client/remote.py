@@ -166,6 +166,7 @@ class Remote:
         self._sweep: dict[str, Any] = {}  # as it was sent
 
     def ask(self, verb: Verb[..., Any], /, *words: Any, **options: Any) -> Any:
+        verb.given(words, options)
         own = getattr(self, f"_{verb.name}", None)  # more than one request, or none
         return own(*words, **options) if own else self._asked(verb, *words, **options)
 

@@ -19,6 +19,7 @@ where a rule asks for them: what was sent cannot be erased.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -217,8 +218,11 @@ class Deliveries:
     facts: RunFacts
     actor: str  # who pauses it, as events say
 
-    def go_on(self) -> bool:
+    def go_on(self, over: Callable[[], bool] = lambda: False) -> bool:
         """Deliver a bounded part; whether there may be more to do at once.
+
+        Args:
+            over: whether to end; asked after each sending.
 
         Raises:
             PosttrainError: the ledger is away.
@@ -227,11 +231,11 @@ class Deliveries:
         if held is None:
             return False
         try:
-            return self._deliver(held)
+            return self._deliver(held, over)
         except StaleWriteError:  # it took longer than the lease: somebody else delivers from where the cursor stood
             return False
 
-    def _deliver(self, held: Cursor) -> bool:
+    def _deliver(self, held: Cursor, over: Callable[[], bool]) -> bool:
         with self.cursors.ledger.snapshot() as now:
             standing = {sink.name: sink for sink in now.sinks()}.get(held.sink)
             found = now.envelopes(held.sequence, EVENTS, words=any(rule.words for rule in self.record.rules))
@@ -248,6 +252,9 @@ class Deliveries:
                     ready.append(notice(event, rule.words))
                 if len(ready) == sink.most:
                     held, ready = self._sent(held, sink, ready), []
+                    if over():
+                        self.cursors.release(held)
+                        return False
             if ready:
                 held = self._sent(held, sink, ready)
         except Exception as error:  # whatever a back-end raises concerns this sink alone
@@ -305,10 +312,12 @@ class _Loop:
             self.due.wait()
             self.due.clear()
             self.busy = True
-            with suppress(PosttrainError):  # the ledger is away, which `step` tells; the next look wakes this again
-                while not self.over and self.deliveries.go_on():
-                    pass
-            self.busy = False
+            try:
+                with suppress(PosttrainError):  # the ledger is away, which `step` tells; the next look wakes this again
+                    while not self.over and self.deliveries.go_on(lambda: self.over):
+                        pass
+            finally:  # whatever ends this thread, the next look starts another
+                self.busy = False
             if self.over:
                 return
 
@@ -319,7 +328,8 @@ class Deliverer:
     Args:
         opens: the back-end of a sink.
         channel: that a run releases to, by its id; asked where a rule names one.
-        owner: `host:pid:start` of this process.
+        owner: `host:pid:start` of this process; each delivery appends digits, so that one which was replaced while it
+            sent does not move the cursor of the next.
         alive: whether another owner may still live.
         actor: who pauses a sink that failed for long, as events say.
     """
@@ -333,8 +343,8 @@ class Deliverer:
         alive: Callable[[str], bool],
         actor: str,
     ) -> None:
-        self._ledger, self._opens, self._actor = ledger, opens, actor
-        self._facts, self._cursors = RunFacts(ledger, channel), Cursors(ledger, owner, alive)
+        self._ledger, self._opens, self._actor, self._owner, self._alive = ledger, opens, actor, owner, alive
+        self._facts, self._serial = RunFacts(ledger, channel), itertools.count()
         self._loops: dict[str, _Loop] = {}
         self.behind = False  # as of the last step: whether a sink has not passed every sealed event and may do so soon
 
@@ -364,8 +374,8 @@ class Deliverer:
 
     def _loop(self, sink: SinkRecord) -> _Loop:
         if sink.name not in self._loops:
-            deliveries = Deliveries(self._cursors, sink, self._opens, self._facts, self._actor)
-            self._loops[sink.name] = _Loop(deliveries)
+            cursors = Cursors(self._ledger, f"{self._owner}{next(self._serial):04}", self._alive)
+            self._loops[sink.name] = _Loop(Deliveries(cursors, sink, self._opens, self._facts, self._actor))
         return self._loops[sink.name]
 
     def finish(self, seconds: float) -> None:
