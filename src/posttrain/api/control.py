@@ -1,11 +1,10 @@
-"""`Control`: everything that the command line and the Python API ask of Posttrain, in process or of a server.
+"""`Control`, the verbs that the command line and the Python API ask of Posttrain, in process or of a server.
 
-What is asked for is words, numbers and files of this machine; what is answered are values (`api.values`, `domain`).
-Nobody on this side of the wall knows whether there is a ledger. Each verb is declared here, and nowhere else.
+Arguments are words, numbers and files of this machine; answers are values (`api.values`, `domain`). Callers cannot see
+whether there is a ledger. Each verb is declared here, and nowhere else.
 
-What is asked of sinks: where events go, how each stands, and what a person does about it.
-
-What `Control` gives to whoever looks at a run again and again.
+The verbs of `Sinks` set where events go, show how each sink stands, and carry out what a person does about it.
+`Watcher` and `Vigil` are what `Control` gives to a caller that looks at a run again and again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Whether this machine and this workspace are fit to run: each check with its finding and what to do about it.
+"""Checks of `doctor`: whether this machine, the workspace, its server and what that server needs are fit to run.
 
-Nothing here imports the engine: versions come from package metadata, and torch or Ray are asked in another process.
-
-Whether the server of a workspace, and what it needs, are fit: what `doctor` says of them.
+Each check has a finding and what to do about it. Nothing here imports the engine: versions come from package metadata,
+and torch and Ray are queried in another process.
 """
 
 from __future__ import annotations

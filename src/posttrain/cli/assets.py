@@ -1,6 +1,7 @@
-"""`asset`: register versions, look them up, approve and recall them.
+"""Commands `asset` and `import`: versions of assets, and runs that other programs made.
 
-`import trl-output`, `import mlflow`, `import wandb-export`: runs that other programs made.
+`asset` registers versions, looks them up, approves and recalls them. `import trl-output`, `import mlflow` and
+`import wandb-export` register runs that other programs made.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""How commands write: a console that honours NO_COLOR and pipes, JSON for programs, words for people.
+"""Console output of commands, and shell completions that are loaded on demand.
 
-Completions that are looked up only when a shell asks for them.
+The console honours NO_COLOR and pipes; programs get JSON, people get words. Completions are looked up only when a shell
+asks for them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""`sweep`: one run file under several settings and seeds, in one table.
+"""Commands `sweep` and `compare`.
 
-`compare`: runs or evaluate stages side by side.
+`sweep` runs one run file under several settings and seeds and shows them in one table. `compare` shows runs or evaluate
+stages side by side.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`init`, `erase` and `doctor`.
+"""Commands on a workspace: `init`, `erase`, `doctor`, `gc`, `backup` and `restore`.
 
-`gc`, `backup` and `restore`: what nobody needs is deleted, what is needed is kept twice.
+`gc` deletes what nobody needs. `backup` keeps a second copy of what is needed, and `restore` makes a workspace from it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Files of this machine, sent to a server by their digests. What the project holds already is not sent again.
+"""Transfer of files between this machine and a server by their digests, run files with their local files included.
 
-Large ones go directly to the server's store and come from there, where it has such a way; where that fails a person is
-told, and they go through the server.
+What the project already holds is not sent again. Large files go directly to the server's store and come directly from
+it, where it has such a way. Where that fails, a person gets a message, and the files go through the server.
 
-A run file with the local files that it names, sent to a server, which plans and sees no path of this machine.
+A `Bundle` is a run file with the local files that it names. The server plans it and sees no path of this machine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a person asks for: stop, send a signal, retry, promote, roll back.
+"""Actions that people ask for, and their approvals and rejections of what was asked for.
 
-What people say of what was asked for: they approve it, or reject it.
+The actions are stop, send a signal, note, retry, promote and roll back.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Several evaluations side by side: what each scored, and by how much it differs from the first, item by item.
+"""Comparisons of evaluations, item by item, and of two runs' manifests, field by field.
 
-What differs between two runs: their manifests, field by field, with the story of each changed asset.
+Evaluations are compared side by side: what each scored, and by how much it differs from the first. Differences between
+manifests come with the history of each changed asset.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""From a ready stage to a running job: commit the intent, tell the job what to do, launch it exactly once.
+"""Launch of a ready stage's job: the stage cache, the checkpoint to resume from, the intent and the submission.
 
-Where an attempt goes on from: the furthest committed checkpoint of the same work, whichever run did it.
+A launch commits the intent, writes the job's order, and submits the job exactly once.
 
-Work is the same where the stage's cache key is: a run whose budget was raised, or that is placed
-elsewhere, goes on from where the one before it stopped.
+An attempt resumes from the furthest committed checkpoint of the same work, whichever run did it. Work is the same where
+the stage's cache key is: a run whose budget was raised, or that is placed elsewhere, resumes where the one before it
+stopped.
 
-The stage cache: the same code, parameters, seed and input digests need not be computed twice.
+The stage cache holds results by code, parameters, seed and input digests: the same ones need not be computed twice.
 """
 
 from __future__ import annotations

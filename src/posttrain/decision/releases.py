@@ -1,10 +1,10 @@
-"""When a release channel may move, and where a rollback goes. Pure rules: `control` does the compare-and-set.
+"""Rules of release channels: when a channel may move, where a rollback goes, and which gates a run has. All are pure.
 
-The append-only history numbers releases; the channel's deployment says which of them is live. A rollback quarantines
-the model that it takes off, and a bare one goes to the newest release that is not quarantined: a second one goes
-further back and never returns to the model that the first one left.
+`control` does the compare-and-set. The append-only history numbers releases; the channel's deployment names the live
+one. A rollback quarantines the model that it takes off. A rollback without a target goes to the newest release that is
+not quarantined, so a second one goes further back and never returns to the model that the first one left.
 
-A run's gates under the policy of its channel: a run may add gates and make them stricter, never weaker.
+A run's gates stand under the policy of its channel: a run may add gates and make them stricter, never weaker.
 """
 
 from __future__ import annotations

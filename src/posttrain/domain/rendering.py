@@ -1,20 +1,20 @@
-"""What rows become: token ids of prompts, demonstrations and preference pairs, many rows at a time.
+"""Rendering of rows to token ids; stop strings, a time limit for chat templates, and the kind of a model.
 
-Rows are canonical (`data.rows`): `prompt` [+ `completion`, or `chosen` and `rejected`], `messages`, or `text`. Who has
-a tokenizer and its chat template gives them as `Tokens`: the engine those of transformers, the plan its own reading of
-the same files. Rows are rendered one after the other and their texts encoded together, a batch in a call; what comes
-out, and which row is refused first and why, is the same as if each row were encoded before the next one is looked at.
-What a template renders is checked to be a prefix of what it renders one turn later, because a template that rewrites
-earlier turns would train on tokens that are never seen in use.
+Rows become token ids of prompts, demonstrations and preference pairs, many rows at a time. Rows are canonical
+(`data.rows`): `prompt` [+ `completion`, or `chosen` and `rejected`], `messages`, or `text`. `Tokens` are a tokenizer
+and its chat template: the engine passes those of transformers, the plan its own reading of the same files. Rows are
+rendered one after the other and their texts encoded together, a batch in a call; the result, and which row is refused
+first and why, are the same as if each row were encoded before the next one is looked at. What a template renders is
+checked to be a prefix of what it renders one turn later, because a template that rewrites earlier turns would train on
+tokens that are never seen in use.
 
-Strings that end a response: which may be asked for.
+Stop strings end a response; `stop_fault` decides which may be asked for.
 
-A limit on what foreign text, run as a program, may take: chat templates.
+`time_limit` limits how long foreign text may take when it runs as a program, as chat templates do. It puts an exception
+into the thread that runs the text, so it ends what Python executes step by step. It does not interrupt a single
+operation in C; the caller must forbid the long ones.
 
-An exception is put into the thread that runs it, so it ends what Python executes step by step; a single operation in C
-is not interrupted, and who runs such text must forbid the long ones.
-
-What a model says of itself in its `config.json`.
+`is_classifier` reads a model's kind from its `config.json`.
 """
 
 from __future__ import annotations

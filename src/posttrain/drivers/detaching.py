@@ -1,9 +1,10 @@
-"""Giving a run to a background driver: asking for it, starting one where none lives, waiting until it has the run.
+"""Handover of a run to a background driver, and the environment that the driver and its jobs have.
 
-One background driver serves the runs of one workspace that were given to it from one environment: what jobs inherit
-(CUDA_VISIBLE_DEVICES, HF_HOME, …), the interpreter and the sources of Posttrain are what they were where it was typed.
+A handover asks for the run, starts a driver where none lives, and waits until the driver has the run.
 
-The environment that a background driver and its jobs have: that of the command which gave the run away.
+One background driver serves the runs of one workspace that were handed over from one environment. The driver and its
+jobs have the environment of the command that handed the run over: the variables that jobs inherit
+(CUDA_VISIBLE_DEVICES, HF_HOME, …), the interpreter and the sources of Posttrain.
 """
 
 from __future__ import annotations

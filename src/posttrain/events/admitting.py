@@ -1,10 +1,10 @@
-"""Which addresses the sinks of a server may connect to (public ones, and those that its administrator names), and which
-secrets are whose project's.
+"""Admission of a server's sinks to addresses and secrets, and the connections that sinks open.
 
-Whoever may add a sink is not whoever owns the server's network: without this a webhook could be pointed at what only
-the server reaches, such as a cloud's metadata.
+Sinks may connect to public addresses and to those that the server's administrator names. Whoever may add a sink need
+not own the server's network: without this rule a webhook could point at what only the server reaches, such as a cloud's
+metadata. The server's configuration assigns secrets to projects, and a sink uses only those of its own project.
 
-Connections that sinks open: to an address that may be reached, within bounded time, ended when that is over.
+A sink opens a connection to an address that may be reached, within bounded time, and closes it afterwards.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A run that another program made, as its files tell of it: what every reader in this room gives.
+"""Runs that other programs made: what every reader of this package returns, and the folder that carries it elsewhere.
 
 Readers look at a folder and change nothing; no pickle is opened and no code of the folder is run.
 
-An outside run that was read on one machine, as a folder that is registered on another.
+A run that was read on one machine becomes a folder that is registered on another:
 
 ::
 

@@ -1,8 +1,7 @@
-"""The settings that a file of another trainer writes down, by their dotted names: YAML, shell commands, Python.
+"""Settings in the files of other trainers, by their dotted names, and drafts of the run files that are made from them.
 
-A Python script is parsed, never executed: what it computes is not a setting.
-
-A run file in the making, and what must be said of it.
+Settings are read from YAML, shell commands and Python. A Python script is parsed, never executed: what it computes is
+not a setting. A `Draft` is a run file in the making, with what must be reported about it.
 """
 
 from __future__ import annotations

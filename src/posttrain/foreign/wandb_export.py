@@ -1,7 +1,7 @@
-"""A W&B run as files: the folder of a run (`run-ID.wandb`, read with the wandb package), or an export of its history
-(CSV, JSONL or Parquet with `_step`) with its configuration.
+"""Reader of W&B runs: the folder of a run, or an export of its history.
 
-wandb's file of a run: LevelDB's log format behind a header. Its records are protobuf, which the package reads.
+The folder of a run holds wandb's own file (`run-ID.wandb`): LevelDB's log format behind a header, with protobuf records
+that the wandb package reads. An export is a history (CSV, JSONL or Parquet with `_step`) with the run's configuration.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""What every job does around its work: read the order, open the store, catch what goes wrong, answer last.
+"""Entry points of jobs, and of programs that answer a process which waits (`execution.foreground`).
 
-A job's first act is the attempt's `start`: where another process has that, or a tombstone is there, it exits with
-`ANOTHER_RUNS` and computes nothing. Else it answers with a `result.json`, for failures too, and then exits 0; an exit
-without an answer means that the process was lost. A failure is one line in the answer and a full traceback in the log.
-Nothing here imports torch: OpenMP reads its settings when torch is loaded, so they are set first. Then `lazily` imports
-what the job does (`bodies`), the one place where an import waits.
+Around its work every job reads the order, opens the store, catches what goes wrong, and answers last. A job's first act
+is the attempt's `start`: where another process has that, or a tombstone is there, it exits with `ANOTHER_RUNS` and
+computes nothing. Else it answers with a `result.json`, for failures too, and then exits 0; an exit without an answer
+means that the process was lost. A failure is one line in the answer and a full traceback in the log. Nothing here
+imports torch: OpenMP reads its settings when torch is loaded, so they are set first. Then `lazily` imports what the job
+does (`bodies`), the one place where an import waits.
 
-What a program does that answers somebody who waits (`execution.processes`): read the question, answer in lines.
+A program that answers a waiting process reads the question and answers in lines.
 """
 
 from __future__ import annotations

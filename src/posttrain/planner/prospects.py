@@ -1,12 +1,12 @@
-"""Does the declared budget reach to the end of a run? What is certain refuses, what is probable warns. Pure arithmetic.
+"""Estimates of what stages cost, and whether the declared budget reaches to the end of a run. Pure arithmetic.
 
-Certain is what a stage spends at the least: one token for every document it reads or answers and, before its last step,
-the room that the step may need (a job ends before a step that could exceed its budget). Probable is what earlier stages
-of its kind took, and never less than that. What a stage spends at the most is neither: a run may end long before.
+A certain shortfall refuses a run, a probable one warns. Certain is what a stage spends at the least: one token for
+every document it reads or answers and, before its last step, the room that the step may need (a job ends before a step
+that could exceed its budget). Probable is what earlier stages of its kind took, and never less than that. What a stage
+spends at the most is neither: a run may end long before.
 
-What a stage will probably cost, from its declared work and from earlier stages of its kind. Pure arithmetic.
-
-Nothing is guessed: without history there are no seconds, and tokens only where the declared work bounds them.
+The probable cost of a stage comes from its declared work and from earlier stages of its kind. Nothing is guessed:
+without history there are no seconds, and tokens only where the declared work bounds them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""What breaks ranks that must talk to each other, found before a run does: judgements on the facts of one machine.
+"""Checks for what breaks ranks that must talk to each other: judgements on the facts of one machine, before a run.
 
-To be run on every machine of a cluster. Nothing here looks at the world (`cluster_facts` does), so that every bad case
-can be tested.
-
-What a check of `doctor` says.
+The checks run on every machine of a cluster. Nothing here looks at the world (`execution.machine` reads the facts), so
+that every bad case can be tested. A `Check` is one finding of `doctor`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""What a run has before it: what is cached, what it will cost, whether its gates can tell, whether its budget reaches.
+"""Outlook of a run: what is cached, its cost, whether its gates can decide, and whether its budget reaches.
 
-What can never succeed is refused; what will probably not is a warning that says what to change first. Nothing here
-writes.
+A run that can never succeed is refused. One that will probably not succeed gets a warning that names what to change
+first. Nothing here writes.
 
-Before anything runs: can the gates of a run tell what they are asked, with the items that their suites have?
-
-Stop strings that a stage is trained with and that whoever evaluates it does not use.
+Before anything runs, `gates_power` finds whether gates can decide what they are asked, with the items that their
+suites have. Stop strings that a stage is trained with, and that its evaluation does not use, give a warning.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""From what was sent to a verb's arguments, and from what it answers to JSON.
+"""Calls of verbs: arguments from what was sent, JSON from what a verb answers, pages of lists, and progress.
 
-What a verb declares of itself decides the rest: files that it writes are fetched, things that it streams are told.
-
-Pages of the lists that verbs answer with.
-
-What a verb tells while it is carried out: to whoever waits for it, where somebody does.
+A verb's declaration decides the rest: files that it writes are fetched, items that it streams are sent one by one, and
+lists are answered in pages. Progress of a verb goes to whoever waits for it, where somebody does.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Connections: how many are open, and how long one may take until its request is whole.
+"""Connections to a server, how many are open and how long a request may take; addresses at which servers are reached.
 
-Nobody is known by a connection, so those that are known by nothing else make room for others, the oldest first. What a
-request's body may take is in `requests`.
-
-Addresses at which servers are reached.
+A connection ends where the headers of a request are not whole in time; the limits of its body are in `server.limits`.
+A connection identifies nobody, so those that nothing else identifies make room for others, the oldest first.
 """
 
 from __future__ import annotations

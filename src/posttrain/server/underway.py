@@ -1,14 +1,18 @@
-"""Operations: requests that take longer than their connection waits, polled, and cancelled where nobody asks any more.
+"""`Server` and who asks it, operations of long requests, and requests that are carried out once.
 
-`Prefer: respond-async` lets a request that a worker carries out be answered with 202 and the place of its operation.
-From then on the database says how it stands (`store.operations`), so any server of the ledger tells of it and cancels
-it. One that ended with its server is asked again with its idempotency key, which carries it out once.
+A `Server` is what a server answers from: workspace, entrance, workers, peers, meters, limits and operations. `asker`
+finds who asks.
 
-A request with an `Idempotency-Key` is carried out once, however often it is sent and whoever dies meanwhile.
+Operations are requests that take longer than their connection waits. They are polled, and cancelled where nobody asks
+any more. `Prefer: respond-async` lets a request that a worker carries out be answered with 202 and the place of its
+operation. From then on the database holds how it stands (`store.operations`), so any server of the ledger can report
+and cancel it. An operation that ended with its server is asked again with its idempotency key, which carries it out
+once.
 
-The key decides the ids of the request's transactions, so the event log tells of a request whose server died whether
-anything of it was written. Then it is not carried out again, but for a verb that finds what it made before: that one
-goes on, under further ids of the same request.
+A request with an `Idempotency-Key` is carried out once, however often it is sent and whoever dies meanwhile. The key
+decides the ids of the request's transactions, so for a request whose server died the event log shows whether anything
+of it was written. Then it is not carried out again, except for a verb that finds what it made before: that one goes on,
+under further ids of the same request.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Uploads by digest that go on where they stopped, at whichever server of the ledger.
+"""Uploads by digest, which resume where they stopped at any server of the ledger, and uploaded files as folders.
 
-What came so far lies in the store, in parts (`store.operations`); what came as a whole is the project's by a row
-(`store.operations`), also before anything names it.
+The bytes that came so far lie in the store, in parts (`store.operations`). A file that came as a whole is the project's
+by a row (`store.operations`), also before anything names it.
 
-Files that were uploaded, laid down in a folder for a verb that reads files.
+`Bundles` lays uploaded files down in a folder for a verb that reads files.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Processes that answer what a server does not answer itself: started when they are needed, ended when they are not.
+"""Worker processes that answer what a server does not answer itself, and requests that they carry out.
 
-A request that a worker carries out, as whoever waits for it holds it: what it tells meanwhile, and how to end it.
+Workers start when they are needed and end when they are not. `Asking` is a request as the waiting side holds it: it
+passes on what the request reports meanwhile, and can end it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Large blobs on a way of their own between whoever has or wants them and an S3 store: by presigned URLs.
+"""Direct transfer of large blobs between a client and an S3 store, by presigned URLs.
 
 A URL is for one object and expires. One for an upload binds length and SHA-256 of what is sent, and names an object
 that nobody reads: what has come is copied to where nobody else writes, hashed there, and only then copied to the
@@ -9,9 +9,8 @@ blob's own name. So whatever the store checks of what the URL binds, wrong bytes
     uploads/PROJECT/HEX           what a client sends
     uploads/PROJECT/HEX.RANDOM    a copy that is being verified
 
-AWS Signature Version 4 of one request in its URL: with headers that bind what is sent, which obstore does not sign.
-
-https://docs.aws.amazon.com/AmazonS3/latest/API/sigv4-query-string-auth.html
+A presigned URL holds AWS Signature Version 4 of one request, with headers that bind what is sent, which obstore does
+not sign: https://docs.aws.amazon.com/AmazonS3/latest/API/sigv4-query-string-auth.html
 """
 
 from __future__ import annotations

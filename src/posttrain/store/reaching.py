@@ -1,19 +1,16 @@
-"""How a server that is away is waited for, by clients and by jobs: one rule for both.
+"""Waiting for a server that is away, and a job's access to its server: a token and an address in its attempt's folder.
 
-How a job of a server asks its server: the address and the token of `access.json`, read anew at each try.
-
-A server that is away for minutes is waited for, which the job's log says. Standard library only.
-
-What a job of a server is told in its attempt's folder, its owner's alone: what lets it in, and where the server is.
+Clients and jobs wait by one rule. A server that is away for minutes is waited for, and the job's log records it. At
+each try a job reads the token and the address anew from its attempt's folder, which is its owner's alone:
 
 ::
 
     access.json     the token, written before the job starts, and by nobody afterwards
     address.json    where the server is, written again where that changed
 
-The job may write both, so nothing of the server reads them: its driver knows by itself what it has told whom.
+The job may write both, so nothing of the server reads them: its driver remembers what it wrote for whom.
 
-Standard library only, and what the folder needs: jobs import it.
+Imports are the standard library only, and what the folder needs: jobs import this module.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Writing of channels: what is live, what may become it, what every judgement counts.
+"""Writing of channels and of approvals.
 
-Whatever touches a channel is a compare-and-set on its row: a release and a change of its policy never pass each other
-unseen, on no database.
+A channel records what is live, what may become it, and what every judgement counts. Whatever touches a channel is a
+compare-and-set on its row: a release and a change of its policy never pass each other unseen, on no database.
 
-Writing approvals: what is asked for, and what people say of it.
+An approval records what is asked for, and what people answer.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Deleting from the artifact store what nobody needs: mark, and sweep what is not marked and has lain there for long.
+"""Sweep of the artifact store: which blobs are needed, and deletion of those that nobody needs.
 
-Whoever records what they put, or found, holds the store's lock shared from the one to the other (`store.atomic`). A
-sweep takes it alone for one batch at a time, marks again if anything was told since, looks at the age of each blob
-again, tells in the ledger what it is about to delete, and deletes. So nothing is lost that is recorded in the same
-breath, whatever the grace; and nothing that is recorded later, as after an upload, within the grace. Killed anywhere it
-leaves blobs that the next sweep deletes.
+A sweep marks what is needed, and deletes what is not marked and has lain there for long. Whoever records blobs that
+they put, or found, holds the store's lock shared from the one to the other (`store.atomic`). A sweep takes it alone for
+one batch at a time, marks again if anything was recorded since, looks at the age of each blob again, records in the
+ledger what it is about to delete, and deletes. So nothing is lost that is recorded under the lock, whatever the grace;
+and nothing that is recorded later, as after an upload, within the grace. Killed anywhere, it leaves blobs that the next
+sweep deletes.
 
-Which blobs are needed: whatever a row names, what those documents and trees name, and so on.
-
-It errs on the side of keeping. Every digest in any column of any project's rows counts, with these exceptions: what
-`artifacts` lists (it lists what there is), checkpoints that attempts of runs resumed from which have succeeded or were
-rejected, and what only versions name that were erased.
+Needed is whatever a row names, what those documents and trees name, and so on. Marking errs on the side of keeping.
+Every digest in any column of any project's rows counts, with these exceptions: what `artifacts` lists (it lists what
+there is), checkpoints that attempts of runs resumed from which have succeeded or were rejected, and what only versions
+name that were erased.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""A folder as a content-addressed tree: the blob of its listing names the blobs of its files.
+"""Folders as content-addressed trees, and scratch folders that last for a block.
+
+The blob of a tree's listing names the blobs of its files:
 
 ::
 
     {"format": "posttrain.tree/1", "files": {"config.json": {"digest": "sha256:…", "size": 512}, …}}
 
-in canonical JSON, so equal folders have equal digests. Paths are relative with `/`; empty folders, modes and times do
-not count.
+The listing is canonical JSON, so equal folders have equal digests. Paths are relative with `/`; empty folders, modes
+and times do not count.
 
-Folders for the length of a block, which also go when the process in it is killed: the next one sweeps.
+`scratch` makes folders for the length of a block. They also go when the process in it is killed: the next call removes
+them.
 """
 
 from __future__ import annotations

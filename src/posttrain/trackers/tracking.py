@@ -1,4 +1,4 @@
-"""Which trackers a run is written to, whether they can be, and how far they are.
+"""Trackers of a run: which ones it is written to, whether they can be written, and how far they are.
 
 ::
 
@@ -8,7 +8,7 @@
                       trackers.lock    held by whoever writes: one process for each run
                       track.log        what that process printed
 
-Whether a tracker's server answers, asked before its client is, which may try again for minutes.
+A tracker's server is asked whether it answers before its client is, which may try again for minutes.
 """
 
 from __future__ import annotations

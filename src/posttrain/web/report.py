@@ -1,6 +1,7 @@
-"""The one-page run report: what was asked, what came out, and whether it may be believed.
+"""Pages of a run report and of a comparison.
 
-The page of a comparison: scores side by side, the items that changed hands, curves over each other, what differs.
+The run report is one page: what was asked, what came out, and whether it may be believed. The page of a comparison has
+scores side by side, the items that changed hands, curves over each other, and what differs.
 """
 
 from __future__ import annotations

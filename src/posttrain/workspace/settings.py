@@ -1,14 +1,15 @@
-"""`workspace.json`, what a workspace is told when it is made: written once, or as a person says later.
+"""Settings of a workspace (`workspace.json`), and where its ledger is.
+
+The settings are written once, when the workspace is made, or later as a person asks:
 
 ::
 
     {"format": …, "store": …, "ledger": …, "id": …, "rewards": …, "trackers": …, "executor": …, "channel": …,
      "job_variables": …, "model_limits": …}
 
-Where the ledger of a workspace is: the file `ledger.db` in its folder, or a database in PostgreSQL.
-
-Which one is said when the workspace is made and recorded in workspace.json, so that no later command can look
-elsewhere. A password is never recorded: libpq finds it in PGPASSWORD or ~/.pgpass.
+The ledger is the file `ledger.db` in the workspace's folder, or a database in PostgreSQL. The choice is made when the
+workspace is made and recorded in workspace.json, so that no later command can look elsewhere. A password is never
+recorded: libpq finds it in PGPASSWORD or ~/.pgpass.
 """
 
 from __future__ import annotations

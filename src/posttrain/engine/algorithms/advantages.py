@@ -1,14 +1,13 @@
-"""Advantage estimators over groups of rewards.
+"""Advantage estimators over groups of rewards, generalised advantage estimation over packed documents, and whitening.
 
-Rewards are `[prompts, members]`; NaN marks a member without a score (its reward function timed out, failed or
+Rewards of groups are `[prompts, members]`; NaN marks a member without a score (its reward function timed out, failed or
 declined). Such a member is left out of its group: it neither shifts the group's baseline nor gets an advantage (its
 entry is 0). A group whose scored members are fewer than two has no baseline, and one whose scored members are equal
 has no signal: both get 0 throughout.
 
-Generalised advantage estimation over packed documents, and whitening.
-
-Only response tokens exist here: prompts, and observation tokens inside a response (holes of the mask), are skipped, so
-the token after a hole follows the token before it. A document is an episode: nothing flows from one into another.
+Generalised advantage estimation and whitening see response tokens only. Prompts, and observation tokens inside a
+response (holes of the mask), are skipped, so the token after a hole follows the token before it. A document is an
+episode: nothing flows from one into another.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""What is trained on responses that its own policy samples.
+"""Configuration of stages that train on responses which their own policy samples.
 
-How far sampling runs ahead of training, and what is done about it.
-
-What samples several responses in turn, and an algorithm of the user's own.
-
-What is trained to say what a teacher says.
+It covers how far sampling runs ahead of training and how that lag is corrected, several responses of a sample in turn,
+algorithms of the user's own, and distillation from a teacher.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What every kind of training is given: how long it is, what is measured meanwhile, where and how it computes.
+"""Configuration of every kind of training, and of stages that train on rows as they are.
 
-What is trained on rows as they are.
+Every kind of training has a length, measurements meanwhile, and settings of where and how it computes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The columns that an algorithm requires, filled in stretches of a step's groups while others are still sampled.
+"""Columns that an algorithm requires, filled in stretches of a step's groups while others are still sampled.
 
-A stretch holds as many kept groups, in the order of the data stream, as fill a micro-batch on every rank of whoever
-predicts. So which documents are computed together follows from what was sampled, and never from who was fast; and
-one process computes them as several do. Roles that share the rollout's pool compute when it has ended.
+A stretch holds as many kept groups, in the order of the data stream, as fill a micro-batch on every rank of the role
+that predicts. So the samples decide which documents are computed together, never the speed of a process, and one
+process computes them as several do. Roles that share the rollout's pool compute when it has ended.
 
-Wide columns of a batch: a role computes them and keeps them, and the batch is told where they are.
+A role computes the wide columns of a batch and keeps them, and the batch gets the places of their rows.
 """
 
 from __future__ import annotations

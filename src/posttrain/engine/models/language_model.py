@@ -1,13 +1,12 @@
-"""A causal language model of transformers together with what was found out about it when it was adopted.
+"""Language models and scalar models of transformers, with the capabilities that are found when they are adopted.
 
-Nothing is believed about an architecture. Packing, and the form of the output head, are capabilities: tried on small
-inputs, compared with the plain forward, and used only where they agree.
+No architecture is trusted. Packing, and the form of the output head, are capabilities: tried on small inputs, compared
+with the plain forward, and used only where they agree.
 
-Models that give a number instead of a distribution: a critic's values, a reward model's scores.
-
-On disk they are what the field uses: a sequence classifier of transformers with one label (backbone + `score.weight`,
-no bias). Here they run over packed documents like every other model, and the head computes in float32: a score is one
-dot product over the hidden size, and differences of scores are what is learnt from.
+Scalar models give a number instead of a distribution: a critic's values, a reward model's scores. On disk they are what
+the field uses: a sequence classifier of transformers with one label (backbone + `score.weight`, no bias). Here they run
+over packed documents like every other model, and the head computes in float32: a score is one dot product over the
+hidden size, and the model learns from differences of scores.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a role that learns asks of the engine that holds its weights.
+"""Port of a role that learns: the engine that holds its weights, and the report of one optimiser step.
 
-What a trainable role reports of one optimiser step.
+`TrainEngine` is what the role asks of the engine. `Update` is what a trainable role reports of a step.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""Keys and values in pages of a fixed number of positions: what CUDA decodes with.
+"""Pages of keys and values that CUDA decodes with, and decode steps recorded as CUDA graphs.
 
-A row's pages are listed in its block table and may lie anywhere, so a row that grows takes a page more: nothing is
-copied, and no more is held than up to the end of its last page. A kept prompt is pages too. Rows that begin with it
-share those that it fills, each with a copy of the last one if that is not full; a page is free when nobody holds it.
-Block tables and sharing: Kwon et al., "Efficient memory management for large language model serving with
-PagedAttention", SOSP 2023, sections 4.1 and 4.4.
+A page holds a fixed number of positions. A row's pages are listed in its block table and may lie anywhere, so a row
+that grows takes one more page: nothing is copied, and no more is held than up to the end of its last page. A kept
+prompt is pages too. Rows that begin with it share the pages that it fills, each with a copy of the last one if that is
+not full; a page is free when nobody holds it. Block tables and sharing: Kwon et al., "Efficient memory management for
+large language model serving with PagedAttention", SOSP 2023, sections 4.1 and 4.4.
 
-Decode steps on CUDA recorded once for a size and replayed: one launch instead of some thousand.
-
-Rows are padded to few sizes, and so are the pages that they look at. A size is recorded after it has been asked for
-some steps, for recording costs about as much as they do. What a recording reads lies in tensors of its own, into which
-a step is copied; weights, rotations and pages it reads where they are, so it is dropped when these are allocated anew.
+A decode step on CUDA is recorded once for a size and replayed: one launch instead of some thousand. Rows are padded to
+few sizes, and so are the pages that they look at. A size is recorded after it has been asked for some steps, because
+recording costs about as much as they do. A recording reads tensors of its own, into which each step is copied. It reads
+weights, rotations and pages where they are, so it is dropped when these are allocated anew.
 """
 
 from __future__ import annotations

@@ -3,21 +3,18 @@
 Every page that a row looks at is a short sequence of its own: its attention comes with the logarithm of the sum of its
 exponentials, and a row's parts are weighed by those and added. So any page size will do, long rows are spread over the
 whole device, keys and values are read where they lie, and `torch.nn.attention.varlen` is all it takes: its own block
-tables need another library (FlashAttention 3; torch 2.13 refuses them without).
+tables need another library (FlashAttention 3; torch 2.13 refuses them without). Splitting and merging: Dao et al.,
+"Flash-Decoding for long-context inference", 2023.
 
-Splitting and merging: Dao et al., "Flash-Decoding for long-context inference", 2023.
+A CPU prefills with causal attention of prompts that are computed together, in plain torch. Prompts of similar length
+lie side by side in blocks. What a block reads, and what it may see, is the same in every layer and found once.
 
-Causal attention of prompts that are computed together, in plain torch: what a CPU prefills with.
-
-Prompts of similar length lie side by side in blocks. What a block reads, and what it may see, is the same in every
-layer and found once. The bits of a prompt do not depend on its company (see `row_products`).
-
-Batched products whose rows have the same bits whatever stands beside or behind them.
-
-Libraries choose how to add up by the size of the whole. Measured with torch 2.13 on the CPU in float32 (the test is
-tests/unit/test_rollout_kernels.py): a product of one or two rows is another kernel; so are the last columns of scores
-that are no multiple of 4; and a sum over more than 192 terms is cut into pieces whose size depends on their number. So
-widths are multiples of 16, sums over positions are cut every 128, here, and no piece is narrower than 32.
+The bits of a prompt do not depend on its company: rows of the batched products have the same bits whatever stands
+beside or behind them. Libraries choose how to add up by the size of the whole. Measured with torch 2.13 on the CPU in
+float32 (the test is tests/unit/test_rollout_kernels.py): a product of one or two rows is another kernel; so are the
+last columns of scores that are no multiple of 4; and a sum over more than 192 terms is cut into pieces whose size
+depends on their number. So widths are multiples of 16, sums over positions are cut every 128, here, and no piece is
+narrower than 32.
 """
 
 from __future__ import annotations

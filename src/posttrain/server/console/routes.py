@@ -1,14 +1,15 @@
-"""Paths of the console, and the way of a request through it: who sits there, what they send, what they get.
+"""Paths of the console, the way of a request through it, and streams that notify browsers of changed pages.
+
+A request passes checks of who sits there and what they send, and then gets its page:
 
 ::
 
     GET  page  ──▶ cookie ─▶ session ─▶ token ─▶ role ─▶ page           (else: /login)
     POST form  ──▶ the same, and Origin, and the form's own token ─▶ verb ─▶ GET of the page
 
-Pages that follow: a stream tells a browser that what it shows is another by now, and the browser asks for the page.
-
-What is told is that something changed, never what: so a stream holds nothing that a page would have to escape. Many
-who look at the same cost what one of them does.
+Pages follow changes by a stream: it reports to a browser that the page it shows has changed, and the browser asks for
+the page. The stream reports that something changed, never what, so it holds nothing that a page would have to escape.
+Many who look at the same page cost what one of them does.
 """
 
 from __future__ import annotations

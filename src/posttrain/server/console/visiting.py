@@ -1,9 +1,8 @@
-"""One request of a browser, and how every page of the console is sent: its frame, its headers, its errors.
+"""Visits of browsers to the console: one request, its cookie and form, and the frame, headers and errors of pages.
 
-Who sits at a browser: cookies, forms, and where a form may come from.
-
-A cookie of each project has the secret of a session (`access.authenticators.session`). What every form carries follows
-from that secret, so that only a page of this server can have made it; a browser says besides where a form comes from.
+A cookie of each project has the secret of a session (`access.authenticators.session`). The token of every form follows
+from that secret, so that only a page of this server can have made the form. The browser also sends the origin of the
+form, which must be this server.
 """
 
 from __future__ import annotations
