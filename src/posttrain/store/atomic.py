@@ -1,4 +1,4 @@
-"""Atomic files, safe reading of what a job left, temporary folders, and the lock of an artifact store.
+"""Atomic files, safe reading of what a job left, and locks: of files, and of an artifact store.
 
 Atomic files are there whole or not at all, and survive a power cut once they are there. They are written under a
 temporary name in the same folder, synced, renamed, and the folder synced. Only the standard library: the supervisor
@@ -7,8 +7,6 @@ imports this and must start fast.
 What a job left may be anything: a link, a FIFO, a folder, a terabyte of nothing. Whoever reads an attempt folder opens
 plain files only, waits for none, and looks at the size before it reads. What the job itself brought about is its own
 failure (`IntegrityError`); a disk or a network file system in trouble is not.
-
-Temporary folders last for a block. They also go when the process in it is killed: the next one sweeps.
 
 The lock of an artifact store admits many who record what lies in it, or one who deletes from it. Between the moment in
 which bytes are put (or found to be there already) and the commit of the rows that name them, nothing in the ledger says
