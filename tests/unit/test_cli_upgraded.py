@@ -21,20 +21,18 @@ import json, sys
 from pathlib import Path
 import pytest
 from cli_world import World, make_world
-from posttrain.control.reconciler import Reconciler
+from posttrain.app.driver import Driver
 
 world = make_world(Path.cwd(), pytest.MonkeyPatch())
-drive, before = Reconciler.drive, set()
+look, before = Driver.look, set()
 
-def noted(self, *arguments, watch, **named):
-    def looked(now):
-        watch(now)
-        if not before:
-            before.update(sys.modules)
+def noted(self):
+    changed = look(self)
+    if not before:
+        before.update(sys.modules)
+    return changed
 
-    return drive(self, *arguments, watch=looked, **named)
-
-Reconciler.drive = noted
+Driver.look = noted
 print(world.ok("run", "run.yaml"))
 assert before
 late = sorted(name for name in set(sys.modules) - before if name.partition(".")[0] in json.loads(sys.argv[1]))
