@@ -167,5 +167,5 @@ if __name__ == "__main__":
         sys.exit(0)
     print("\n".join(table(weigh(tree))))
     odd = [*too_large(tree), *circles(tree)]
-    print(*odd, sep="\n", end="", file=sys.stderr)
+    sys.stderr.writelines(f"{line}\n" for line in odd)
     sys.exit(bool(odd))

@@ -277,3 +277,17 @@ def test_a_driver_that_ends_by_an_error_delivers_why(world: World) -> None:
     workspace = Workspace(world.root / ".posttrain")
     assert not workspace.ledger.pending_events(), "others hear that it is gone"
     workspace.close()
+
+
+def test_who_interrupts_the_wait_for_sinks_gets_the_answer_all_the_same(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run has ended, and the channel was moved: only the delivery is given up."""
+    world.ok("sink", "add", "file", "--jsonl", str(world.root / "events.jsonl"))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("posttrain.events.bus.Deliverer.finish", interrupted)
+    assert json.loads(world("run", "run.yaml", "-o", "json").stdout)["state"] == "succeeded"
+    assert "prod" in world.ok("promote", world.newest(), "--channel", "prod")

@@ -26,8 +26,10 @@ from posttrain.api.control import VERBS, Control
 from posttrain.app.control import control_of
 from posttrain.app.workspace import Workspace
 from posttrain.cli.main import app
+from posttrain.client.blobs import Fetcher
+from posttrain.client.transport import Transport
 from posttrain.decision.gates import Evidence
-from posttrain.domain.errors import AccessError, DeadlineError, InputError, PosttrainError
+from posttrain.domain.errors import AccessError, DeadlineError, InputError, IntegrityError, PosttrainError
 from posttrain.domain.ids import Role
 from posttrain.domain.overrides import parse_overrides
 from posttrain.foreign.outside import RUN as FOUND
@@ -286,3 +288,11 @@ def test_audit_41_a_word_that_is_no_model_folder_is_refused_before_its_files_are
     with pytest.raises(PosttrainError, match=what) as raised:
         bench.control(KEY).compare([named, named])
     assert (raised.value.exit_code in (2, 4), "\n" in str(raised.value)) == (True, False)
+
+
+@pytest.mark.parametrize("name", ["/etc/posttrain", "../beside", "a/../../beside"])
+def test_a_server_names_no_file_outside_the_folder(tmp_path: Path, name: str) -> None:
+    fetcher = Fetcher(Transport("http://127.0.0.1:9", KEY), "default")
+    with pytest.raises(IntegrityError, match="outside"):
+        fetcher.fetch({name: {"digest": "sha256:" + "0" * 64, "bytes": 1}}, tmp_path / "out")
+    assert not (tmp_path / "beside").exists()
