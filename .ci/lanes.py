@@ -69,11 +69,12 @@ SLOW = (
     Lane(
         "slow-engine", 7, (*_source("engine", "sandbox", "jobs", "planner", "pacing", "domain"), "tests/contract"),
         files=(
-            *_tests("contract", "reward_contract", "rollout_schedules", "sharded_loading", "sharded_roles",
-                    "train_engine_contract", "weight_transport"),
+            *_tests("contract", "cluster", "kv_stores", "reward_contract", "rollout_schedules", "sharded_loading",
+                    "sharded_roles", "train_engine_contract", "weight_transport"),
             *_tests("e2e", "best", "distill", "forked_jobs", "models_out", "outside_models", "sizes", "turns"),
-            *_tests("unit", "config_reaches", "engine_algorithm_protocol", "engine_lag", "engine_streaming",
-                    "engine_turns", "evaluate_job", "job_start", "selection", "train_job", "weighted_rewards"),
+            *_tests("unit", "config_reaches", "engine_algorithm_protocol", "engine_distill", "engine_groups_payload",
+                    "engine_head_gradient", "engine_heap", "engine_lag", "engine_streaming", "engine_turns",
+                    "evaluate_job", "job_start", "rollout_kernels", "selection", "train_job", "weighted_rewards"),
         ),
     ),
     Lane(
@@ -82,8 +83,8 @@ SLOW = (
             *_tests("contract", "budget_stops", "channel_contract", "device_locks", "environment", "event_bus",
                     "executor_contract", "starved_jobs"),
             *_tests("e2e", "background", "budget", "channels", "confined", "fuzz", "recovery", "stalls"),
-            *_tests("unit", "cli_backup", "cli_gc", "cli_s3", "control_idle", "control_model", "control_watching",
-                    "simulation"),
+            *_tests("unit", "approvals", "cli_backup", "cli_erase", "cli_gc", "cli_s3", "control_idle", "control_model",
+                    "control_watching", "notes", "preflight_imports", "simulation"),
         ),
     ),
     Lane(
@@ -91,19 +92,21 @@ SLOW = (
         files=(
             *_tests("contract", "tracker_kills", "tracker_trouble"),
             *_tests("e2e", "operated", "served", "served_s3", "served_store", "trackers", "trl_journey"),
-            *_tests("unit", "cli_sinks", "foreign_objects", "interface", "server_children", "server_s3"),
+            *_tests("unit", "cli_sinks", "foreign_objects", "interface", "server", "server_children", "server_s3",
+                    "versions"),
         ),
     ),
     Lane(
         "slow-cli", 3, (*_source("app", "cli", "examples", "foreign", "views", "web"), "README.md", "docs"),
         files=(
             *_tests("e2e", "bad_input", "demo_steps", "doc_commands", "from_trl", "judged", "plugin"),
-            *_tests("unit", "cli_import", "cli_upgraded", "web_report"),
+            *_tests("unit", "cli_errors", "cli_import", "cli_outlook", "cli_sweep", "cli_upgraded", "docs_reference",
+                    "web_report"),
         ),
     ),
     Lane(
         "slow-tools", 4, ("benchmarks", "mutants"),
-        files=(*_tests("e2e", "mutants"), *_tests("unit", "benchmark_targets", "benchmarks")),
+        files=(*_tests("e2e", "mutants"), *_tests("unit", "benchmark_targets", "benchmarks", "cpu_seconds")),
     ),
 )  # fmt: skip
 TASKS = ("02", "03", "04")  # 01 is make demo's; one of the others is played from the wheel, as the commit falls

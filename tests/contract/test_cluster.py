@@ -192,6 +192,7 @@ def test_a_cluster_that_cannot_be_had(tmp_path: Path) -> None:
     assert "keep to the loopback interface and to its token, but ray was imported before" in early
 
 
+@pytest.mark.slow
 def test_without_ray_the_extra_is_named(tmp_path: Path) -> None:
     said, _ = told(
         """

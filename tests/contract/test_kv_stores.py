@@ -220,7 +220,7 @@ def test_attention_is_that_over_plain_lists(store: str, device: str, dtype: torc
     play(beside(store, device, dtype, positions, data.draw(st.integers(0, 9)), data.draw(st.integers(1, 9))), data)
 
 
-@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("store", ["slots", "pages", pytest.param("large pages", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("device", "dtype"), CASES)
 def test_rows_that_grow_through_many_pages(store: str, device: str, dtype: torch.dtype) -> None:
     world = beside(store, device, dtype, 4000, seed=1)

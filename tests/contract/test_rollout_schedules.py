@@ -202,7 +202,7 @@ def play_in_small_classes(case: Case) -> None:
         play(case, "qwen2")
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())
 def test_rows_that_move_between_classes_say_the_same(case: Case) -> None:
     play_in_small_classes(case)

@@ -543,7 +543,7 @@ def test_a_freeze_wipes_nothing_that_was_said_of_a_change(bench: Bench) -> None:
     unprotects("has none")
 
 
-@pytest.mark.parametrize("protected", [True, False])
+@pytest.mark.parametrize("protected", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_quarantine_is_lifted_by_approval(world: World, user: As, protected: bool) -> None:
     lift = {} if protected else {"quarantine": {"lift": "approval"}}
     world.ok("channel", "set-policy", "prod", policy_file(world, **ONE, **lift))

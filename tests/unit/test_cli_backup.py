@@ -95,7 +95,7 @@ def test_a_run_under_way_is_backed_up_and_goes_on_elsewhere(
     assert "everything matches" in other.ok("verify", held)
 
 
-@pytest.mark.parametrize("place", ["backup.after_ledger", "backup.before_record"])
+@pytest.mark.parametrize("place", [pytest.param("backup.after_ledger", marks=pytest.mark.slow), "backup.before_record"])
 def test_a_backup_killed_in_the_middle_leaves_the_one_before(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:

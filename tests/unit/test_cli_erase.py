@@ -135,7 +135,7 @@ def test_what_cannot_be_erased_is_refused_and_nothing_changes(world: World) -> N
     assert in_file(world, WHO)
 
 
-@pytest.mark.parametrize("place", ["erase.before_commit", "erase.after_commit"])
+@pytest.mark.parametrize("place", [pytest.param("erase.before_commit", marks=pytest.mark.slow), "erase.after_commit"])
 def test_who_dies_in_the_middle_has_erased_all_or_nothing(
     world: World, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

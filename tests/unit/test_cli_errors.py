@@ -231,7 +231,10 @@ def test_output_into_a_pipe_has_no_escapes(world: World, monkeypatch: pytest.Mon
         assert "\x1b" not in world(*words).stdout
 
 
-@pytest.mark.parametrize("words", [("ls",), ("plan", "run.yaml"), ("ls", "-o", "json")])
+@pytest.mark.parametrize(
+    "words",
+    [("plan", "run.yaml"), *(pytest.param(one, marks=pytest.mark.slow) for one in (("ls",), ("ls", "-o", "json")))],
+)
 def test_a_reader_that_has_gone_is_no_bug(world: World, words: tuple[str, ...]) -> None:
     """`posttrain ls | true`."""
     reading, writing = os.pipe()

@@ -223,7 +223,7 @@ def littered(world: World) -> tuple[World, dict[str, str]]:
     return world, {**os.environ, "POSTTRAIN_WORKSPACE": str(world.root / ".posttrain")}
 
 
-@pytest.mark.parametrize("nth", [1, pytest.param(3, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("nth", [1, *(pytest.param(nth, marks=pytest.mark.slow) for nth in (3, 5))])
 def test_who_dies_between_two_deletions_leaves_what_holds(littered: tuple[World, dict[str, str]], nth: int) -> None:
     world, environment = littered
     before = stored(world)

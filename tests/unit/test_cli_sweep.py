@@ -46,7 +46,7 @@ def test_settings_are_ranked_nothing_ships_and_the_cache_is_shared(world: World)
     assert found["metric"] == "heldout/accuracy"
 
 
-@pytest.mark.parametrize("seeds", [1, 2, 3])
+@pytest.mark.parametrize("seeds", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_audit_33_fewer_than_three_seeds_are_warned_of(world: World, seeds: int) -> None:
     words = ("sweep", "run.yaml", "--set", REWARDS, "--seeds", str(seeds))
     planned = world.json(*words, "--dry-run")

@@ -71,7 +71,11 @@ def test_a_driver_imports_nothing_after_its_first_look(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("change", "named"), [('source.write_text("def (")', "status.py"), ("source.unlink()", "posttrain.views.status")]
+    ("change", "named"),
+    [
+        ('source.write_text("def (")', "status.py"),
+        pytest.param("source.unlink()", "posttrain.views.status", marks=pytest.mark.slow),
+    ],
 )
 def test_a_command_whose_source_was_replaced_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, named: str
@@ -115,6 +119,7 @@ main.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["source.chmod(0o640)", "os.link(source, source.with_suffix('.copy'))"])
 def test_a_bug_is_not_hidden_by_a_link_or_a_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     """An installer of another environment links to the same files; the sources are what they were."""

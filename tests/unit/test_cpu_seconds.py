@@ -22,6 +22,7 @@ TESTS = """
 """
 
 
+@pytest.mark.slow
 def test_what_takes_too_much_fails_and_what_is_slow_may(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(
         """

@@ -137,6 +137,7 @@ def test_every_public_name_of_the_package_is_on_the_page() -> None:
     assert shown == {name for name in posttrain.__all__ if not name.startswith("_")}
 
 
+@pytest.mark.slow
 def test_the_pages_are_the_same_at_every_build() -> None:
     names = "api, codes, fields, picture, verbs"
     command = [sys.executable, "-c", f"from handbook import {names}; print(*[made.page() for made in ({names})])"]

@@ -182,6 +182,7 @@ def recipe(
     return OnPolicy(made, Distill(made), roles, PROMPTS, None, 11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_a_student_comes_to_say_what_its_teacher_says(kind: str) -> None:
     made = recipe(config(divergence=kind, steps=40, optimizer={"learning_rate": 3e-2, "warmup_steps": 0}))

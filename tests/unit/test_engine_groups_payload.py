@@ -116,6 +116,7 @@ def test_what_another_process_cannot_import_is_refused() -> None:
         pack(lambda: None)
 
 
+@pytest.mark.slow
 def test_groups_load_without_ray() -> None:
     names = ["port", "worker_group", "cluster", "backends.inline"]
     modules = ", ".join(f"posttrain.engine.groups.{name}" for name in names)

@@ -94,7 +94,9 @@ def distance(found: Tensor, exact: Tensor) -> float:
     return float((found - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("rows", [1, 7, None])
+@pytest.mark.parametrize(
+    "rows", [pytest.param(1, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow), None]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_chunks_are_no_further_from_the_truth_than_one_product(dtype: torch.dtype, rows: int | None) -> None:
     """192 chunks, 28, and as many as the engine takes: a sum rounded at every chunk strayed by 2 to 27 %."""

@@ -39,6 +39,7 @@ def test_pages_are_not_mapped_anew_for_every_pass() -> None:
 
 
 @glibc
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variables", [{"MALLOC_MMAP_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}]
 )

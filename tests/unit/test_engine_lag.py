@@ -120,10 +120,13 @@ STAGES: dict[str, tuple[str, dict[str, Any]]] = {
 AT_0 = {"stream_gradients", "lag"}  # a stage that says these is one of lag 0
 
 
+FAST = {"dapo", "grpo, gradients as they come", "ppo"}  # each a way of its own; the others vary them
+
+
 @pytest.mark.parametrize(
     ("stage", "lag"),
     [
-        pytest.param(stage, lag, marks=pytest.mark.slow if lag == 1 else ())
+        pytest.param(stage, lag, marks=pytest.mark.slow if lag == 1 or stage not in FAST else ())
         for stage, (_, said) in STAGES.items()
         for lag in (0, 1, 2)
         if not (lag and AT_0 & said.keys())
@@ -149,7 +152,7 @@ def test_late_calls_change_no_bit(model: ModelSource, tmp_path: Path, stage: str
     assert counts["nothing"] > 10
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dapo"])
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("dapo", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("lag", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_another_admission_policy_drives_the_same_loop(model: ModelSource, tmp_path: Path, kind: str, lag: int) -> None:
     """Two prompts at once: several calls for a batch, the same samples; over a stop and with late calls as well."""
@@ -203,7 +206,7 @@ def test_a_batch_is_of_one_version(model: ModelSource, tmp_path: Path, lag: int)
     assert seen == {step: {f"0.{max(0, step - lag)}"} for step in range(5)}
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dapo"])
+@pytest.mark.parametrize("kind", [pytest.param("grpo", marks=pytest.mark.slow), "dapo"])
 @pytest.mark.parametrize("cut", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_stopped_and_resumed_equals_undisturbed(model: ModelSource, tmp_path: Path, kind: str, cut: int) -> None:
     """What waits is in the checkpoint: weights that are gone could not sample it again."""

@@ -142,8 +142,8 @@ def test_a_run_has_a_hundred_notes_at_most(bench: ServerBench) -> None:
     "forgery",
     [
         "UPDATE notes SET tag = 'other' WHERE tag != ''",
-        "UPDATE notes SET text = 'other' WHERE tag = ''",
-        "DELETE FROM notes WHERE tag = ''",
+        pytest.param("UPDATE notes SET text = 'other' WHERE tag = ''", marks=pytest.mark.slow),
+        pytest.param("DELETE FROM notes WHERE tag = ''", marks=pytest.mark.slow),
         "INSERT INTO notes SELECT project, run_id, 9, principal, at, 'forged', '' FROM notes LIMIT 1",
         "UPDATE signals SET reason = 'other'",
     ],

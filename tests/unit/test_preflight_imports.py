@@ -49,8 +49,16 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
             "reward.py",
             "stages.own: reward reward.py: reward.py:1 raised ModuleNotFoundError: No module named 'gone_away'",
         ),
-        ("judge.py", "stages.evaluate: reward judge.py: judge.py:1 raised ModuleNotFoundError"),
-        ("flow.py", "stages.own: recipe flow.py:1 raised ModuleNotFoundError: No module named 'gone_away'"),
+        pytest.param(
+            "judge.py",
+            "stages.evaluate: reward judge.py: judge.py:1 raised ModuleNotFoundError",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "flow.py",
+            "stages.own: recipe flow.py:1 raised ModuleNotFoundError: No module named 'gone_away'",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_audit_22_what_cannot_be_imported_is_refused_before_anything_is_submitted(

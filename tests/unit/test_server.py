@@ -177,7 +177,9 @@ def theirs(bench: ServerBench, tmp_path_factory: pytest.TempPathFactory) -> dict
     return {"digest": asset.digest, "ref": asset.ref, "name": "secret", "token": known.token.id, "proof": token}
 
 
-@pytest.mark.parametrize("what", ["digest", "ref", "name", "token"])
+@pytest.mark.parametrize(
+    "what", ["digest", *(pytest.param(one, marks=pytest.mark.slow) for one in ("ref", "name", "token"))]
+)
 def test_what_another_project_has_is_absent_in_status_body_and_statements(
     bench: ServerBench, theirs: dict[str, str], what: str
 ) -> None:

@@ -123,7 +123,7 @@ def test_large_files_go_directly_and_small_ones_through_the_server(
     assert KEYS["SECRET_ACCESS_KEY"] not in said.out + said.err
 
 
-@pytest.mark.parametrize("how", [BUSY, GONE, HALF])
+@pytest.mark.parametrize("how", [BUSY, *(pytest.param(how, marks=pytest.mark.slow) for how in (GONE, HALF))])
 def test_where_the_direct_way_fails_the_server_is_asked_and_that_is_said(
     bench: ServerBench, proxy: HostileProxy, big: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str
 ) -> None:
