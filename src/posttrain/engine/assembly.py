@@ -1,7 +1,5 @@
 """Starting the roles that a stage needs, in whatever pools they are given."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from posttrain.engine.config import PPOConfig, RowsConfig, SamplingConfig, TrainingConfig
@@ -78,9 +76,8 @@ def open_roles(
     source = model if isinstance(model, ModelSource) else None
     cache = None if config.runtime.kv_cache == "auto" else config.runtime.kv_cache
     home = pool_of("rollout").by_rank()
-    patience = home.deadlines.call
     rollout = home.start(
-        "rollout", RolloutWorker, source, engine, kv_cache=cache, reads_text=bool(stop), patience=patience
+        "rollout", RolloutWorker, source, engine, kv_cache=cache, reads_text=bool(stop), patience=home.deadlines.call
     )
     if critic is not None and isinstance(config, PPOConfig):
         learners["critic"] = pool_of("critic").start(

@@ -294,8 +294,7 @@ class TokenBatch:
                 "give one number per document"
             )
         dtype = precision(*self.token_columns.values())
-        values = per_document.detach().to(self.device, dtype)[self.document_index]
-        return values.masked_fill(~self.response_mask, 0.0)
+        return per_document.detach().to(self.device, dtype)[self.document_index].masked_fill(~self.response_mask, 0.0)
 
     def with_columns(self, **columns: Tensor) -> TokenBatch:
         """A batch with these token columns put in or replaced: `batch.with_columns(values=v, returns=r)`.

@@ -7,8 +7,6 @@ An environment gives what a policy observes between two of its responses: a tool
 next state.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import traceback
@@ -343,8 +341,7 @@ class TextEnvironment:
         """`guess.py:12`: the innermost frame in the folder of `observe`, or its definition."""
         code = getattr(inspect.unwrap(self._observe), "__code__", None)
         folder = Path(code.co_filename).parent if code else None
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if Path(frame.filename).parent == folder]
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == folder]
         return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else self._defined
 
 

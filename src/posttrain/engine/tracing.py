@@ -1,7 +1,5 @@
 """What a step says of itself: spans, its report, and the whole way of a few samples (`posttrain trace --sample`)."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

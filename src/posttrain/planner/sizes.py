@@ -40,8 +40,6 @@ plain_attention  on CUDA responses attend by plain torch: only the job can try t
 whole_logits     the output head is not a plain matrix, so all logits of a micro-batch are held at once
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

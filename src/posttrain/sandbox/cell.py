@@ -39,8 +39,6 @@ direction. The reward names the host as usual (`/etc/hosts` of the cell leads it
 asked for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno
@@ -348,8 +346,7 @@ def _listeners(ports: Sequence[tuple[str, int]]) -> tuple[socket.socket, ...]:
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        request = struct.pack("16sH14x", b"lo", 0)
-        flags = struct.unpack("16sH14x", fcntl.ioctl(control, _INTERFACE_FLAGS, request))[1]
+        flags = struct.unpack("16sH14x", fcntl.ioctl(control, _INTERFACE_FLAGS, struct.pack("16sH14x", b"lo", 0)))[1]
         fcntl.ioctl(control, _SET_INTERFACE_FLAGS, struct.pack("16sH14x", b"lo", flags | _UP))
     return tuple(socket.create_server((address, port), backlog=16) for address, port in ports)
 

@@ -27,8 +27,6 @@ A reward can also be an object: a class with `__call__`, or one of the following
 verifiers 0.1 to 0.3 log what a reward function raises and count it as 0.0; here it is an error.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -241,8 +239,7 @@ def as_function(value: Any, namespace: Mapping[str, Any]) -> tuple[Callable[...,
         if hasattr(value, "data_type") and hasattr(value, "score"):
             return _of_task(value), "verifiers"
         return _instance(value), None
-    names = inspect.signature(value).parameters
-    if "parser" in names and "parser" in namespace:
+    if "parser" in inspect.signature(value).parameters and "parser" in namespace:
         return _parsing(value, namespace["parser"]), "verifiers"
     return value, None
 

@@ -4,8 +4,6 @@ The layout is what a reward may see of this machine. When a job is killed, its k
 reward; failing that, the next reward does.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

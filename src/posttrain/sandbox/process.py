@@ -108,8 +108,7 @@ class ProcessReward:
             part = parts.popleft()
             fault = self._ask(call, part, found)
             if fault:
-                left = [i for i in part if i not in found]
-                parts.extendleft(reversed(self._again(call, left, fault, found)))
+                parts.extendleft(reversed(self._again(call, [i for i in part if i not in found], fault, found)))
             refuse_failures(found.values(), len(call) if places is None else None, allowed)
         return [found[i] for i in range(len(call))]
 
@@ -171,10 +170,9 @@ class ProcessReward:
             for answer in message.answers:
                 if answer.at not in waiting:
                     raise MalformedError("a completion that was not asked for, or twice")
-                failed = answer.error is not None
                 found[waiting.pop(answer.at)] = (
                     Score.failure("error", f"{self._name}: {answer.error}")
-                    if failed
+                    if answer.error is not None
                     else Score(answer.score, answer.components, at=answer.placed)
                 )
         elif isinstance(message, Fault):
@@ -217,8 +215,7 @@ class ProcessReward:
         if fault.score.status == "timeout":
             act = "keep nothing of what it scored before, which may be why, make it faster or raise reward_timeout"
             return Score.failure("timeout", f"{message} to score {where} and was killed; {act}")
-        known = f"completion {place} " in message
-        return Score.failure("error", message if known else f"{message} on {where}")
+        return Score.failure("error", message if f"completion {place} " in message else f"{message} on {where}")
 
     # --- the worker ---------------------------------------------------------------------------------------------------
 

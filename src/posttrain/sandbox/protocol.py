@@ -22,8 +22,6 @@ earned.
 Standard library only: this runs inside the reward worker, and in part again in the job, which trusts no worker.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import struct

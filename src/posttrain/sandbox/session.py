@@ -1,7 +1,5 @@
 """One worker process of a reward, from its start to its end: messages with deadlines, and how it ended."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

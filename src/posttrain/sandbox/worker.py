@@ -7,8 +7,6 @@ when it passes. When the parent dies the cell closes by itself. Whatever the rew
 copies into its log up to a limit.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import importlib.abc

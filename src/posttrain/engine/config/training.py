@@ -3,8 +3,6 @@
 Every kind of training has a length, measurements meanwhile, and settings of where and how it computes.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator

@@ -384,8 +384,7 @@ class RewardJudge:
         Raises:
             RewardError: it fails on all of them.
         """
-        call = probe_call([i.text for i in items], [i.row for i in items], [i.prompt for i in items])
-        try_out(self._reward, call)
+        try_out(self._reward, probe_call([i.text for i in items], [i.row for i in items], [i.prompt for i in items]))
 
     def __call__(
         self, items: Sequence[Item], texts: Sequence[str], trajectories: Sequence[Trajectory]

@@ -4,8 +4,6 @@ A local cluster is reachable from this machine only, requires a token that only 
 owner, also after `kill -9` (see `groups.reaper`).
 """
 
-from __future__ import annotations
-
 import ipaddress
 import logging
 import os

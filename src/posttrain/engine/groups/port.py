@@ -22,8 +22,6 @@ tensor's own pickling writes a whole file format into the pickle and copies the 
 handed over as a buffer (PEP 574), which a transport copies once; the receiver gets memory of its own, writable.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import time

@@ -292,8 +292,7 @@ class Controller:
 
     def _publish_weights(self) -> None:
         """The weights of the last update become what the next rollout samples with."""
-        trace = Trace(self.sink, max(self._step - 1, 0))
-        with trace.span("weights"):
+        with Trace(self.sink, max(self._step - 1, 0)).span("weights"):
             self.recipe.publish_weights(PolicyVersion(self._incarnation, self._step))
         self.recorder.step = self._step
 

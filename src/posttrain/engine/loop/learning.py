@@ -9,8 +9,6 @@ given to each group by itself, the sum can begin before; else `Learning` waits f
 a step, behind the last group, as they would otherwise: sampling stays on the policy that is trained.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -339,10 +337,8 @@ class Learning:
         objective = update.objective(Totals.of(batch))
         named = [Column(f"predicted_{need}", role, need) for need in sorted(objective.needs)]
         asked = ask(self._roles, batch, named).filled()
-        found = Predictions(**{need: asked.column(f"predicted_{need}") for need in objective.needs})
-        parts = objective(batch, found)
-        values = {"loss": parts.loss, **parts.sums}
-        return {f"probe/{name}": float(value) for name, value in values.items()}
+        parts = objective(batch, Predictions(**{need: asked.column(f"predicted_{need}") for need in objective.needs}))
+        return {f"probe/{name}": float(value) for name, value in {"loss": parts.loss, **parts.sums}.items()}
 
     def _updated(self, batch: TokenBatch, step: int, trace: Trace, tracer: SampleTracer | None) -> Learned:
         """Every role's mini-batches, those of one number side by side."""

@@ -12,8 +12,6 @@ With lag 0 the buffer is filled and emptied in one step. With lag k the rollout 
 trained; the weights of a step are published when nothing runs, so a batch is of one version.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -18,8 +18,6 @@ attests them in the same way.
 decides in which processes they live; nothing here depends on it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial

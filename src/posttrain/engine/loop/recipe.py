@@ -7,8 +7,6 @@ taken; so resuming anywhere, at an epoch boundary too, equals never having stopp
 Groups that were sampled and wait to be trained are kept in a checkpoint: arrays as safetensors, the rest as JSON.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -186,8 +184,7 @@ def write_held(
     logprobs = np.concatenate([none, *(none if s.logprobs is None else s.logprobs for s in segments)])
     tensors = {"tokens": torch.tensor(tokens), "logprobs": torch.tensor(logprobs)}
     places = {str(batch): list(often) for batch, often in lost.items()}
-    groups = [_written(one) for one in held]
-    data = canonical_json({"groups": groups, "given_up": list(given_up), "lost": places})
+    data = canonical_json({"groups": [_written(one) for one in held], "given_up": list(given_up), "lost": places})
     (path / _REST).write_bytes(data)
     return {_ARRAYS: write_tensors(path / _ARRAYS, tensors, {}), _REST: digest_bytes(data)}
 

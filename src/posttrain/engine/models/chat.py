@@ -4,8 +4,6 @@ Rows are canonical (`posttrain.data.rows`): `prompt` [+ `completion`], `messages
 never decoded and encoded again. What a row becomes is said by `domain.rendering`, which the plan asks too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@ over packed documents like every other model, and the head computes in float32: 
 hidden size, and the model learns from differences of scores.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,8 +68,7 @@ class LanguageModel(Backbone):
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every token that ends a response; empty when the model names none."""
-        generation = getattr(self.module, "generation_config", None)
-        ids = getattr(generation, "eos_token_id", None)
+        ids = getattr(getattr(self.module, "generation_config", None), "eos_token_id", None)
         ids = self.config.eos_token_id if ids is None else ids
         return () if ids is None else tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
 
@@ -158,8 +155,7 @@ class ScalarModel(Backbone):
 
     def scalars(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int], keep: Tensor) -> Tensor:
         """[T] packed → [N] float32: the head on the hidden states of the N tokens at the packed indices `keep`."""
-        hidden = self.hidden_states(tokens, positions, lengths)[keep]
-        return _apply(self.head, hidden)
+        return _apply(self.head, self.hidden_states(tokens, positions, lengths)[keep])
 
 
 def token_values(model: ScalarModel, batch: TokenBatch) -> Tensor:

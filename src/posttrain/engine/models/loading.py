@@ -6,8 +6,6 @@ without a download.
 A worker finds its model in a local folder that every rank can read, and opens it in its own process.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

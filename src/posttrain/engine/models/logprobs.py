@@ -4,8 +4,6 @@ Log-probabilities are those under the policy at a sampling temperature. Predicti
 language models, critics and reward models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Set
 from typing import Any
 
@@ -285,8 +283,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             normalisers[part] = scaled.logsumexp(-1)
             logprobs[part] = scaled.gather(1, targets[part]) - normalisers[part, None]
             if entropy:
-                distribution = (scaled - normalisers[part, None]).exp_()
-                entropies[part] = normalisers[part] - (distribution * scaled).sum(-1)
+                entropies[part] = normalisers[part] - ((scaled - normalisers[part, None]).exp_() * scaled).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropies)
         ctx.settings = (temperature, softcap, rows, entropy)
         return logprobs, entropies

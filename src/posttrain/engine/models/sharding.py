@@ -14,8 +14,6 @@ Weights leave a training engine as canonical tensors by name, in pieces that ran
 Activation checkpointing keeps what enters a decoder layer, and computes the rest again in backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, final
@@ -245,8 +243,7 @@ class FullySharded:
             raise InputError(f"{type(module).__name__} cannot be sharded: it has no list of decoder layers; use 1 rank")
         self._dtype = next(module.parameters()).dtype
         kind = torch.device(device).type
-        mesh = init_device_mesh(kind, (self.ranks,))
-        options: dict[str, Any] = {"mesh": mesh}
+        options: dict[str, Any] = {"mesh": init_device_mesh(kind, (self.ranks,))}
         if kind == "cuda" or not all(p.requires_grad for p in module.parameters()):
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
         for layer in layers:
@@ -295,8 +292,7 @@ class FullySharded:
 
     def clip_gradients(self, limit: float) -> float:
         """See `Sharding`."""
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit)
-        whole: Any = norm
+        whole: Any = torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit)
         return float(whole.full_tensor() if isinstance(whole, DTensor) else whole)
 
     def write_back(self) -> None:
@@ -369,8 +365,7 @@ class SequenceGroup:
         """This rank's stretch [chunk, …] → [total, …] with zeros where other ranks have theirs."""
         start, stop = self.stretch(total)
         whole = part.new_zeros(self.size * len(part), *part.shape[1:])
-        index = torch.arange(start, stop, device=part.device)
-        return whole.index_copy(0, index, part)[:total]
+        return whole.index_copy(0, torch.arange(start, stop, device=part.device), part)[:total]
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum over ranks, of which each computes the same loss: backward hands each its own part's gradient."""

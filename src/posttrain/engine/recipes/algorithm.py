@@ -311,8 +311,7 @@ def _earned(batch: TokenBatch, prompts: Sequence[int], scores: Sequence[Score]) 
     if not any(score.at for score in scores):
         return batch
     column = torch.zeros(len(batch.tokens))
-    starts = accumulate(batch.lengths, initial=0)
-    for start, prompt, score in zip(starts, prompts, scores, strict=False):
+    for start, prompt, score in zip(accumulate(batch.lengths, initial=0), prompts, scores, strict=False):
         for token, value in score.at.items():
             column[start + prompt + token] = value
     return batch.with_columns(token_scores=column)

@@ -4,8 +4,6 @@ Source: Rafailov et al., arXiv 2305.18290, eq. 7; labels that may be wrong: its 
 them is taken for the other way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """What clipped policy gradients have in common, and those whose baseline is a response's own group."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar, Generic, TypeVar

@@ -6,8 +6,6 @@ critic's values as the rollout found them. Sources: PPO, arXiv 1707.06347; GAE, 
 model: InstructGPT, arXiv 2203.02155.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

@@ -4,8 +4,6 @@ A_t = Σ_{i ≥ t} γ^(i−t) · r_i with r_i = −β·kl_i and the score at the
 `baseline: group` the score is first taken relative to its group's mean. Source: Hu et al., arXiv 2501.03262.
 """
 
-from __future__ import annotations
-
 from typing import final
 
 import torch

@@ -3,8 +3,6 @@
 Source: InstructGPT, arXiv 2203.02155, eq. 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, final

@@ -1,7 +1,5 @@
 """Supervised fine-tuning: maximise log π(completion | prompt), token mean over the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final

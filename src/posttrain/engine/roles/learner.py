@@ -7,8 +7,6 @@ drawn, since every micro-batch draws its own; so a run is reproducible for one m
 another is another sample of the same noise.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ phases.
 A prediction goes to its column of the batch.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
@@ -374,8 +372,7 @@ class FrozenWorker:
             found = predict_topk(model, micro, width, temperature=self._temperature, vocabulary=self._vocabulary)
             begin = 0
             for document in batch.documents_of(items):
-                rows = held.rows(starts[document], starts[document + 1])
-                rows.put(found.rows(begin, begin + counts[document]))
+                held.rows(starts[document], starts[document + 1]).put(found.rows(begin, begin + counts[document]))
                 begin += counts[document]
         return WideRows(held, tuple(counts))
 

@@ -1,7 +1,5 @@
 """The port over an engine that decodes one batch to its end: what it is asked meanwhile waits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor

@@ -17,8 +17,6 @@ that it reports.
 `Bench` is what the tests need of whoever runs them, and how they ask an engine.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -304,8 +302,7 @@ class WeightContract(Bench):
                 return
             with changed(shown, lambda held: torch.full_like(held, torch.nan)):
                 self.tell(engine, _NEW)
-                work = self.work(samples=1, **sampling)
-                said = _answered(partial(self.ask, engine, work))
+                said = _answered(partial(self.ask, engine, self.work(samples=1, **sampling)))
             require(said is None, f"logits that are no numbers must end in JobFailedError, got {said} answers")
 
     def test_weights_that_are_read_in_place_change_while_it_is_paused(self) -> None:
@@ -474,8 +471,7 @@ class RolloutEngineContract(DrawContract, WeightContract):
         work = self.work(samples=1)
         engine.submit(work)
         whole = self.drain(engine, len(work))
-        short = [Generation(g.id, g.tokens, g.key, g.sampling, 2, g.sample) for g in work]
-        engine.submit(short)
+        engine.submit([Generation(g.id, g.tokens, g.key, g.sampling, 2, g.sample) for g in work])
         for name, answer in self.drain(engine, len(work)).items():
             kept = min(2, whole[name].generated)
             require(answer.response.tolist() == whole[name].response.tolist()[:kept], f"{name} is another response")
@@ -528,8 +524,7 @@ class RolloutEngineContract(DrawContract, WeightContract):
         engine.submit(work)
         aborted = {generation.id for generation in work[::2]}
         engine.abort([*aborted, "nobody"])
-        found = self.drain(engine, len(work))
-        for name, answer in found.items():
+        for name, answer in self.drain(engine, len(work)).items():
             if name in aborted and answer.status == "aborted":
                 beginning = whole[name].response.tolist()[: answer.generated]
                 require(answer.response.tolist() == beginning, f"{name} is not the beginning of its response")

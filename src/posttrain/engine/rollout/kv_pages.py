@@ -12,8 +12,6 @@ recording costs about as much as they do. A recording reads tensors of its own, 
 weights, rotations and pages where they are, so it is dropped when these are allocated anew.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass

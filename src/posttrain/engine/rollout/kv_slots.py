@@ -6,8 +6,6 @@ more than the longest row of its class, and no rectangle of rows times the longe
 A row that outgrows its class is copied into the next, which happens once per doubling.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ Table: the rows that are decoded, side by side as arrays: the tokens of each, an
 step touches every row, so the table loops over rows only where they enter, leave, or have a text to watch.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -181,8 +179,7 @@ class Intake:
                     f"generation {generation.id} must have no stop strings, got {generation.sampling.stop[0]!r}: "
                     f"rollout engine {self._name} was opened without a tokenizer; open it with one"
                 )
-            total = len(generation.tokens) + generation.limit
-            if total > self._context_length:
+            if len(generation.tokens) + generation.limit > self._context_length:
                 raise InputError(
                     f"generation {generation.id} must fit the context of {self._context_length} tokens, "
                     f"got {len(generation.tokens)} + {generation.limit}; shorten the prompt or the limit"

@@ -3,8 +3,6 @@
 The role samples responses, from the policy's own weights where it stands beside them, else from a copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import final
 

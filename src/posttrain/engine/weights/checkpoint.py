@@ -34,8 +34,6 @@ rollout makes of every q/k/v projection, and gives no place between the first by
 die at. The format is a length, a JSON header, and raw little-endian bytes; reading is left to the library.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ With several ranks, calls run one after the other, so there are no collectives; 
 dispatch. A worker with collectives runs inline on one rank.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

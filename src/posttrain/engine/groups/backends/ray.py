@@ -7,8 +7,6 @@ checkpoint; where they work alone `replace` starts the lost one anew.
 A pool's room in the cluster is one bundle of resources per rank: all bundles or none.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

@@ -8,8 +8,6 @@ and then the grace, within which ranks that were merely slower report too. A ran
 in a collective that will never complete, so the pool is given up.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket
@@ -170,8 +168,7 @@ class Host:
             method, args, kwargs = unpack(parcel, fetch)
             started, begin = time.time(), time.perf_counter()
             value = method(self._worker(role), *args, **kwargs)
-            seconds = time.perf_counter() - begin
-            return Outcome(started, seconds, pack(value))
+            return Outcome(started, time.perf_counter() - begin, pack(value))
         except Exception as error:
             return Outcome(started, time.perf_counter() - begin, failure=_failure(error))
 

@@ -1,7 +1,5 @@
 """Decoding with any causal language model of transformers, by its own forward and its own key-value cache."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any

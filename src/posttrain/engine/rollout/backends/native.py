@@ -15,8 +15,6 @@ the row's earlier tokens one by one in the same steps as the others: so it goes 
 Computed prompts are kept for rows that begin with them; long prompts are computed in chunks.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -198,8 +196,7 @@ class NativeRollout:
             self._refuse_longer(work, self._given_bytes)
         prompts = prompt_segments(work)
         self._intake.take(work)
-        idle = not (self._schedule.running or self._schedule.waiting)
-        if idle:
+        if not (self._schedule.running or self._schedule.waiting):
             self._budget = self._given_bytes or free_bytes(self._model.device) // 2
             self._begin_store()
             self._table, self._fresh = RowTable(self._model.eos_token_ids), False
@@ -301,8 +298,7 @@ class NativeRollout:
         if not count:
             return
         rows = self._schedule.admit(count)
-        fresh = [row for row in rows if not len(row.tokens)]
-        ended = self._begin(rows, fresh)
+        ended = self._begin(rows, [row for row in rows if not len(row.tokens)])
         over = {row.number for row in ended}
         going = {row.number: row for row in rows if row.number not in over}
         self._store.add({number: (row.asked.tokens, self._first_length(row)) for number, row in going.items()})
