@@ -103,6 +103,8 @@ class RewardScorer:
             which tokens a score was earned; once each.
     """
 
+    early = True  # it has processes of its own
+
     def __init__(
         self,
         reward: RewardFunction,
@@ -125,11 +127,6 @@ class RewardScorer:
     def groups(self, prompts: int, tokens: int) -> int:
         """See `Scorer`; at least one for each process."""
         return max(-(-prompts // _STRETCHES), self._processes)
-
-    @property
-    def early(self) -> bool:
-        """It has processes of its own."""
-        return True
 
     def begin(
         self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch

@@ -285,7 +285,8 @@ def enter(parent: int, plan: CellPlan) -> Confinement:
             rooted = False
             notes.append(f"the reward has no root of its own: {error}")
         libc.prctl(_DUMPABLE, 0, 0, 0, 0)
-        _fork(libc, _reap)
+        # pid 1 collects the dead, and ends with the child; then the kernel ends all else in the namespace
+        _fork(libc, lambda child: os._exit(_wait(child, None)))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
     notes += _confine(libc, plan, apart, rooted, {**plan.limits, "RLIMIT_NPROC": tasks})
     home, source = (HOME, SOURCE) if rooted else (plan.scratch, plan.source)
@@ -388,11 +389,6 @@ def _sweep(job: int, folder: Path) -> None:
     said = _stat(Path("/proc", str(job)))
     if os.getppid() != job or (said and int(said[6]) & _EXITING):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _reap(child: int) -> NoReturn:
-    """Pid 1: collect the dead; end with the child, and the kernel ends all else in the namespace."""
-    os._exit(_wait(child, None))
 
 
 def _wait(child: int, watch: Watch | None) -> int:

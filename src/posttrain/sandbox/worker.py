@@ -22,7 +22,6 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -281,7 +280,9 @@ class Seeds(importlib.abc.MetaPathFinder):
         if numpy is not None:
             numpy.seed(self.now)
 
-    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         """Notice the import of numpy's generators."""
         if name != "numpy.random":
             return None

@@ -409,13 +409,9 @@ class Parcel:
 class StoredAway(Generic[R]):
     """`Stored` by a handle: packed in an argument, only the handle travels."""
 
+    here: ClassVar[bool] = False  # it is fetched anew each time
     handle: Any
     fetch: Fetch
-
-    @property
-    def here(self) -> bool:
-        """Never: it is fetched anew each time."""
-        return False
 
     def value(self) -> R:
         """Fetch the value: a copy, the caller's own."""

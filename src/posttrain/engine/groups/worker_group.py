@@ -187,7 +187,12 @@ class Feed(Generic[K, R]):
                 break
         self._silent = 0.0 if found or self.ended else self._silent + time.perf_counter() - begin
         if self._silent > self._handle.deadline:
-            raise _silence(self._handle, self._method, self._silent)
+            role, deadline = self._handle.role, self._handle.deadline
+            self._handle.backend.give_up(f"{role} said nothing in {self._method}")
+            raise DeadlineError(
+                f"{role} must answer {self._method} within {deadline:g} seconds, said nothing for {self._silent:.3g}; "
+                "give the call a longer deadline (runtime.call_timeout)"
+            )
         return found
 
     def _call_ranks(self) -> None:
@@ -222,15 +227,6 @@ class Feed(Generic[K, R]):
         if self.ended:
             words = self._handle.role, self._handle.backend.pool, self._method, range(len(self._took)), self._took
             self._handle.recorder.call(*words, self._begun, self._imbalance)
-
-
-def _silence(handle: GroupHandle, method: str, seconds: float) -> DeadlineError:
-    """The group is given up."""
-    handle.backend.give_up(f"{handle.role} said nothing in {method}")
-    return DeadlineError(
-        f"{handle.role} must answer {method} within {handle.deadline:g} seconds, said nothing for {seconds:.3g}; give "
-        "the call a longer deadline (runtime.call_timeout)"
-    )
 
 
 @final
@@ -341,26 +337,8 @@ class WorkerGroup(Generic[W]):
 
     def __init__(self, handle: GroupHandle) -> None:
         self._handle = handle
-
-    @property
-    def role(self) -> str:
-        """`policy`, `critic` …"""
-        return self._handle.role
-
-    @property
-    def ranks(self) -> int:
-        """How many workers."""
-        return len(self._handle.ranks)
-
-    @property
-    def backend(self) -> Backend:
-        """Where the workers live."""
-        return self._handle.backend
-
-    @property
-    def replacing(self) -> Replacing:
-        """How lost processes of its pool are replaced."""
-        return self._handle.replacing
+        self.role, self.ranks = handle.role, len(handle.ranks)  # `policy`, `critic` …; how many workers
+        self.backend, self.replacing = handle.backend, handle.replacing
 
     @property
     def nonblocking(self) -> NonBlocking[W]:
@@ -475,12 +453,7 @@ class ResourcePool:
         self._backend, self._costs, self._sequence_parallel = backend, costs, sequence_parallel
         self._recorder = recorder or Recorder()
         self._replacing = replacing or Replacing(backend, self._recorder, deadlines.start)
-        self.deadlines = deadlines
-
-    @property
-    def ranks(self) -> int:
-        """How many."""
-        return self._backend.ranks
+        self.deadlines, self.ranks = deadlines, backend.ranks
 
     @property
     def processes(self) -> Sequence[Process]:

@@ -134,10 +134,6 @@ class Selection:
         found = {"best/step": float(self.standing.step), f"best/{self.metric}": self.standing.best}
         return found if stopped_at is None else {**found, "stopped_early/step": float(stopped_at)}
 
-    def to_json(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return asdict(self.standing)
-
     def resume(self, value: Mapping[str, Any] | None) -> Self:
         """Go on from what a checkpoint holds."""
         self.standing = Standing(**value) if value else Standing()
@@ -362,7 +358,7 @@ class Controller:
             self.tokens,
             dict(self._metrics),
             self._incarnation,
-            self.selection.to_json() if self.selection else None,
+            asdict(self.selection.standing) if self.selection else None,
             not self._idle,
         )
         self.flush()

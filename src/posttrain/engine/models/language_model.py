@@ -155,7 +155,7 @@ class ScalarModel(Backbone):
 
     def scalars(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int], keep: Tensor) -> Tensor:
         """[T] packed → [N] float32: the head on the hidden states of the N tokens at the packed indices `keep`."""
-        return _apply(self.head, self.hidden_states(tokens, positions, lengths)[keep])
+        return F.linear(self.hidden_states(tokens, positions, lengths)[keep].float(), self.head.weight.float())[:, 0]
 
 
 def token_values(model: ScalarModel, batch: TokenBatch) -> Tensor:
@@ -255,10 +255,6 @@ def _readable_to_the_end(config: PreTrainedConfig) -> PreTrainedConfig:
     if text.pad_token_id in ends:
         text.pad_token_id = None
     return config
-
-
-def _apply(head: nn.Linear, hidden: Tensor) -> Tensor:
-    return F.linear(hidden.float(), head.weight.float())[:, 0]
 
 
 def _has_scalar_head(module: PreTrainedModel) -> bool:

@@ -26,7 +26,7 @@ from posttrain.engine.models.backbone import cost_model
 from posttrain.engine.models.sharding import FullySharded, Sharding, Unsharded, checkpoint_activations, local
 from posttrain.engine.roles.port import Division
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
-from posttrain.engine.weights.checkpoint import read_role, write_role
+from posttrain.engine.weights.checkpoint import write_role
 from posttrain.pacing.balancing import micro_batches
 
 _MICRO_BATCH_TOKENS = {
@@ -255,14 +255,6 @@ class Learner:
         """What a saved model holds, on rank 0; None: the module's weights as they are. Collective."""
         whole = self.sharding.ranks == 1 and self._saved_as is None
         return None if whole else self.sharding.gathered(self._saved_as)
-
-    def load(self, path: Path, role: str) -> None:
-        """Take over this rank's rows of a checkpoint, whatever number of ranks wrote it.
-
-        Raises:
-            IntegrityError: the checkpoint does not fit the model.
-        """
-        self.restore(*read_role(path, role, self.sharding.rows()))
 
     @torch.no_grad()
     def restore(self, parameters: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:

@@ -35,20 +35,10 @@ class BatchedEngine:
         reads_text: bool = False,
     ) -> None:
         self._cached = None if kv_cache is None or token_bytes is None else (kv_cache, token_bytes)
-        self._name, self._context_length, self._decode = name, context_length, decode
+        self.name, self.context_length, self._decode = name, context_length, decode
         self._intake = Intake(name, context_length, reads_text=reads_text)
         self._waiting: list[Generation] = []
         self._done: list[Completion] = []
-
-    @property
-    def name(self) -> str:
-        """Which implementation this is."""
-        return self._name
-
-    @property
-    def context_length(self) -> int:
-        """Tokens of prompt and response together that it takes."""
-        return self._context_length
 
     def counts(self) -> Mapping[str, int]:
         """See `RolloutEngine.counts`; nobody counts in a function."""

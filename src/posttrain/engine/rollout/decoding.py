@@ -61,9 +61,7 @@ class StopStrings:
 
     def tail(self, stop: Sequence[str]) -> Tail:
         """That of a row which has said nothing yet."""
-        if self._pieces is not None:
-            return _Bytes(self._pieces, stop)
-        return _Window(self._tokenizer, stop)
+        return _Window(self._tokenizer, stop) if self._pieces is None else _Bytes(self._pieces, stop)
 
 
 @final

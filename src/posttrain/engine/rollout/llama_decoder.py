@@ -288,9 +288,7 @@ class LlamaDecoder:
 
     def chunk(self, begin: int) -> int:
         """How many tokens of a prompt to compute after `begin` of them, so that their scores fit where any are held."""
-        if self._varlen:
-            return _CHUNK
-        return longest_chunk(begin, _CHUNK, self._heads)
+        return _CHUNK if self._varlen else longest_chunk(begin, _CHUNK, self._heads)
 
     def step(self, store: KVStore, tokens: Tensor, positions: Positions) -> Tensor:
         """[rows, vocabulary]: the logits after one more token [rows] in every row of the store."""
@@ -321,7 +319,7 @@ class LlamaDecoder:
         return -(-max(count, self._fewest) // self._multiple) * self._multiple
 
     def _padded(self, x: Tensor, rows: int) -> Tensor:
-        return x if len(x) == rows else F.pad(x, (0, 0, 0, rows - len(x)))
+        return x if len(x) == rows else F.pad(x, (0, 0) * (x.ndim - 1) + (0, rows - len(x)))
 
     def inputs(self, tokens: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Tokens and positions on the device, padded; the tables of rotations reach them from now on."""
@@ -331,7 +329,7 @@ class LlamaDecoder:
         rows = self.rows(len(positions))
         lacking = rows - len(positions)
         padded = np.concatenate([positions, np.zeros(lacking, np.int64)]) if lacking else positions
-        return _longer(tokens.to(device), rows), torch.from_numpy(padded).to(device)
+        return self._padded(tokens.to(device), rows), torch.from_numpy(padded).to(device)
 
     def _enter(self, tokens: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Embeddings and rotations."""
@@ -433,11 +431,6 @@ def _rows_agree(matrix: Tensor, rows: int) -> bool:
         if not torch.equal(torch.addmm(plain[at], part, matrix.t()), added[at]):
             return False
     return True
-
-
-def _longer(words: Tensor, rows: int) -> Tensor:
-    lacking = rows - len(words)
-    return F.pad(words, (0, lacking)) if lacking else words
 
 
 def _linear(x: Tensor, layer: FusedLinear) -> Tensor:

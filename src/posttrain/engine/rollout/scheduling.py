@@ -271,9 +271,7 @@ class RowTable:
     @property
     def unread(self) -> Indices:
         """[rows] the next token that the model reads."""
-        if self._waiting:
-            return self._waiting[-1][0]
-        return self._tokens[self._line, self._read].astype(np.int64)
+        return self._waiting[-1][0] if self._waiting else self._tokens[self._line, self._read].astype(np.int64)
 
     @property
     def most_left(self) -> int:

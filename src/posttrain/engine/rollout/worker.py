@@ -22,7 +22,6 @@ from posttrain.engine.samples import Group, Trajectory, groups_of
 from posttrain.engine.weights.stream import (
     Attestation,
     Bucket,
-    Everything,
     PolicyVersion,
     Standing,
     View,
@@ -146,7 +145,7 @@ class RolloutWorker:
 
     def offer(self, layout: Layout) -> tuple[Attestation, int]:
         """What it decodes with, for ranks of the rollout that were replaced; see `WeightSource.attest`."""
-        self._given = WeightSource(self._shards, Everything())
+        self._given = WeightSource(self._shards)
         return self._given.attest(layout)
 
     def bucket(self) -> Bucket:

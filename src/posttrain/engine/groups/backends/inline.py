@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, final
+from typing import Any, ClassVar, Generic, TypeVar, final
 
 from posttrain.domain.errors import InputError, blame
 from posttrain.engine.groups.port import Answer, Call, Flow, Process, RankContext, Stored, WorkerLostError
@@ -21,12 +21,8 @@ R = TypeVar("R")
 class InlineStored(Generic[R]):
     """A value and its reference are the same thing here."""
 
+    here: ClassVar[bool] = True
     held: R
-
-    @property
-    def here(self) -> bool:
-        """Always."""
-        return True
 
     def value(self) -> R:
         """The value itself, not a copy."""
