@@ -86,14 +86,11 @@ class Trajectory:
         sampled = Segment(_ints(tokens), "sampled", np.asarray(logprobs, dtype=np.float32), version)
         return cls((Segment(_ints(prompt), "prompt"), sampled), "truncated" if truncated else "ok", stopped)
 
-    def sampled_by(self, version: str) -> Trajectory:
-        """The same, of which every sampled token came from this version of the policy."""
-        marked = tuple(replace(s, version=version) if s.source == "sampled" else s for s in self.segments)
-        return replace(self, segments=marked)
-
-    def sampled_at(self, temperature: float) -> Trajectory:
-        """The same, of which every sampled token was drawn at this temperature."""
-        marked = tuple(replace(s, temperature=temperature) if s.source == "sampled" else s for s in self.segments)
+    def sampled_with(self, **told: Any) -> Trajectory:
+        """The same, with these fields of every sampled segment: which `version` of the policy said it, at which
+        `temperature`.
+        """
+        marked = tuple(replace(s, **told) if s.source == "sampled" else s for s in self.segments)
         return replace(self, segments=marked)
 
     def ended(self, status: Status, fault: str = "") -> Trajectory:

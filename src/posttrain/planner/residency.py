@@ -217,9 +217,8 @@ def resident(
         full = {phase: sum(h.bytes for h in rows) for phase, rows in mine.items()}
         sure = [sum(h.bytes for h in rows if not h.estimated) for rows in mine.values()]
         worst = max(full, key=full.__getitem__)
-        ranks = pool.pool.ranks
         if full[worst]:
-            peaks.append(Peak(name, pool.device, ranks, worst, full[worst], max(sure)))
+            peaks.append(Peak(name, pool.device, pool.pool.ranks, worst, full[worst], max(sure)))
     return Residency(tuple(held), tuple(peaks))
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.rewards import DIALECTS, SignatureError, detect, entry_name
-from posttrain.sandbox.cell import CellPlan, Confinement, enter
+from posttrain.sandbox.cell import CellPlan, enter
 from posttrain.sandbox.dialects import BATCHED, SINGLE, Binder, NoRewardError, as_function
 from posttrain.sandbox.protocol import AnswerError, Redactor, Spans, plain, receive_request, send, send_answers
 
@@ -355,14 +355,6 @@ def _leave_forks(own: int) -> None:
         os._exit(0)
 
 
-def confine(parent: int, cell: str) -> Confinement:
-    """Enter the cell that the job planned; the scratch becomes home and working folder."""
-    found = enter(parent, CellPlan(**json.loads(cell)))
-    os.environ.update({"HOME": found.home, "TMPDIR": found.home})
-    os.chdir(found.home)
-    return found
-
-
 def main() -> None:
     """Entry point. Arguments: descriptors of socket and marker, a `CellPlan` as JSON, the parent's process id,
     names of secrets."""
@@ -372,7 +364,9 @@ def main() -> None:
     marker = mmap.mmap(int(shared), 8)
     sys.meta_path.insert(0, SEEDS)
     os.close(int(shared))
-    found = confine(int(parent), cell)
+    found = enter(int(parent), CellPlan(**json.loads(cell)))  # the scratch becomes home and working folder
+    os.environ.update({"HOME": found.home, "TMPDIR": found.home})
+    os.chdir(found.home)
     channel = socket.socket(fileno=int(descriptor))
     send(channel, {"id": 0, "notes": list(found.notes), "whole": found.whole})
     if found.listeners:

@@ -229,15 +229,16 @@ class OnPolicy:
         source = self._algorithm.source
         drops = {"groups/dropped": len(dropped) / len(every)} if source.refills else {}
         drops |= turn_metrics(every) if source.turns > 1 else {}
-        told = {
+        metrics = {
             **rollout_metrics(every, judged=self._scorer is not None),
             **self._algorithm.report(every),
             **drops,
             "updates": float(learned.updates),
+            **learned.metrics,
         }
-        metrics = {**told, **learned.metrics}
-        took = engine_metrics(ahead.counts) | ({"trace/dropped": float(left)} if left else {})
-        return StepReport(tokens, metrics, took)
+        return StepReport(
+            tokens, metrics, engine_metrics(ahead.counts) | ({"trace/dropped": float(left)} if left else {})
+        )
 
     def publish_weights(self, version: PolicyVersion) -> None:
         """The rollout samples with the weights of the last update; nothing runs then."""

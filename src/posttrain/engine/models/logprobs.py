@@ -355,8 +355,10 @@ def predict(model: Model, batch: TokenBatch, needs: Set[Need], *, temperature: f
         name = type(model.module).__name__
         raise InputError(f"{name} predicts {' and '.join(sorted(can))}, asked for {odd[0]}; ask another role")
     if isinstance(model, ScalarModel):
-        values: Tensor | None = token_values(model, batch) if "values" in needs else None
-        return Predictions(values=values, scores=sequence_scores(model, batch) if "scores" in needs else None)
+        return Predictions(
+            values=token_values(model, batch) if "values" in needs else None,
+            scores=sequence_scores(model, batch) if "scores" in needs else None,
+        )
     if "candidates" in needs:
         ids, entropy = batch.wide(CANDIDATES).ids, "entropy" in needs
         logprobs, entropies, at = candidate_logprobs(model, batch, ids, temperature, entropy=entropy)

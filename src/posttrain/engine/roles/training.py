@@ -63,8 +63,9 @@ class TorchEngine:
         temperature: float = 1.0,
         first: int = 0,
     ) -> None:
-        sequence = open_sequence_group(context.rank, context.size, context.sequence_parallel)
-        self.model: Model = replace(model, sequence=sequence)
+        self.model: Model = replace(
+            model, sequence=open_sequence_group(context.rank, context.size, context.sequence_parallel)
+        )
         self.learner = Learner(
             context, self.model.module, optimizer, runtime, steps=steps, seed=seed, dropout=dropout, first=first
         )
@@ -113,8 +114,9 @@ class TorchEngine:
                 seen.append(bare.with_columns(current_logprobs=predicted.of("logprobs")) if known else bare)
             return objective(micro, predicted)
 
-        dummy = self.learner.dummy(batch)
-        metrics = self.learner.step(micros, dummy, forward, step=step, part=part, more=more, divide=divide)
+        metrics = self.learner.step(
+            micros, self.learner.dummy(batch), forward, step=step, part=part, more=more, divide=divide
+        )
         if not record:
             return Update(metrics)
         found = TokenBatch.gather(seen, shards) if seen else replace(batch, wide_columns={})

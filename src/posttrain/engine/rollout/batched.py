@@ -91,7 +91,7 @@ class BatchedEngine:
         taken = {generation.id for generation in batch}
         self._waiting = [generation for generation in self._waiting if generation.id not in taken]
         version = self._intake.version
-        self._done += [Completion(g.id, a.sampled_by(version)) for g, a in zip(batch, answers, strict=True)]
+        self._done += [Completion(g.id, a.sampled_with(version=version)) for g, a in zip(batch, answers, strict=True)]
 
     def _refuse_longer(self, generation: Generation) -> None:
         tokens = len(generation.tokens) + generation.limit

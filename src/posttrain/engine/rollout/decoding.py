@@ -117,8 +117,7 @@ class _Window:
             self._tokens, self._skipped = self._tokens[half:], 0
 
     def _said(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 @final

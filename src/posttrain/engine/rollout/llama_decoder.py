@@ -212,9 +212,8 @@ def _lie_together(parameters: Sequence[Tensor]) -> bool:
     storage = parameters[0].untyped_storage().data_ptr()
     address = parameters[0].data_ptr()
     for parameter in parameters:
-        if parameter.untyped_storage().data_ptr() != storage or parameter.data_ptr() != address:
-            return False
-        if not parameter.is_contiguous():
+        here = parameter.untyped_storage().data_ptr() == storage and parameter.data_ptr() == address
+        if not (here and parameter.is_contiguous()):
             return False
         address += parameter.numel() * parameter.element_size()
     return True
@@ -405,8 +404,7 @@ def why_attention_is_plain(model: LanguageModel) -> str | None:
 
 
 def _head_dim(config: Any) -> int:
-    found: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return found
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _fewest_rows(weights: FusedWeights) -> int:

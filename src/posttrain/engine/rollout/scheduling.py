@@ -239,15 +239,8 @@ class RowTable:
     def _set(self, rows: list[Row], numbers: Indices) -> None:
         self.rows = rows  # in the order of a step
         self._state = numbers
-        self._line: Indices
-        self._prompt: Indices
-        self._limit: Indices
-        self._said: Indices
-        self._read: Indices
-        self._room: Indices
-        self._heeds: Indices
-        self._watches: Indices
-        self._line, self._prompt, self._limit, self._said, self._read, self._room, self._heeds, self._watches = numbers
+        each: list[Indices] = list(numbers)
+        self._line, self._prompt, self._limit, self._said, self._read, self._room, self._heeds, self._watches = each
         self._heeding, self._watching = self._heeds > 0, bool(self._watches.any())
         self._longest = int(self._said.max(initial=0))  # said by anybody, at the most
         self._steps = 0  # since then; so many at the least until somebody is at the limit, or has no room:

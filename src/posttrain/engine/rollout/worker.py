@@ -222,8 +222,9 @@ class RolloutWorker:
             raise InputError("samples that go on are asked for one by one, got them fed; generate them")
         engine, work, before = self._engine, list[Generation](), self._engine.counts()
         if len(prompts):
-            length = engine.context_length
-            work = plan_generations(prompts.tokens, samples, sampling, prompts.keys, context_length=length)
+            work = plan_generations(
+                prompts.tokens, samples, sampling, prompts.keys, context_length=engine.context_length
+            )
         if not (work or self._rows):
             return
         self._rows |= {key: {} for key in prompts.keys}

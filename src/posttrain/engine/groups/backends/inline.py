@@ -125,14 +125,11 @@ class InlineBackend:
         self, role: str, ranks: Sequence[int], method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Call[Stored[R]]]:
         """See `Backend.submit_stored`."""
-        calls: list[Call[Stored[R]]] = []
-        for rank in ranks:
-            call = self._run(role, rank, method, args, kwargs)
-            kept: Answer[Stored[R]] | None = None
-            if call.answer is not None:
-                kept = Answer(InlineStored(call.answer.value), call.answer.started, call.answer.seconds)
-            calls.append(InlineCall(role, rank, call.method, kept, call.failure))
-        return calls
+        made = [self._run(role, rank, method, args, kwargs) for rank in ranks]
+        kept = [
+            Answer(InlineStored(c.answer.value), c.answer.started, c.answer.seconds) if c.answer else None for c in made
+        ]
+        return [InlineCall(role, c.rank, c.method, answer, c.failure) for c, answer in zip(made, kept, strict=True)]
 
     def submit_stream(
         self,
