@@ -262,9 +262,9 @@ def row_positions(tokens: int, device: str, longest: int = 0) -> int:
 def _phases(load: Load) -> dict[str, tuple[str, ...]]:
     """Phases with the roles that work in them; without those in which no role of the stage has anything to do."""
     known = kind_of(load.kind).phases or _ANY
-    found = {phase: tuple(role for role in roles if role in load.roles) for phase, roles in known.items()}
-    sharded = [role for role in _trained(load) if role in load.roles and load.placement.pool_of(role).ranks > 1]
-    found = {"start": tuple(sharded), **found}
+    sharded = (role for role in _trained(load) if role in load.roles and load.placement.pool_of(role).ranks > 1)
+    found = {"start": tuple(sharded)}
+    found |= {phase: tuple(role for role in roles if role in load.roles) for phase, roles in known.items()}
     if shared_weights(load):
         found.pop("weights", None)
     return {phase: roles for phase, roles in found.items() if roles}

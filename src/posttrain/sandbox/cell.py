@@ -127,11 +127,6 @@ def move_in(
     inert = _READ_ONLY | _NO_SUID | _NO_DEVICES | _NO_EXEC  # as root even /proc/sys is writable by its owner
     missing = libc.mount(b"proc", os.fsencode(root / "proc"), b"proc", inert, None)
     _mount(libc, None, base, None, _REMOUNT | _BIND | _READ_ONLY | _NO_SUID | _NO_DEVICES)
-    _enter(libc, base)
-    return ["the reward finds /proc empty: the kernel refuses one of its own here"] if missing else []
-
-
-def _enter(libc: Any, base: str) -> None:
     os.chdir(base)
     number = _PIVOT_ROOT.get(os.uname().machine)
     if number is None:
@@ -139,6 +134,7 @@ def _enter(libc: Any, base: str) -> None:
     _done(libc.syscall(number, b".", b"."), "pivot_root")  # the old root now lies over the new one
     _done(libc.umount2(b".", _DETACH), "umount")
     os.chdir(HOME)
+    return ["the reward finds /proc empty: the kernel refuses one of its own here"] if missing else []
 
 
 def _show(libc: Any, root: Path, path: str) -> None:

@@ -91,11 +91,13 @@ def try_import(path: Path, entry: str) -> None:
         raise ReportedError("load", f"{path.name} has no {entry!r}")
 
 
-def entry_value(module: ModuleType, path: Path, entry: str | None) -> Any:
-    """What `entry` names; without a name: `score`, `compute_score`, or the only public function.
+def entry_function(module: ModuleType, path: Path, entry: str | None) -> tuple[Callable[..., Any], str | None]:
+    """The function of a reward's entry, and the dialect that it speaks for certain (`sandbox.dialects`).
+
+    Without a name it is `score`, `compute_score`, or the only public function.
 
     Raises:
-        ReportedError: there is nothing of that name.
+        ReportedError: there is none, or making it raises.
     """
     own = [
         name
@@ -104,22 +106,13 @@ def entry_value(module: ModuleType, path: Path, entry: str | None) -> Any:
     ]
     rubrics = [name for name, value in vars(module).items() if hasattr(value, "score_rollout") and not callable(value)]
     try:
-        entry = entry or entry_name(own, path.name, rubrics, vars(module).keys())
+        name = entry or entry_name(own, path.name, rubrics, vars(module).keys())
     except InputError as error:
         raise ReportedError("load", str(error)) from error
-    if getattr(module, entry, None) is None:
+    if getattr(module, name, None) is None:
         known = ", ".join(own) or "no function"
-        raise ReportedError("load", f"{path.name} has no function {entry!r}; it defines {known}")
-    return getattr(module, entry)
-
-
-def entry_function(module: ModuleType, path: Path, entry: str | None) -> tuple[Callable[..., Any], str | None]:
-    """The function of a reward's entry, and the dialect that it speaks for certain (`sandbox.dialects`).
-
-    Raises:
-        ReportedError: there is none, or making it raises.
-    """
-    value = entry_value(module, path, entry)
+        raise ReportedError("load", f"{path.name} has no function {name!r}; it defines {known}")
+    value = getattr(module, name)
     try:
         return as_function(value, vars(module))
     except NoRewardError as error:

@@ -128,6 +128,7 @@ class Feed(Generic[K, R]):
         call: begins it on a rank with some items, none of them too.
         method: its name, for errors and the record.
         covers: by which rank an answer is, and the keys of the items that it answers.
+        batch: the first items, split by cost.
     """
 
     def __init__(
@@ -136,14 +137,16 @@ class Feed(Generic[K, R]):
         call: Callable[[int, K], Flow[R]],
         method: str,
         covers: Callable[[R], tuple[int, Iterable[int]]],
+        batch: K,
     ) -> None:
         self._handle, self._call, self._method, self._covers = handle, call, method, covers
         ranks = range(handle.backend.ranks)
-        self._coming: list[list[K]] = [[] for _ in ranks]
+        assignment = balance(handle.costs.costs(batch.item_lengths), len(ranks))
+        self._coming: list[list[K]] = [[batch.select_items(shard)] for shard in assignment.shards]
         self._given: list[list[K]] = [[] for _ in ranks]
         self._left: list[set[int]] = [set() for _ in ranks]  # keys that each was given and has not answered
         self._given_to = list(handle.backend.processes)
-        self._added, self._silent, self._imbalance = 0, 0.0, 1.0
+        self._added, self._silent, self._imbalance = 0, 0.0, assignment.imbalance
         self._flows: dict[int, Flow[R]] = {}
         self._took = [Answer(0, time.time(), 0.0) for _ in ranks]
         self._begun = time.time(), time.perf_counter()
@@ -152,13 +155,6 @@ class Feed(Generic[K, R]):
     def ended(self) -> bool:
         """Whether everything was answered that was added."""
         return not (self._flows or any(self._left) or any(self._coming))
-
-    def begin(self, batch: K) -> None:
-        """The first items, split by cost."""
-        assignment = balance(self._handle.costs.costs(batch.item_lengths), len(self._coming))
-        self._imbalance = assignment.imbalance
-        for coming, shard in zip(self._coming, assignment.shards, strict=True):
-            coming.append(batch.select_items(shard))
 
     def add(self, batch: K) -> None:
         """More items, all for one rank: in turn."""
@@ -393,9 +389,7 @@ class WorkerGroup(Generic[W]):
         def call(rank: int, part: K) -> Flow[R]:
             return handle.backend.submit_stream(handle.role, (rank,), method, (part, *args), kwargs)[0]
 
-        found = Feed(handle, call, method.__name__, covers)
-        found.begin(batch)
-        return found
+        return Feed(handle, call, method.__name__, covers, batch)
 
     def each(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Every rank with the same arguments; the answers in rank order."""

@@ -72,11 +72,6 @@ class LanguageModel(Backbone):
         ids = self.config.eos_token_id if ids is None else ids
         return () if ids is None else tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
 
-    @property
-    def eos_token_id(self) -> int | None:
-        """The first end-of-sequence token."""
-        return next(iter(self.eos_token_ids), None)
-
     def logits(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int], keep: Tensor) -> Tensor:
         """[T] packed → [N, vocabulary]: the logits after the N tokens at the packed indices `keep`."""
         if self.head is not None:
