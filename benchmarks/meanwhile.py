@@ -39,7 +39,7 @@ from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.worker_group import ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.loading import ModelSource, character_tokenizer, initial_model
-from posttrain.engine.recipes.algorithm import RolloutDefaults
+from posttrain.engine.recipes.algorithm import RolloutAlgorithm
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.rollout.port import Rollouts
 from posttrain.engine.samples import Prompt
@@ -55,10 +55,7 @@ SHARES = (0.0, 0.5, 1.0)  # the reward's time, of the decode time, which is twic
 class Late(RewardScorer):
     """Scores when the rollout has ended."""
 
-    @property
-    def early(self) -> bool:
-        """As if it took its memory."""
-        return False
+    early = False  # as if it took its memory
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ def recipe(folder: Path, tokenizer: PreTrainedTokenizerFast, way: str, tiny: boo
     scorer = (Late if way == "waits" else RewardScorer)(ScriptedReward(score), tokenizer)
     algorithm = GRPO(config)
     if way == "waits":
-        algorithm.groupwise = RolloutDefaults.groupwise  # so that no column is asked for before all groups are there
+        algorithm.groupwise = RolloutAlgorithm.groupwise  # so that no column is asked for before all groups are there
     made = OnPolicy(config, algorithm, roles, prompts, scorer, 0)
     made.publish_weights(PolicyVersion(0, 0))
     return Side(made, away, slow)

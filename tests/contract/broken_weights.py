@@ -140,4 +140,4 @@ class Nostalgic(Updating):
 def claimed(done: Completion, which: int) -> Completion:
     """The same answer, all of one of its versions."""
     versions = done.trajectory.versions or ("",)
-    return Completion(done.id, done.trajectory.sampled_by(versions[which]))
+    return Completion(done.id, done.trajectory.sampled_with(version=versions[which]))

@@ -33,7 +33,6 @@ from posttrain.engine.recipes.algorithm import (
     Drop,
     PromptSource,
     RolloutAlgorithm,
-    RolloutDefaults,
     RowAlgorithm,
     RowSource,
     ScoredGroup,
@@ -53,7 +52,7 @@ def packed(groups: Sequence[ScoredGroup], unit: int | None = None) -> TokenBatch
 
 
 @dataclass(frozen=True)
-class PPO(RolloutDefaults):
+class PPO(RolloutAlgorithm):
     """Four roles; the penalty in the reward (arXiv 1707.06347, 2203.02155)."""
 
     source: PromptSource = FOUR
@@ -187,7 +186,7 @@ class KTOObjective:
 
 
 @dataclass(frozen=True)
-class OnlineDPO(RolloutDefaults):
+class OnlineDPO(RolloutAlgorithm):
     """The best and the worst of each group are a pair (arXiv 2402.04792)."""
 
     source: PromptSource = TWO
@@ -225,7 +224,7 @@ class PairObjective:
 
 
 @dataclass(frozen=True)
-class Distillation(RolloutDefaults):
+class Distillation(RolloutAlgorithm):
     """On the student's own responses, the teacher's likeliest tokens at every place (arXiv 2306.13649).
 
     What came of it is `posttrain.engine.recipes.distill`; the loss here is its own.

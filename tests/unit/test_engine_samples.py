@@ -113,7 +113,7 @@ def test_where_a_response_ended_says_whether_its_last_token_is_text() -> None:
     )
     assert [one.closed for one in (ended, cut, stopped)] == [True, False, False]
     assert [one.status for one in (ended, cut, stopped)] == ["ok", "truncated", "ok"]
-    assert stopped.sampled_by("0.7").stopped
+    assert stopped.sampled_with(version="0.7").stopped
     assert not ended.went_on([4], stopped).closed
     assert stopped.went_on([4], ended).closed
 

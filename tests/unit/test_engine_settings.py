@@ -21,6 +21,7 @@ from posttrain.engine.loop.controller import Controller, Limits
 from posttrain.engine.loop.learning import mini_batches
 from posttrain.engine.models import token_logprobs
 from posttrain.engine.recipes import grpo as grpo_module
+from posttrain.engine.recipes import policy_gradient as policy_gradient_module
 from posttrain.engine.recipes import ppo as ppo_module
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig
@@ -135,9 +136,9 @@ def test_grpo_takes_as_many_steps_as_mini_batches(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("whiten", [True, False])
 @pytest.mark.parametrize("place", ["reward", "loss"])
 def test_ppo_estimates_what_its_stage_says(monkeypatch: pytest.MonkeyPatch, whiten: bool, place: Any) -> None:
-    names = ("generalized_advantages", "whiten", "kl_rewards")
     objectives = minimised(monkeypatch)
-    calls = {name: watched(monkeypatch, ppo_module, name) for name in names}
+    calls = {name: watched(monkeypatch, ppo_module, name) for name in ("generalized_advantages", "whiten")}
+    calls["kl_rewards"] = watched(monkeypatch, policy_gradient_module, "kl_rewards")
     calls["SamplingParams"] = watched(monkeypatch, collecting_module, "SamplingParams")
     recipe = ppo(
         gae=AdvantageConfig(gamma=0.9, lam=0.7, whiten=whiten),

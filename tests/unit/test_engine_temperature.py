@@ -174,7 +174,7 @@ def test_audit_15_documents_of_several_temperatures_are_their_own_float64_softma
 
 def group(key: int, warmth: float | None) -> ScoredGroup:
     answers = [Trajectory.answer((1, 5), [7, 2], [-0.5, -0.25], truncated=False, version="0.3") for _ in range(2)]
-    rows = tuple(Row(i, (a if warmth is None else a.sampled_at(warmth),)) for i, a in enumerate(answers))
+    rows = tuple(Row(i, (a if warmth is None else a.sampled_with(temperature=warmth),)) for i, a in enumerate(answers))
     return ScoredGroup(PROMPTS[key], Group(key, rows), (Score(1.0), Score(0.0)), 4)
 
 

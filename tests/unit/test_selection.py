@@ -70,7 +70,7 @@ def test_a_resumed_selection_goes_on_as_the_undisturbed_one(
     first = selection(patience, least)
     assert seen(first, values[:cut]) in (None, end)
     if end is None or end >= cut:
-        kept = json.loads(canonical_json(first.to_json()))
+        kept = json.loads(canonical_json(asdict(first.standing)))
         again = selection(patience, least).resume(kept)
         assert seen(again, values, min(cut, len(values))) == end
         assert again.standing == whole.standing

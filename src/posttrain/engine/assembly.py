@@ -1,7 +1,5 @@
 """Starting the roles that a stage needs, in whatever pools they are given."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from posttrain.engine.config import PPOConfig, RowsConfig, SamplingConfig, TrainingConfig
@@ -78,9 +76,8 @@ def open_roles(
     source = model if isinstance(model, ModelSource) else None
     cache = None if config.runtime.kv_cache == "auto" else config.runtime.kv_cache
     home = pool_of("rollout").by_rank()
-    patience = home.deadlines.call
     rollout = home.start(
-        "rollout", RolloutWorker, source, engine, kv_cache=cache, reads_text=bool(stop), patience=patience
+        "rollout", RolloutWorker, source, engine, kv_cache=cache, reads_text=bool(stop), patience=home.deadlines.call
     )
     if critic is not None and isinstance(config, PPOConfig):
         learners["critic"] = pool_of("critic").start(
@@ -94,9 +91,7 @@ def open_roles(
             seed=seed,
         )
     tokens = micro_batch_tokens(config.runtime, pool_of("policy").processes[0].device)
-    frozen = _open_frozen(config, model, reward_model, pool_of, tokens)
-    if teacher is not None:
-        frozen["teacher"] = _open_teacher(config, teacher, policy, pool_of("teacher").by_rank(), tokens)
+    frozen = _open_frozen(config, model, reward_model, teacher, policy, pool_of, tokens)
     return Roles(learners, frozen, rollout, sleeps=_sleeps(config, pool_of), micro_batch_tokens=tokens)
 
 
@@ -104,42 +99,37 @@ def _open_frozen(
     config: SamplingConfig,
     model: ModelSource | LanguageModel,
     reward_model: ScalarSource | ScalarModel | None,
+    teacher: ModelSource | LanguageModel | None,
+    policy: WorkerGroup[TrainWorker],
     pool_of: PoolOf,
     tokens: int,
 ) -> dict[str, WorkerGroup[FrozenWorker]]:
-    """The reference of a KL penalty, and the judge."""
-    frozen: dict[str, WorkerGroup[FrozenWorker]] = {}
+    """The reference of a KL penalty, the judge, and a teacher: it names tokens that the policy has, and says how likely
+    they are at the policy's temperature.
+    """
+    frozen, warmth = dict[str, WorkerGroup[FrozenWorker]](), config.temperature
     if "reference" in config.roles():
-        pool, warmth = pool_of("reference").by_rank(), config.temperature
+        pool = pool_of("reference").by_rank()
         frozen["reference"] = pool.start(
-            "reference", FrozenWorker, model, temperature=warmth, micro_batch_tokens=tokens
+            "reference", FrozenWorker, model, micro_batch_tokens=tokens, temperature=warmth
         )
     if reward_model is not None:
         pool = pool_of("reward_model").by_rank()
         frozen["reward_model"] = pool.start(
             "reward_model", FrozenWorker, reward_model, name="reward_model", micro_batch_tokens=tokens
         )
+    if teacher is not None:
+        pool = pool_of("teacher").by_rank()
+        frozen["teacher"] = pool.start(
+            "teacher",
+            FrozenWorker,
+            teacher,
+            name="teacher",
+            temperature=warmth,
+            micro_batch_tokens=tokens,
+            vocabulary=policy.one(TrainWorker.vocabulary),
+        )
     return frozen
-
-
-def _open_teacher(
-    config: SamplingConfig,
-    model: ModelSource | LanguageModel,
-    policy: WorkerGroup[TrainWorker],
-    pool: ResourcePool,
-    tokens: int,
-) -> WorkerGroup[FrozenWorker]:
-    """It names tokens that the policy has, and says how likely they are at the policy's temperature."""
-    known, warmth = policy.one(TrainWorker.vocabulary), config.temperature
-    return pool.start(
-        "teacher",
-        FrozenWorker,
-        model,
-        name="teacher",
-        temperature=warmth,
-        micro_batch_tokens=tokens,
-        vocabulary=known,
-    )
 
 
 def _sleeps(config: TrainingConfig, pool_of: PoolOf) -> bool:

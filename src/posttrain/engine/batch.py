@@ -225,7 +225,7 @@ class TokenBatch:
             return parts[0]
         merged = _concatenate(filled)
         order = list(chain.from_iterable(shards))
-        return merged if order == list(range(len(order))) else merged.select_items(_inverse(order))
+        return merged if order == list(range(len(order))) else merged.select_items(np.argsort(order).tolist())
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -294,8 +294,7 @@ class TokenBatch:
                 "give one number per document"
             )
         dtype = precision(*self.token_columns.values())
-        values = per_document.detach().to(self.device, dtype)[self.document_index]
-        return values.masked_fill(~self.response_mask, 0.0)
+        return per_document.detach().to(self.device, dtype)[self.document_index].masked_fill(~self.response_mask, 0.0)
 
     def with_columns(self, **columns: Tensor) -> TokenBatch:
         """A batch with these token columns put in or replaced: `batch.with_columns(values=v, returns=r)`.
@@ -443,12 +442,6 @@ def _joined(columns: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     if odd:
         raise InputError(f"gathered parts must have the same columns, got {min(odd)} in some only; check the method")
     return {name: torch.cat([c[name] for c in columns]) for name in columns[0]}
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    """Where each of 0, 1, … stands in `order`."""
-    places: list[int] = np.argsort(order).tolist()
-    return places
 
 
 def _temperatures(documents: Sequence[Document]) -> dict[str, Tensor]:

@@ -86,14 +86,11 @@ class Trajectory:
         sampled = Segment(_ints(tokens), "sampled", np.asarray(logprobs, dtype=np.float32), version)
         return cls((Segment(_ints(prompt), "prompt"), sampled), "truncated" if truncated else "ok", stopped)
 
-    def sampled_by(self, version: str) -> Trajectory:
-        """The same, of which every sampled token came from this version of the policy."""
-        marked = tuple(replace(s, version=version) if s.source == "sampled" else s for s in self.segments)
-        return replace(self, segments=marked)
-
-    def sampled_at(self, temperature: float) -> Trajectory:
-        """The same, of which every sampled token was drawn at this temperature."""
-        marked = tuple(replace(s, temperature=temperature) if s.source == "sampled" else s for s in self.segments)
+    def sampled_with(self, **told: Any) -> Trajectory:
+        """The same, with these fields of every sampled segment: which `version` of the policy said it, at which
+        `temperature`.
+        """
+        marked = tuple(replace(s, **told) if s.source == "sampled" else s for s in self.segments)
         return replace(self, segments=marked)
 
     def ended(self, status: Status, fault: str = "") -> Trajectory:
@@ -116,8 +113,7 @@ class Trajectory:
     @property
     def sampled(self) -> npt.NDArray[np.bool_]:
         """[r]: which tokens of the response the policy decided; only they are ever trained."""
-        parts = [np.full(len(s.tokens), s.source == "sampled") for s in self.segments[1:]]
-        return _joined(parts, np.bool_)
+        return _joined([np.full(len(s.tokens), s.source == "sampled") for s in self.segments[1:]], np.bool_)
 
     @property
     def logprobs(self) -> Floats:
@@ -167,8 +163,7 @@ class Trajectory:
     @property
     def turn_spans(self) -> list[tuple[int, int]]:
         """Where each turn lies among the response's tokens: the first, and the one after the last."""
-        ends = accumulate(len(segment.tokens) for segment in self.segments[1:])
-        each = zip(ends, self.segments[1:], strict=True)
+        each = zip(accumulate(len(segment.tokens) for segment in self.segments[1:]), self.segments[1:], strict=True)
         return [(end - len(s.tokens), end) for end, s in each if s.source == "sampled"]
 
     @property
@@ -194,8 +189,7 @@ class Trajectory:
     @property
     def document(self) -> Document:
         """As a document with behaviour log-probabilities, of which observed tokens are not trained."""
-        observed = any(segment.source == "observed" for segment in self.segments)
-        sampled = self.sampled if observed else None
+        sampled = self.sampled if any(segment.source == "observed" for segment in self.segments) else None
         return Document(self.prompt, self.response, self.logprobs, sampled, self.versions, self.temperature)
 
 

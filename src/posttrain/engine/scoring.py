@@ -7,8 +7,6 @@ An environment gives what a policy observes between two of its responses: a tool
 next state.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import traceback
@@ -105,6 +103,8 @@ class RewardScorer:
             which tokens a score was earned; once each.
     """
 
+    early = True  # it has processes of its own
+
     def __init__(
         self,
         reward: RewardFunction,
@@ -127,11 +127,6 @@ class RewardScorer:
     def groups(self, prompts: int, tokens: int) -> int:
         """See `Scorer`; at least one for each process."""
         return max(-(-prompts // _STRETCHES), self._processes)
-
-    @property
-    def early(self) -> bool:
-        """It has processes of its own."""
-        return True
 
     def begin(
         self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch
@@ -343,8 +338,7 @@ class TextEnvironment:
         """`guess.py:12`: the innermost frame in the folder of `observe`, or its definition."""
         code = getattr(inspect.unwrap(self._observe), "__code__", None)
         folder = Path(code.co_filename).parent if code else None
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if Path(frame.filename).parent == folder]
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == folder]
         return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else self._defined
 
 

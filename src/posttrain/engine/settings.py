@@ -1,7 +1,5 @@
 """What the configurations of jobs are made of: numbers with their limits, an optimiser, a runtime, a probe."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Literal, Self
 

@@ -1,7 +1,5 @@
 """What a step says of itself: spans, its report, and the whole way of a few samples (`posttrain trace --sample`)."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -135,7 +133,8 @@ class SampleTracer:
             How many samples were left out because the stage's bytes are spent.
         """
         for fact in self._samples(text):
-            if self.budget.takes(self.step, _size(fact), spend=True):
+            size = len(json.dumps(fact_to_json(fact), ensure_ascii=False).encode())  # as it is written
+            if self.budget.takes(self.step, size, spend=True):
                 trace.sink(fact)
             else:
                 self._left += 1
@@ -202,11 +201,6 @@ class SampleTracer:
             values=column(columns.get("values")),
             returns=column(columns.get("returns")),
         )
-
-
-def _size(sample: Sample) -> int:
-    """Bytes of the sample as it is written."""
-    return len(json.dumps(fact_to_json(sample), ensure_ascii=False).encode())
 
 
 def _earned(answer: Trajectory, score: Score) -> Sequence[float]:

@@ -9,8 +9,6 @@ The probable cost of a stage comes from its declared work and from earlier stage
 without history there are no seconds, and tokens only where the declared work bounds them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,8 +100,7 @@ def _most(workload: Workload) -> int | None:
     longest = workload.work.get("max_new_tokens", 0.0)
     read = workload.work.get("prompts", workload.units) * workload.length
     trained = workload.work.get("trained", 0.0) * (workload.length + longest)
-    again = workload.work.get("again", 0.0)
-    sampled = (read + workload.units * longest + again) * workload.work.get("rounds", 1.0)
+    sampled = (read + workload.units * longest + workload.work.get("again", 0.0)) * workload.work.get("rounds", 1.0)
     return round(sampled + trained)
 
 

@@ -217,9 +217,8 @@ def resident(
         full = {phase: sum(h.bytes for h in rows) for phase, rows in mine.items()}
         sure = [sum(h.bytes for h in rows if not h.estimated) for rows in mine.values()]
         worst = max(full, key=full.__getitem__)
-        ranks = pool.pool.ranks
         if full[worst]:
-            peaks.append(Peak(name, pool.device, ranks, worst, full[worst], max(sure)))
+            peaks.append(Peak(name, pool.device, pool.pool.ranks, worst, full[worst], max(sure)))
     return Residency(tuple(held), tuple(peaks))
 
 
@@ -263,9 +262,9 @@ def row_positions(tokens: int, device: str, longest: int = 0) -> int:
 def _phases(load: Load) -> dict[str, tuple[str, ...]]:
     """Phases with the roles that work in them; without those in which no role of the stage has anything to do."""
     known = kind_of(load.kind).phases or _ANY
-    found = {phase: tuple(role for role in roles if role in load.roles) for phase, roles in known.items()}
-    sharded = [role for role in _trained(load) if role in load.roles and load.placement.pool_of(role).ranks > 1]
-    found = {"start": tuple(sharded), **found}
+    sharded = (role for role in _trained(load) if role in load.roles and load.placement.pool_of(role).ranks > 1)
+    found = {"start": tuple(sharded)}
+    found |= {phase: tuple(role for role in roles if role in load.roles) for phase, roles in known.items()}
     if shared_weights(load):
         found.pop("weights", None)
     return {phase: roles for phase, roles in found.items() if roles}
@@ -325,7 +324,9 @@ class _Pool:
             if self._load.kv_cache is not None and row:
                 rows = max(1, min(rows, self._load.kv_cache // row))
             yield "kv cache", self._cached(rows, row, shape), True
-            yield "prefill", self._prefill(rows) * (shape.kv_values + _read_values(shape)) * width, True
+            # tokens of prompts that are read at a time; of prompts of unknown length as many as there may be
+            read = min(PREFILL_TOKENS, rows * self._prompt) if self._prompt else PREFILL_TOKENS
+            yield "prefill", read * (shape.kv_values + _read_values(shape)) * width, True
             yield "logits", 2 * 4 * rows * shape.vocabulary, True
         elif role == "rollout" and phase == "weights":
             yield "bucket", min(width * shape.parameters, BUCKET_BYTES), False
@@ -374,10 +375,6 @@ class _Pool:
         taken = slots * row + rows * positions * shape.kv_values * self._width
         taken = taken if self._load.kv_cache is None else min(taken, max(self._load.kv_cache, rows * row))
         return taken + rows * row // shape.layers
-
-    def _prefill(self, rows: int) -> int:
-        """Tokens of prompts that are read at a time; of prompts of unknown length as many as there may be."""
-        return min(PREFILL_TOKENS, rows * self._prompt) if self._prompt else PREFILL_TOKENS
 
     def _forward(self, shape: Shape, *, backward: bool, head: bool) -> Iterator[tuple[str, int, bool]]:
         layer = 7 * shape.hidden + 5 * (shape.heads + shape.kv_heads) * shape.head_dim + 4 * shape.intermediate
@@ -430,7 +427,10 @@ def infeasible(
         return []  # the process that is there anyway
     found = [line for pool in pools for line in _kind_is_missing(pool, available, where)]
     for name, noun in (("GPU", "gpus"), ("CPU", "cpus")):
-        asked = {pool.name: _amount(pool, noun) for pool in pools}
+        asked = {
+            pool.name: pool.resources.gpus if noun == "gpus" else pool.resources.cpus_per_rank * pool.ranks
+            for pool in pools
+        }
         there = available.get(name, 0.0)
         total = sum(asked.values())
         if total > there:
@@ -508,10 +508,6 @@ def gib(size: int) -> str:
     if size >= 2**43:
         return f"{size / 2**40:.0f} TiB"
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{max(size, 2**20 if size else 0) / 2**20:.0f} MiB"
-
-
-def _amount(pool: Pool, noun: str) -> int:
-    return pool.resources.gpus if noun == "gpus" else pool.resources.cpus_per_rank * pool.ranks
 
 
 def _called(pool: str) -> str:

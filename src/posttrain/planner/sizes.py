@@ -40,8 +40,6 @@ plain_attention  on CUDA responses attend by plain torch: only the job can try t
 whole_logits     the output head is not a plain matrix, so all logits of a micro-batch are held at once
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -168,8 +166,7 @@ def _call(load: Load) -> Size:
 
 def _of_a_call(load: Load) -> Iterator[int]:
     """Tokens of the longest call of each pool that samples or trains; prompts apart."""
-    pools: Collection[Pool] = load.placement.pools(load.roles).values()
-    for pool in pools:
+    for pool in load.placement.pools(load.roles).values():
         if "rollout" in pool.roles:
             yield -(-load.samples // pool.ranks) * load.response_tokens
         if set(pool.roles) & set(_TRAIN):

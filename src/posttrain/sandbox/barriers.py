@@ -130,7 +130,8 @@ def _program(arch: int, column: int, apart: bool, sockets: bool) -> list[bytes]:
     refuse = _ERRNO | errno.EPERM
     rules = [
         _step(_LOAD, _ARCH_AT),
-        *_when(_EQUAL, arch, None, _KILL),
+        _step(_EQUAL, arch, 1, 0),
+        _step(_RETURN, _KILL),
         _step(_LOAD, _NUMBER_AT),
         *_when(_ATLEAST, _X32, _KILL),
     ]
@@ -166,12 +167,9 @@ def _argument(place: int) -> bytes:
     return _step(_LOAD, _ARGUMENTS_AT + 8 * place)
 
 
-def _when(test: int, value: int, then: int | None, otherwise: int | None = None) -> list[bytes]:
-    """Return `then` where the test holds (or `otherwise` where it does not), else go on."""
-    if then is not None:
-        return [_step(test, value, 0, 1), _step(_RETURN, then)]
-    assert otherwise is not None
-    return [_step(test, value, 1, 0), _step(_RETURN, otherwise)]
+def _when(test: int, value: int, then: int) -> list[bytes]:
+    """Return `then` where the test holds, else go on."""
+    return [_step(test, value, 0, 1), _step(_RETURN, then)]
 
 
 def _step(code: int, value: int, true: int = 0, false: int = 0) -> bytes:

@@ -39,8 +39,6 @@ direction. The reward names the host as usual (`/etc/hosts` of the cell leads it
 asked for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno
@@ -129,11 +127,6 @@ def move_in(
     inert = _READ_ONLY | _NO_SUID | _NO_DEVICES | _NO_EXEC  # as root even /proc/sys is writable by its owner
     missing = libc.mount(b"proc", os.fsencode(root / "proc"), b"proc", inert, None)
     _mount(libc, None, base, None, _REMOUNT | _BIND | _READ_ONLY | _NO_SUID | _NO_DEVICES)
-    _enter(libc, base)
-    return ["the reward finds /proc empty: the kernel refuses one of its own here"] if missing else []
-
-
-def _enter(libc: Any, base: str) -> None:
     os.chdir(base)
     number = _PIVOT_ROOT.get(os.uname().machine)
     if number is None:
@@ -141,6 +134,7 @@ def _enter(libc: Any, base: str) -> None:
     _done(libc.syscall(number, b".", b"."), "pivot_root")  # the old root now lies over the new one
     _done(libc.umount2(b".", _DETACH), "umount")
     os.chdir(HOME)
+    return ["the reward finds /proc empty: the kernel refuses one of its own here"] if missing else []
 
 
 def _show(libc: Any, root: Path, path: str) -> None:
@@ -287,7 +281,8 @@ def enter(parent: int, plan: CellPlan) -> Confinement:
             rooted = False
             notes.append(f"the reward has no root of its own: {error}")
         libc.prctl(_DUMPABLE, 0, 0, 0, 0)
-        _fork(libc, _reap)
+        # pid 1 collects the dead, and ends with the child; then the kernel ends all else in the namespace
+        _fork(libc, lambda child: os._exit(_wait(child, None)))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
     notes += _confine(libc, plan, apart, rooted, {**plan.limits, "RLIMIT_NPROC": tasks})
     home, source = (HOME, SOURCE) if rooted else (plan.scratch, plan.source)
@@ -348,8 +343,7 @@ def _listeners(ports: Sequence[tuple[str, int]]) -> tuple[socket.socket, ...]:
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        request = struct.pack("16sH14x", b"lo", 0)
-        flags = struct.unpack("16sH14x", fcntl.ioctl(control, _INTERFACE_FLAGS, request))[1]
+        flags = struct.unpack("16sH14x", fcntl.ioctl(control, _INTERFACE_FLAGS, struct.pack("16sH14x", b"lo", 0)))[1]
         fcntl.ioctl(control, _SET_INTERFACE_FLAGS, struct.pack("16sH14x", b"lo", flags | _UP))
     return tuple(socket.create_server((address, port), backlog=16) for address, port in ports)
 
@@ -391,11 +385,6 @@ def _sweep(job: int, folder: Path) -> None:
     said = _stat(Path("/proc", str(job)))
     if os.getppid() != job or (said and int(said[6]) & _EXITING):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _reap(child: int) -> NoReturn:
-    """Pid 1: collect the dead; end with the child, and the kernel ends all else in the namespace."""
-    os._exit(_wait(child, None))
 
 
 def _wait(child: int, watch: Watch | None) -> int:

@@ -27,8 +27,6 @@ A reward can also be an object: a class with `__call__`, or one of the following
 verifiers 0.1 to 0.3 log what a reward function raises and count it as 0.0; here it is an error.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -55,10 +53,6 @@ def _conversational(row: Mapping[str, Any]) -> bool:
     return isinstance(row.get("prompt"), list)
 
 
-def _ids(call: Call, index: int) -> Arguments:
-    return {key: call[key][index] for key in ("prompt_ids", "completion_ids") if call.get(key) is not None}
-
-
 def _trl(call: Call) -> Arguments:
     rows = call["rows"]
     chats = [_conversational(row) for row in rows]
@@ -80,8 +74,11 @@ def _ignore(*_: Any, **__: Any) -> None:
 
 
 def _openrlhf(call: Call) -> Arguments:
-    queries = [prompt + answer for prompt, answer in zip(call["prompts"], call["completions"], strict=True)]
-    return {"queries": queries, "prompts": call["prompts"], "labels": [row.get("answer") for row in call["rows"]]}
+    return {
+        "queries": [prompt + answer for prompt, answer in zip(call["prompts"], call["completions"], strict=True)],
+        "prompts": call["prompts"],
+        "labels": [row.get("answer") for row in call["rows"]],
+    }
 
 
 def _turns(call: Call, index: int) -> list[str]:
@@ -92,11 +89,8 @@ def _turns(call: Call, index: int) -> list[str]:
 def _row(call: Call, index: int) -> Arguments:
     row, text = call["rows"][index], call["completions"][index]
     own = {"prompt": call["prompts"][index], "completion": text, "response": text, "row": dict(row)}
-    return {"turns": _turns(call, index), **_columns(row), **_ids(call, index), **own}
-
-
-def _areal(call: Call, index: int) -> Arguments:
-    return {**_row(call, index), "completions": call["completions"][index]}
+    ids = {key: call[key][index] for key in ("prompt_ids", "completion_ids") if call.get(key) is not None}
+    return {"turns": _turns(call, index), **_columns(row), **ids, **own}
 
 
 def _verifiers(call: Call, index: int) -> Arguments:
@@ -173,7 +167,7 @@ BATCHED: Mapping[str, Callable[[Call], Arguments]] = {"trl": _trl, "openrlhf": _
 
 SINGLE: Mapping[str, Callable[[Call, int], Arguments]] = {
     "row": _row,
-    "areal": _areal,
+    "areal": lambda call, index: {**_row(call, index), "completions": call["completions"][index]},
     "verifiers": _verifiers,
     "verl": _verl,
     "slime": _slime,
@@ -241,8 +235,7 @@ def as_function(value: Any, namespace: Mapping[str, Any]) -> tuple[Callable[...,
         if hasattr(value, "data_type") and hasattr(value, "score"):
             return _of_task(value), "verifiers"
         return _instance(value), None
-    names = inspect.signature(value).parameters
-    if "parser" in names and "parser" in namespace:
+    if "parser" in inspect.signature(value).parameters and "parser" in namespace:
         return _parsing(value, namespace["parser"]), "verifiers"
     return value, None
 

@@ -4,8 +4,6 @@ The layout is what a reward may see of this machine. When a job is killed, its k
 reward; failing that, the next reward does.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil
@@ -81,7 +79,12 @@ def lay_out(
         source=str(kit),
         scratch=str(scratch / "work"),
         readable=readable,
-        hidden=[str(place) for place in (p.resolve() for p in hidden) if _covers_none(place, readable)],
+        # but for those in which something lies that the reward runs on; what else lies there is out of its sight anyway
+        hidden=[
+            str(place)
+            for place in (folder.resolve() for folder in hidden)
+            if not any(Path(path).is_relative_to(place) for path in readable)
+        ],
         limits=LIMITS,
         memory=min(MEMORY, psutil.virtual_memory().total // 2),
         processes=PROCESSES,
@@ -114,11 +117,6 @@ def _readable() -> list[str]:
     wanted += [Path(os.path.realpath(sys.executable)).parent.parent, _PACKAGE, *_added()]
     found = {path for path in wanted if path not in homes}
     return sorted(str(path) for path in found if not any(other in path.parents for other in found))
-
-
-def _covers_none(folder: Path, readable: Sequence[str]) -> bool:
-    """Whether nothing that the reward runs on lies in the folder; what else lies there is out of its sight anyway."""
-    return not any(Path(path).is_relative_to(folder) for path in readable)
 
 
 def _added() -> Iterator[Path]:

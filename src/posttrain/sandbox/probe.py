@@ -9,8 +9,6 @@ that cannot be imported, else an empty text. Standard input has a list of `{"nam
 `{"hidden"}` are folders that they find empty.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

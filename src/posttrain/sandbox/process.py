@@ -42,6 +42,9 @@ _PAUSE = 0.2  # seconds before it is started again
 class ProcessReward:
     """A reward function in a worker process; see `open_reward`."""
 
+    notes: tuple[str, ...]  # what could not be confined, in words
+    confined: bool  # whether it has namespaces and a root of its own
+
     def __init__(
         self,
         path: Path,
@@ -78,16 +81,6 @@ class ProcessReward:
             self.close()
             raise
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What could not be confined, in words."""
-        return self._notes
-
-    @property
-    def confined(self) -> bool:
-        """Whether it has namespaces and a root of its own."""
-        return self._confined
-
     def score(self, call: RewardCall, allowed: int = 0, places: Sequence[int] | None = None) -> list[Score]:
         """Score one batch, within the time-out for what is asked at once; see `RewardFunction.score`.
 
@@ -108,8 +101,7 @@ class ProcessReward:
             part = parts.popleft()
             fault = self._ask(call, part, found)
             if fault:
-                left = [i for i in part if i not in found]
-                parts.extendleft(reversed(self._again(call, left, fault, found)))
+                parts.extendleft(reversed(self._again(call, [i for i in part if i not in found], fault, found)))
             refuse_failures(found.values(), len(call) if places is None else None, allowed)
         return [found[i] for i in range(len(call))]
 
@@ -171,10 +163,9 @@ class ProcessReward:
             for answer in message.answers:
                 if answer.at not in waiting:
                     raise MalformedError("a completion that was not asked for, or twice")
-                failed = answer.error is not None
                 found[waiting.pop(answer.at)] = (
                     Score.failure("error", f"{self._name}: {answer.error}")
-                    if failed
+                    if answer.error is not None
                     else Score(answer.score, answer.components, at=answer.placed)
                 )
         elif isinstance(message, Fault):
@@ -217,8 +208,7 @@ class ProcessReward:
         if fault.score.status == "timeout":
             act = "keep nothing of what it scored before, which may be why, make it faster or raise reward_timeout"
             return Score.failure("timeout", f"{message} to score {where} and was killed; {act}")
-        known = f"completion {place} " in message
-        return Score.failure("error", message if known else f"{message} on {where}")
+        return Score.failure("error", message if f"completion {place} " in message else f"{message} on {where}")
 
     # --- the worker ---------------------------------------------------------------------------------------------------
 
@@ -250,7 +240,7 @@ class ProcessReward:
             if self._closed:  # by another thread, meanwhile
                 session.close()
                 raise InputError(f"{self._name} is closed; open it again to score")
-            self._session, self._confined, self._notes = session, session.confined, session.notes
+            self._session, self.confined, self.notes = session, session.confined, session.notes
             self.dialect, self.where = message.dialect, message.where
         return self._session
 
@@ -373,7 +363,12 @@ class ParallelReward:
         shards = balance([sum(len(call.completions[i]) + 1 for i in g) for g in groups], len(self._functions)).shards
         chosen = [[i for group in shard for i in groups[group]] for shard in shards]
         asked = [
-            (mine, self._threads.submit(function.score, part_of(call, mine), allowed, _placed(mine, places)))
+            (
+                mine,
+                self._threads.submit(
+                    function.score, part_of(call, mine), allowed, mine if places is None else [places[i] for i in mine]
+                ),
+            )
             for function, mine in zip(self._functions, chosen, strict=True)
             if mine
         ]
@@ -389,10 +384,6 @@ class ParallelReward:
         for function in self._functions:
             function.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
-
-
-def _placed(mine: Sequence[int], places: Sequence[int] | None) -> Sequence[int]:
-    return mine if places is None else [places[i] for i in mine]
 
 
 @final

@@ -22,8 +22,6 @@ earned.
 Standard library only: this runs inside the reward worker, and in part again in the job, which trusts no worker.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import struct
@@ -246,7 +244,8 @@ class Redactor:
         written = {
             form: f"[{name}]"
             for name, value in secrets.items()
-            for text in (value, *filter(_is_telling, (" ".join(value.split()), *map(str.strip, value.splitlines()))))
+            for text in (value, " ".join(value.split()), *map(str.strip, value.splitlines()))
+            if text is value or len(text) >= SHORTEST_SECRET
             for once in (text, repr(text)[1:-1], repr(text + "'\"")[1:-4], json.dumps(text)[1:-1])
             for form in (once, repr(once)[1:-1], json.dumps(once)[1:-1])
         }
@@ -264,10 +263,6 @@ class Redactor:
         for form, name in self._texts:
             text = text.replace(form, name)
         return text
-
-
-def _is_telling(line: str) -> bool:
-    return len(line) >= SHORTEST_SECRET
 
 
 Message = Ready | Opened | Answers | End | Fault
@@ -323,7 +318,7 @@ def receive(channel: Channel, expected: int, clean: Callable[[bytes], bytes] = l
     try:
         value = json.loads(clean(_frame(channel, MAX_ANSWER)))
     except (ValueError, RecursionError) as error:
-        raise MalformedError(f"what is not JSON or too large: {_line(error)}") from None
+        raise MalformedError(f"what is not JSON or too large: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(value, dict):
         raise MalformedError(f"a {type(value).__name__}, expected a JSON object")
     if type(value.get("id")) is not int or value["id"] != expected:
@@ -412,10 +407,6 @@ def _text(value: Any) -> str:
         raise MalformedError(f"a {type(value).__name__} where a text is expected")
     readable = value[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8")  # half of a surrogate pair is no text
     return " ".join(readable.split())
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def _frame(channel: Channel, most: int) -> bytes:

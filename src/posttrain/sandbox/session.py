@@ -1,7 +1,5 @@
 """One worker process of a reward, from its start to its end: messages with deadlines, and how it ended."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -18,8 +16,7 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-import posttrain.sandbox.protocol as protocol
-import posttrain.sandbox.worker as worker
+from posttrain.sandbox import protocol, worker
 from posttrain.sandbox.barriers import OVER_MEMORY, OVER_PROCESSES
 from posttrain.sandbox.cell import CellPlan, Relay
 from posttrain.sandbox.layout import MEMORY, PROCESSES

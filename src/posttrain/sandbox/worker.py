@@ -7,8 +7,6 @@ when it passes. When the parent dies the cell closes by itself. Whatever the rew
 copies into its log up to a limit.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import importlib.abc
@@ -24,14 +22,13 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.rewards import DIALECTS, SignatureError, detect, entry_name
-from posttrain.sandbox.cell import CellPlan, Confinement, enter
+from posttrain.sandbox.cell import CellPlan, enter
 from posttrain.sandbox.dialects import BATCHED, SINGLE, Binder, NoRewardError, as_function
 from posttrain.sandbox.protocol import AnswerError, Redactor, Spans, plain, receive_request, send, send_answers
 
@@ -94,11 +91,13 @@ def try_import(path: Path, entry: str) -> None:
         raise ReportedError("load", f"{path.name} has no {entry!r}")
 
 
-def entry_value(module: ModuleType, path: Path, entry: str | None) -> Any:
-    """What `entry` names; without a name: `score`, `compute_score`, or the only public function.
+def entry_function(module: ModuleType, path: Path, entry: str | None) -> tuple[Callable[..., Any], str | None]:
+    """The function of a reward's entry, and the dialect that it speaks for certain (`sandbox.dialects`).
+
+    Without a name it is `score`, `compute_score`, or the only public function.
 
     Raises:
-        ReportedError: there is nothing of that name.
+        ReportedError: there is none, or making it raises.
     """
     own = [
         name
@@ -107,22 +106,13 @@ def entry_value(module: ModuleType, path: Path, entry: str | None) -> Any:
     ]
     rubrics = [name for name, value in vars(module).items() if hasattr(value, "score_rollout") and not callable(value)]
     try:
-        entry = entry or entry_name(own, path.name, rubrics, vars(module).keys())
+        name = entry or entry_name(own, path.name, rubrics, vars(module).keys())
     except InputError as error:
         raise ReportedError("load", str(error)) from error
-    if getattr(module, entry, None) is None:
+    if getattr(module, name, None) is None:
         known = ", ".join(own) or "no function"
-        raise ReportedError("load", f"{path.name} has no function {entry!r}; it defines {known}")
-    return getattr(module, entry)
-
-
-def entry_function(module: ModuleType, path: Path, entry: str | None) -> tuple[Callable[..., Any], str | None]:
-    """The function of a reward's entry, and the dialect that it speaks for certain (`sandbox.dialects`).
-
-    Raises:
-        ReportedError: there is none, or making it raises.
-    """
-    value = entry_value(module, path, entry)
+        raise ReportedError("load", f"{path.name} has no function {name!r}; it defines {known}")
+    value = getattr(module, name)
     try:
         return as_function(value, vars(module))
     except NoRewardError as error:
@@ -283,7 +273,9 @@ class Seeds(importlib.abc.MetaPathFinder):
         if numpy is not None:
             numpy.seed(self.now)
 
-    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         """Notice the import of numpy's generators."""
         if name != "numpy.random":
             return None
@@ -356,14 +348,6 @@ def _leave_forks(own: int) -> None:
         os._exit(0)
 
 
-def confine(parent: int, cell: str) -> Confinement:
-    """Enter the cell that the job planned; the scratch becomes home and working folder."""
-    found = enter(parent, CellPlan(**json.loads(cell)))
-    os.environ.update({"HOME": found.home, "TMPDIR": found.home})
-    os.chdir(found.home)
-    return found
-
-
 def main() -> None:
     """Entry point. Arguments: descriptors of socket and marker, a `CellPlan` as JSON, the parent's process id,
     names of secrets."""
@@ -373,7 +357,9 @@ def main() -> None:
     marker = mmap.mmap(int(shared), 8)
     sys.meta_path.insert(0, SEEDS)
     os.close(int(shared))
-    found = confine(int(parent), cell)
+    found = enter(int(parent), CellPlan(**json.loads(cell)))  # the scratch becomes home and working folder
+    os.environ.update({"HOME": found.home, "TMPDIR": found.home})
+    os.chdir(found.home)
     channel = socket.socket(fileno=int(descriptor))
     send(channel, {"id": 0, "notes": list(found.notes), "whole": found.whole})
     if found.listeners:

@@ -113,8 +113,7 @@ def _centre(rewards: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     values = torch.where(scored, rewards, 0.0).double()
     count = scored.sum(dim=1, keepdim=True)
     mean = values.sum(dim=1, keepdim=True) / count.clamp(min=1)
-    live = scored & has_signal(rewards)[:, None]
-    return torch.where(live, values - mean, 0.0), scored, count
+    return torch.where(scored & has_signal(rewards)[:, None], values - mean, 0.0), scored, count
 
 
 def generalized_advantages(
@@ -202,5 +201,4 @@ def _right_aligned(mask: Tensor, index: Tensor, lengths: Sequence[int]) -> tuple
     counts = torch.bincount(document, minlength=len(lengths))
     ends = counts.cumsum(0)
     longest = int(counts.max())
-    column = longest - (ends[document] - torch.arange(len(document)))
-    return document, column, (len(lengths), longest)
+    return document, longest - (ends[document] - torch.arange(len(document))), (len(lengths), longest)

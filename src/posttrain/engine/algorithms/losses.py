@@ -11,8 +11,6 @@ k1 is the natural estimator there: unbiased, and what PPO from human feedback be
 gradient (see `kl_penalty`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -111,8 +109,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask
     values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values.detach(), returns.detach()))
     error = (values - returns).square()
     if clip is not None:
-        held = torch.clamp(values, old_values - clip, old_values + clip)
-        error = torch.maximum(error, (held - returns).square())
+        error = torch.maximum(error, (torch.clamp(values, old_values - clip, old_values + clip) - returns).square())
     return 0.5 * error
 
 

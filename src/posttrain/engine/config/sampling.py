@@ -46,13 +46,9 @@ class LagConfig(Frozen):
     cap: float | None = Field(default=None, gt=0, le=1e6)  # of tis; None: 2.0
 
     @model_validator(mode="after")
-    def _cap_is_of_tis(self) -> Self:
+    def _is_consistent(self) -> Self:
         if self.cap is not None and self.correction != "tis":
             raise ValueError(f"cap belongs to correction: tis, got cap {self.cap:g} with {self.correction}; drop it")
-        return self
-
-    @model_validator(mode="after")
-    def _does_something(self) -> Self:
         if not self.steps and self.correction == "bypass":
             raise ValueError(
                 "lag.steps 0 is there to correct, got correction: bypass; take tis or decoupled, or no lag"
@@ -184,8 +180,8 @@ class SamplingConfig(TrainingConfig):
 
     @property
     def response_tokens(self) -> int:
-        """Of a sample, its prompt apart, at the most."""
-        return self.max_new_tokens
+        """Of a sample, its prompt apart, at the most: every turn, and what is observed between them."""
+        return self.turns_most * self.max_new_tokens + (self.turns_most - 1) * self.observed_most
 
     @property
     def sampled_tokens(self) -> int:
@@ -204,8 +200,8 @@ class SamplingConfig(TrainingConfig):
 
     @property
     def read_again(self) -> int:
-        """Tokens besides the prompt that a sample's further turns read, at the most."""
-        return 0
+        """Tokens besides the prompt that a sample's further turns read, at the most: what came before each."""
+        return sum(turn * (self.max_new_tokens + self.observed_most) for turn in range(1, self.turns_most))
 
     def roles(self) -> tuple[str, ...]:
         """The policy, who samples from it, and the reward where there is one."""
@@ -438,11 +434,6 @@ class TurnsConfig(SamplingConfig):
         return self
 
     @property
-    def response_tokens(self) -> int:
-        """Every turn and what is observed between them."""
-        return self.turns * self.max_new_tokens + (self.turns - 1) * self.observation_tokens
-
-    @property
     def turns_most(self) -> int:
         """As the stage says."""
         return self.turns
@@ -451,11 +442,6 @@ class TurnsConfig(SamplingConfig):
     def observed_most(self) -> int:
         """As the stage says."""
         return self.observation_tokens
-
-    @property
-    def read_again(self) -> int:
-        """What came before each."""
-        return sum(turn * (self.max_new_tokens + self.observation_tokens) for turn in range(1, self.turns))
 
 
 class DataflowConfig(TurnsConfig):

@@ -60,17 +60,13 @@ class SuiteConfig(Frozen):
     reward_timeout: Seconds | Literal["auto"] = "auto"
 
     @model_validator(mode="after")
-    def _rewards_have_a_range(self) -> SuiteConfig:
+    def _has_what_it_is_told(self) -> SuiteConfig:
         low, high = self.reward_range
         if not low < high:
             raise ValueError(f"reward_range must be the least and the greatest value, got [{low:g}, {high:g}]")
         for name in ("reward_range", "reward_timeout"):
             if self.reward is None and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} needs a reward, got one without; name the suite's reward")
-        return self
-
-    @model_validator(mode="after")
-    def _sampling_is_consumed(self) -> SuiteConfig:
         for name, unsaid in DRAWN.items():
             given = getattr(self, name)
             if not self.samples and given != unsaid:

@@ -3,8 +3,6 @@
 Every kind of training has a length, measurements meanwhile, and settings of where and how it computes.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -47,14 +45,10 @@ class TrainingConfig(Frozen):
     placement: Placement = Placement()
 
     @model_validator(mode="after")
-    def _one_length(self) -> Self:
+    def _has_a_length_and_its_probe(self) -> Self:
         if (self.steps > 0) == (self.epochs is not None):
             given = "both" if self.steps else "neither"
             raise ValueError(f"exactly one of steps and epochs must be given, got {given}{self.more_passes}")
-        return self
-
-    @model_validator(mode="after")
-    def _selects_by_a_probe(self) -> Self:
         asked = [name for name in ("early_stopping", "keep_best") if getattr(self, name)]
         if asked and self.probe is None:
             raise ValueError(f"{asked[0]} needs a probe to go by, got none; add probe: {{data: NAME}}")

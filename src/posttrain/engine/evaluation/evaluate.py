@@ -31,11 +31,12 @@ from posttrain.domain.kinds import ItemRange, compares, item_id
 from posttrain.engine.config import SuiteConfig
 from posttrain.engine.config.stages import DRAWN
 from posttrain.engine.groups.worker_group import WorkerGroup
-from posttrain.engine.models.chat import decode_response, encode_prompts
+from posttrain.engine.models.chat import encode_prompts
 from posttrain.engine.rollout.generating import generate
 from posttrain.engine.rollout.port import PromptBatch, RolloutEngine, SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Prompt, Trajectory
+from posttrain.engine.scoring import response_text
 from posttrain.engine.settings import LossProbeConfig
 from posttrain.engine.tracing import StepReport, Trace
 from posttrain.sandbox.port import RewardCall, RewardError, RewardFunction, Score, probe_call, shortened, try_out
@@ -157,13 +158,8 @@ class Response:
     components: Mapping[str, float] = field(default_factory=dict)  # of the reward
 
 
-class Judge(Protocol):
-    """Scores responses to items."""
-
-    def __call__(
-        self, items: Sequence[Item], texts: Sequence[str], trajectories: Sequence[Trajectory]
-    ) -> Sequence[Score]:
-        """One score per response; the arguments are parallel."""
+# scores responses to items: one score per response, by items, texts and trajectories, which are parallel
+Judge = Callable[[Sequence[Item], Sequence[str], Sequence[Trajectory]], Sequence[Score]]
 
 
 @dataclass(slots=True)
@@ -308,7 +304,7 @@ def evaluate_suite(
     seed = derive_seed(seed, "evaluate", suite)
     drawn: dict[str, Any] = {name: getattr(config, name) for name in DRAWN}
     sampled = SamplingParams(max_new_tokens=limit, seed=seed, stop=config.stop, **drawn)
-    read_back = _Reader(tokenizer, Extractor(config.extract))
+    extract = Extractor(config.extract)
     responses: list[Response] = []
     for kind, samples, sampling in (("greedy", 1, greedy), ("sample", config.samples, sampled)):
         size = max(1, ROWS_PER_CALL // max(1, samples))
@@ -319,7 +315,10 @@ def evaluate_suite(
             keys = [derive_seed(0, item.id) for item in chunk]
             found = generate(rollout, [i.prompt for i in chunk], samples=samples, sampling=sampling, prompt_keys=keys)
             meter.add(read + sum(t.generated for t in found))
-            said = [read_back(chunk[at // samples], kind, at % samples, t) for at, t in enumerate(found)]
+            said = [
+                _read_back(chunk[at // samples], kind, at % samples, t, response_text(tokenizer, t), extract)
+                for at, t in enumerate(found)
+            ]
             responses += _judged(said, found, judge) if judge else said
             if not between(len(found)):
                 return None
@@ -339,27 +338,20 @@ def _mean(values: Sequence[float]) -> float:
     return min(max(math.fsum(values) / len(values), min(values)), max(values))
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
+def _read_back(item: Item, kind: str, sample: int, trajectory: Trajectory, text: str, extract: Extractor) -> Response:
     """From a trajectory to what is compared and kept."""
-
-    tokenizer: PreTrainedTokenizerBase
-    extract: Extractor
-
-    def __call__(self, item: Item, kind: str, sample: int, trajectory: Trajectory) -> Response:
-        text = decode_response(self.tokenizer, trajectory.response.tolist(), ended=trajectory.closed)
-        extracted = self.extract(text)
-        return Response(
-            item=item,
-            kind=kind,
-            sample=sample,
-            text=text,
-            extracted=extracted,
-            correct=None if item.answer is None else is_correct(extracted, item.answer),
-            tokens=trajectory.generated,
-            truncated=trajectory.truncated,
-            logprob=float(trajectory.logprobs.sum(dtype="float64")),
-        )
+    extracted = extract(text)
+    return Response(
+        item=item,
+        kind=kind,
+        sample=sample,
+        text=text,
+        extracted=extracted,
+        correct=None if item.answer is None else is_correct(extracted, item.answer),
+        tokens=trajectory.generated,
+        truncated=trajectory.truncated,
+        logprob=float(trajectory.logprobs.sum(dtype="float64")),
+    )
 
 
 @final
@@ -384,8 +376,7 @@ class RewardJudge:
         Raises:
             RewardError: it fails on all of them.
         """
-        call = probe_call([i.text for i in items], [i.row for i in items], [i.prompt for i in items])
-        try_out(self._reward, call)
+        try_out(self._reward, probe_call([i.text for i in items], [i.row for i in items], [i.prompt for i in items]))
 
     def __call__(
         self, items: Sequence[Item], texts: Sequence[str], trajectories: Sequence[Trajectory]
@@ -507,9 +498,6 @@ class AccuracyProbe:
         sampling = SamplingParams(max_new_tokens=self._limit, greedy=True, stop=self._stop)
         found = rollout.map(RolloutWorker.generate, prompts, sampling, 1).trajectories
         answered = zip(found, self._answers, strict=True)
-        correct = sum(is_correct(self._extract(self._text(t)), answer) for t, answer in answered)
+        correct = sum(is_correct(self._extract(response_text(self._tokenizer, t)), answer) for t, answer in answered)
         tokens = sum(len(t.prompt) + t.generated for t in found)
         return StepReport(tokens, {"probe/accuracy": correct / len(self._items)})
-
-    def _text(self, trajectory: Trajectory) -> str:
-        return decode_response(self._tokenizer, trajectory.response.tolist(), ended=trajectory.closed)

@@ -4,8 +4,6 @@ A local cluster is reachable from this machine only, requires a token that only 
 owner, also after `kill -9` (see `groups.reaper`).
 """
 
-from __future__ import annotations
-
 import ipaddress
 import logging
 import os
@@ -109,12 +107,8 @@ def open_cluster(
             a cluster already; the address is none.
         InfrastructureError: there is no cluster at the address, or a local one did not come up.
     """
-    if address is not None:
-        with _joined(address, seconds) as cluster:
-            yield cluster
-    else:
-        with _own(cpus, store_bytes) as cluster:
-            yield cluster
+    with _own(cpus, store_bytes) if address is None else _joined(address, seconds) as cluster:
+        yield cluster
 
 
 @contextmanager
@@ -156,7 +150,16 @@ def _own(cpus: int | None, store_bytes: int | None) -> Iterator[Cluster]:
     )
     try:
         os.environ[_OUTWARD] = "0"  # for good: processes of this one that join the cluster read it too
-        with _environment(_local_settings(folder)):
+        settings = {
+            VARIABLE: folder,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": _TOKEN,
+            "RAY_COLOR_PREFIX": "0",
+            "RAY_DEDUP_LOGS": "0",
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        }
+        with _environment(settings):
             ray = _ray()
             _PREPARED.set()
             _init(
@@ -190,18 +193,6 @@ def _tell(reaper: subprocess.Popen[bytes]) -> None:
         reaper.stdin.flush()
     except OSError as error:
         raise InfrastructureError(f"a local Ray cluster must come up within {_COMING_UP:g} seconds") from error
-
-
-def _local_settings(folder: str) -> dict[str, str]:
-    return {
-        VARIABLE: folder,
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": _TOKEN,
-        "RAY_COLOR_PREFIX": "0",
-        "RAY_DEDUP_LOGS": "0",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-    }
 
 
 def _ray() -> Any:

@@ -22,8 +22,6 @@ tensor's own pickling writes a whole file format into the pickle and copies the 
 handed over as a buffer (PEP 574), which a transport copies once; the receiver gets memory of its own, writable.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import time
@@ -411,13 +409,9 @@ class Parcel:
 class StoredAway(Generic[R]):
     """`Stored` by a handle: packed in an argument, only the handle travels."""
 
+    here: ClassVar[bool] = False  # it is fetched anew each time
     handle: Any
     fetch: Fetch
-
-    @property
-    def here(self) -> bool:
-        """Never: it is fetched anew each time."""
-        return False
 
     def value(self) -> R:
         """Fetch the value: a copy, the caller's own."""

@@ -10,8 +10,6 @@ A cluster whose owner does not write within SECONDS that it is up is ended in th
 workers for ever, in native code that no thread of Python interrupts. Ray ends the owner when its node is gone.
 """
 
-from __future__ import annotations
-
 import select
 import shutil
 import signal

@@ -128,6 +128,7 @@ class Feed(Generic[K, R]):
         call: begins it on a rank with some items, none of them too.
         method: its name, for errors and the record.
         covers: by which rank an answer is, and the keys of the items that it answers.
+        batch: the first items, split by cost.
     """
 
     def __init__(
@@ -136,14 +137,16 @@ class Feed(Generic[K, R]):
         call: Callable[[int, K], Flow[R]],
         method: str,
         covers: Callable[[R], tuple[int, Iterable[int]]],
+        batch: K,
     ) -> None:
         self._handle, self._call, self._method, self._covers = handle, call, method, covers
         ranks = range(handle.backend.ranks)
-        self._coming: list[list[K]] = [[] for _ in ranks]
+        assignment = balance(handle.costs.costs(batch.item_lengths), len(ranks))
+        self._coming: list[list[K]] = [[batch.select_items(shard)] for shard in assignment.shards]
         self._given: list[list[K]] = [[] for _ in ranks]
         self._left: list[set[int]] = [set() for _ in ranks]  # keys that each was given and has not answered
         self._given_to = list(handle.backend.processes)
-        self._added, self._silent, self._imbalance = 0, 0.0, 1.0
+        self._added, self._silent, self._imbalance = 0, 0.0, assignment.imbalance
         self._flows: dict[int, Flow[R]] = {}
         self._took = [Answer(0, time.time(), 0.0) for _ in ranks]
         self._begun = time.time(), time.perf_counter()
@@ -152,13 +155,6 @@ class Feed(Generic[K, R]):
     def ended(self) -> bool:
         """Whether everything was answered that was added."""
         return not (self._flows or any(self._left) or any(self._coming))
-
-    def begin(self, batch: K) -> None:
-        """The first items, split by cost."""
-        assignment = balance(self._handle.costs.costs(batch.item_lengths), len(self._coming))
-        self._imbalance = assignment.imbalance
-        for coming, shard in zip(self._coming, assignment.shards, strict=True):
-            coming.append(batch.select_items(shard))
 
     def add(self, batch: K) -> None:
         """More items, all for one rank: in turn."""
@@ -187,7 +183,12 @@ class Feed(Generic[K, R]):
                 break
         self._silent = 0.0 if found or self.ended else self._silent + time.perf_counter() - begin
         if self._silent > self._handle.deadline:
-            raise _silence(self._handle, self._method, self._silent)
+            role, deadline = self._handle.role, self._handle.deadline
+            self._handle.backend.give_up(f"{role} said nothing in {self._method}")
+            raise DeadlineError(
+                f"{role} must answer {self._method} within {deadline:g} seconds, said nothing for {self._silent:.3g}; "
+                "give the call a longer deadline (runtime.call_timeout)"
+            )
         return found
 
     def _call_ranks(self) -> None:
@@ -222,15 +223,6 @@ class Feed(Generic[K, R]):
         if self.ended:
             words = self._handle.role, self._handle.backend.pool, self._method, range(len(self._took)), self._took
             self._handle.recorder.call(*words, self._begun, self._imbalance)
-
-
-def _silence(handle: GroupHandle, method: str, seconds: float) -> DeadlineError:
-    """The group is given up."""
-    handle.backend.give_up(f"{handle.role} said nothing in {method}")
-    return DeadlineError(
-        f"{handle.role} must answer {method} within {handle.deadline:g} seconds, said nothing for {seconds:.3g}; give "
-        "the call a longer deadline (runtime.call_timeout)"
-    )
 
 
 @final
@@ -341,26 +333,8 @@ class WorkerGroup(Generic[W]):
 
     def __init__(self, handle: GroupHandle) -> None:
         self._handle = handle
-
-    @property
-    def role(self) -> str:
-        """`policy`, `critic` …"""
-        return self._handle.role
-
-    @property
-    def ranks(self) -> int:
-        """How many workers."""
-        return len(self._handle.ranks)
-
-    @property
-    def backend(self) -> Backend:
-        """Where the workers live."""
-        return self._handle.backend
-
-    @property
-    def replacing(self) -> Replacing:
-        """How lost processes of its pool are replaced."""
-        return self._handle.replacing
+        self.role, self.ranks = handle.role, len(handle.ranks)  # `policy`, `critic` …; how many workers
+        self.backend, self.replacing = handle.backend, handle.replacing
 
     @property
     def nonblocking(self) -> NonBlocking[W]:
@@ -415,9 +389,7 @@ class WorkerGroup(Generic[W]):
         def call(rank: int, part: K) -> Flow[R]:
             return handle.backend.submit_stream(handle.role, (rank,), method, (part, *args), kwargs)[0]
 
-        found = Feed(handle, call, method.__name__, covers)
-        found.begin(batch)
-        return found
+        return Feed(handle, call, method.__name__, covers, batch)
 
     def each(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Every rank with the same arguments; the answers in rank order."""
@@ -475,12 +447,7 @@ class ResourcePool:
         self._backend, self._costs, self._sequence_parallel = backend, costs, sequence_parallel
         self._recorder = recorder or Recorder()
         self._replacing = replacing or Replacing(backend, self._recorder, deadlines.start)
-        self.deadlines = deadlines
-
-    @property
-    def ranks(self) -> int:
-        """How many."""
-        return self._backend.ranks
+        self.deadlines, self.ranks = deadlines, backend.ranks
 
     @property
     def processes(self) -> Sequence[Process]:

@@ -134,10 +134,6 @@ class Selection:
         found = {"best/step": float(self.standing.step), f"best/{self.metric}": self.standing.best}
         return found if stopped_at is None else {**found, "stopped_early/step": float(stopped_at)}
 
-    def to_json(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return asdict(self.standing)
-
     def resume(self, value: Mapping[str, Any] | None) -> Self:
         """Go on from what a checkpoint holds."""
         self.standing = Standing(**value) if value else Standing()
@@ -292,8 +288,7 @@ class Controller:
 
     def _publish_weights(self) -> None:
         """The weights of the last update become what the next rollout samples with."""
-        trace = Trace(self.sink, max(self._step - 1, 0))
-        with trace.span("weights"):
+        with Trace(self.sink, max(self._step - 1, 0)).span("weights"):
             self.recipe.publish_weights(PolicyVersion(self._incarnation, self._step))
         self.recorder.step = self._step
 
@@ -363,7 +358,7 @@ class Controller:
             self.tokens,
             dict(self._metrics),
             self._incarnation,
-            self.selection.to_json() if self.selection else None,
+            asdict(self.selection.standing) if self.selection else None,
             not self._idle,
         )
         self.flush()

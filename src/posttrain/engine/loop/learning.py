@@ -9,8 +9,6 @@ given to each group by itself, the sum can begin before; else `Learning` waits f
 a step, behind the last group, as they would otherwise: sampling stays on the policy that is trained.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -158,21 +156,16 @@ class Gradients:
             self._roles.rest()
         whole = attached(batch, parts, columns, self._name)
         with trace.span("update"):
-            return self._finish(whole, parts, step, tracer)
-
-    def _finish(
-        self, whole: TokenBatch, parts: Sequence[TokenBatch], step: int, tracer: SampleTracer | None
-    ) -> Streamed:
-        summed = self._coming.pop(step, [])
-        for part in parts[len(summed) :]:
-            summed.append(self._sum(part, step, summed))
-        self._refuse_shared_credit(credited(self._algorithm, whole), [one.batch for one in summed])
-        for number, one in enumerate(summed):
-            done = one.answer.result() if one.answer else None
-            if tracer and done:
-                tracer.consumed(done.batch, number)
-        tokens = sum(one.tokens for one in summed)
-        return Streamed(self._divide(summed, step) if tokens else {}, tokens, whole)
+            summed = self._coming.pop(step, [])
+            for part in parts[len(summed) :]:
+                summed.append(self._sum(part, step, summed))
+            self._refuse_shared_credit(credited(self._algorithm, whole), [one.batch for one in summed])
+            for number, one in enumerate(summed):
+                done = one.answer.result() if one.answer else None
+                if tracer and done:
+                    tracer.consumed(done.batch, number)
+            tokens = sum(one.tokens for one in summed)
+            return Streamed(self._divide(summed, step) if tokens else {}, tokens, whole)
 
     def _sum(self, part: TokenBatch, step: int, summed: Sequence[_Summed]) -> _Summed:
         number, before = len(summed), sum(len(one.batch) for one in summed)
@@ -339,10 +332,8 @@ class Learning:
         objective = update.objective(Totals.of(batch))
         named = [Column(f"predicted_{need}", role, need) for need in sorted(objective.needs)]
         asked = ask(self._roles, batch, named).filled()
-        found = Predictions(**{need: asked.column(f"predicted_{need}") for need in objective.needs})
-        parts = objective(batch, found)
-        values = {"loss": parts.loss, **parts.sums}
-        return {f"probe/{name}": float(value) for name, value in values.items()}
+        parts = objective(batch, Predictions(**{need: asked.column(f"predicted_{need}") for need in objective.needs}))
+        return {f"probe/{name}": float(value) for name, value in {"loss": parts.loss, **parts.sums}.items()}
 
     def _updated(self, batch: TokenBatch, step: int, trace: Trace, tracer: SampleTracer | None) -> Learned:
         """Every role's mini-batches, those of one number side by side."""
@@ -359,17 +350,14 @@ class Learning:
                     begun.append((update, self._begin(update, *found, step=step, part=part, tracer=follows)))
                     trained += sum(found[0].lengths)
             for update, answer in begun:
-                done = self._settled(answer, trace)
+                while not answer.done() and self._meanwhile(trace, _LOOK):
+                    pass
+                done = answer.result()
                 reports[update.role].append(done.metrics)
                 if tracer and update.role == main:
                     tracer.consumed(done.batch, part)
         own = reports.get(main, [])
         return Learned(_means(reports, main), trained, len(own), own[0] if own else {})
-
-    def _settled(self, answer: Future[Done], trace: Trace) -> Done:
-        while not answer.done() and self._meanwhile(trace, _LOOK):
-            pass
-        return answer.result()
 
     def _compare(self, found: float, trace: Trace) -> None:
         """Tell, once, that who learns computes other log-probabilities than who sampled with the same weights.

@@ -12,8 +12,6 @@ With lag 0 the buffer is filled and emptied in one step. With lag k the rollout 
 trained; the weights of a step are published when nothing runs, so a batch is of one version.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -183,9 +181,8 @@ class OnPolicy:
             raise InputError(
                 f"{type(algorithm).__name__} samples {source.turns} turns, got no environment; give it one"
             )
-        told = self._offer if algorithm.groupwise else _untold
         words = algorithm, roles, prompts, scorer, seed, self.journal, buffer, environment
-        self._ahead = Collector(*words, kept=told, watch=self._watch)
+        self._ahead = Collector(*words, kept=self._offer, watch=self._watch)
 
     def max_tokens(self, step: int) -> int:
         """What is sampled from now to the end of the step: every prompt read once, every response at the token limit;
@@ -221,7 +218,7 @@ class OnPolicy:
             span |= {"groups": len(groups), "dropped": len(dropped), "documents": len(batch) if batch else 0}
         by_group = form if self._algorithm.groupwise else None
         learned = self._learning.learn(batch, step, trace, tracer, groups, by_group)
-        left = tracer.report(trace, self._text or (self._scorer.text if self._scorer else _unread))
+        left = tracer.report(trace, self._text or (self._scorer.text if self._scorer else lambda answer: ""))
         ahead.finish(step, trace, lambda spent, more, _: reserve(spent + learned.tokens, more, refuse=False))
         tokens = ahead.spent + learned.tokens
         if self._most is not None and tokens > self._most:
@@ -232,15 +229,16 @@ class OnPolicy:
         source = self._algorithm.source
         drops = {"groups/dropped": len(dropped) / len(every)} if source.refills else {}
         drops |= turn_metrics(every) if source.turns > 1 else {}
-        told = {
+        metrics = {
             **rollout_metrics(every, judged=self._scorer is not None),
             **self._algorithm.report(every),
             **drops,
             "updates": float(learned.updates),
+            **learned.metrics,
         }
-        metrics = {**told, **learned.metrics}
-        took = engine_metrics(ahead.counts) | ({"trace/dropped": float(left)} if left else {})
-        return StepReport(tokens, metrics, took)
+        return StepReport(
+            tokens, metrics, engine_metrics(ahead.counts) | ({"trace/dropped": float(left)} if left else {})
+        )
 
     def publish_weights(self, version: PolicyVersion) -> None:
         """The rollout samples with the weights of the last update; nothing runs then."""
@@ -273,8 +271,9 @@ class OnPolicy:
         return lambda groups: with_temperature(form(groups), groups)
 
     def _offer(self, group: ScoredGroup) -> None:
-        """What a kept group makes whole is predicted while others are sampled."""
-        self._learning.columns.offer(group, self._form(group.step))
+        """What a kept group makes whole is predicted while others are sampled, where documents are formed by group."""
+        if self._algorithm.groupwise:
+            self._learning.columns.offer(group, self._form(group.step))
 
     def _watch(self, step: int) -> bool:
         """Sum the gradients of what is whole and predicted; whether something is being predicted."""
@@ -296,12 +295,3 @@ class OnPolicy:
         followed = groups[: self._trace.followed(len(groups))]
         clip = next((update.clip for update in self._algorithm.updates(step) if update.clip), None)
         return SampleTracer(followed, step, self._budget, self._algorithm.unused(step), clip, dropped)
-
-
-def _untold(group: ScoredGroup) -> None:
-    """Its documents are not formed before those of the step."""
-
-
-def _unread(answer: Trajectory) -> str:
-    """Nobody said how to read it."""
-    return ""

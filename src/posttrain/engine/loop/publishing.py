@@ -18,13 +18,11 @@ attests them in the same way.
 decides in which processes they live; nothing here depends on it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from posttrain.domain.errors import InputError, IntegrityError
 from posttrain.engine.groups.port import WorkerLostError, nothing
@@ -38,19 +36,6 @@ from posttrain.engine.weights.stream import Attestation, Bucket, PolicyVersion, 
 _Giver = tuple[WorkerGroup[Any], Callable[[Any, Layout], tuple[Attestation, int]], Callable[[Any], Bucket]]
 
 
-class WeightTransport(Protocol):
-    """How weights come from a policy to a rollout. Every implementation takes one bucket of extra memory at the most
-    at each rank, and leaves the rollout with what the policy attested or raises.
-    """
-
-    def publish(self, version: PolicyVersion) -> None:
-        """From now on the rollout samples with the policy as it is.
-
-        Raises:
-            IntegrityError: a rollout rank decodes with something else.
-        """
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Alias:
@@ -59,7 +44,11 @@ class Alias:
     rollout: WorkerGroup[RolloutWorker]
 
     def publish(self, version: PolicyVersion) -> None:
-        """See `WeightTransport`."""
+        """From now on the rollout samples with the policy as it is.
+
+        Raises:
+            IntegrityError: a rollout rank decodes with something else.
+        """
         self.rollout.each(RolloutWorker.samples_with, version)
 
 
@@ -73,7 +62,7 @@ class Buckets:
     neighbours: bool  # the rollout's ranks stand beside the policy's
 
     def publish(self, version: PolicyVersion) -> None:
-        """See `WeightTransport`."""
+        """See `Alias.publish`."""
         published, ranks = None, range(self.rollout.ranks)
         while published is None:
             try:
@@ -138,15 +127,18 @@ class Buckets:
         odd = standing.found.differing(expected)
         if not odd:
             return
-        if standing.changed:
-            why = "the weights were altered on the way"
-        else:
-            why = f"nothing changed since it served {standing.before}, an update was skipped"
+        skipped = f"nothing changed since it served {standing.before}, an update was skipped"
+        why = "the weights were altered on the way" if standing.changed else skipped
         raise IntegrityError(
             f"rollout rank {rank} must decode with policy version {version} ({expected}, {len(expected.parts)} "
             f"tensors), got {standing.found}: {len(odd)} tensors differ, first {odd[0]}; {why}; resume from the last "
             "checkpoint"
         )
+
+
+# How weights come from a policy to a rollout: each takes one bucket of extra memory at the most at each rank, and
+# leaves the rollout with what the policy attested, or raises
+WeightTransport = Alias | Buckets
 
 
 def transport(policy: WorkerGroup[TrainWorker], rollout: WorkerGroup[RolloutWorker]) -> WeightTransport:

@@ -7,8 +7,6 @@ taken; so resuming anywhere, at an epoch boundary too, equals never having stopp
 Groups that were sampled and wait to be trained are kept in a checkpoint: arrays as safetensors, the rest as JSON.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from safetensors.numpy import load_file
 
 from posttrain.domain.canonical import canonical_json, derive_seed, digest_bytes
 from posttrain.domain.errors import InputError, IntegrityError
+from posttrain.engine.loop.publishing import Roles
 from posttrain.engine.recipes.algorithm import ScoredGroup
 from posttrain.engine.samples import Group, Prompt, Sample, Segment, Trajectory
 from posttrain.engine.tracing import StepReport, Trace
@@ -97,19 +96,6 @@ def free(spent: int, more: int, *, refuse: bool = True) -> bool:
     return True
 
 
-class Learners(Protocol):
-    """The roles that a checkpoint must cover, written and read by the ranks themselves."""
-
-    def fallbacks(self) -> Mapping[str, str]:
-        """Slower ways that their models must go, by name, each with the reason."""
-
-    def save(self, path: Path, /) -> Mapping[str, str]:
-        """Write every rank's part of a checkpoint; file name → digest."""
-
-    def restore(self, path: Path, /) -> None:
-        """Go on from a verified checkpoint."""
-
-
 class Recipe(Protocol):
     """A training method.
 
@@ -120,10 +106,7 @@ class Recipe(Protocol):
     phase: str  # "sft", "grpo"
     steps: int
     journal: Journal
-
-    @property
-    def roles(self) -> Learners:
-        """Whose weights the recipe changes."""
+    roles: Roles  # whose weights the recipe changes
 
     def max_tokens(self, step: int) -> int:
         """Tokens the coming step may spend at the most."""
@@ -186,8 +169,7 @@ def write_held(
     logprobs = np.concatenate([none, *(none if s.logprobs is None else s.logprobs for s in segments)])
     tensors = {"tokens": torch.tensor(tokens), "logprobs": torch.tensor(logprobs)}
     places = {str(batch): list(often) for batch, often in lost.items()}
-    groups = [_written(one) for one in held]
-    data = canonical_json({"groups": groups, "given_up": list(given_up), "lost": places})
+    data = canonical_json({"groups": [_written(one) for one in held], "given_up": list(given_up), "lost": places})
     (path / _REST).write_bytes(data)
     return {_ARRAYS: write_tensors(path / _ARRAYS, tensors, {}), _REST: digest_bytes(data)}
 

@@ -16,8 +16,6 @@ The plan of a batch travels as the keyword argument `packing_plan` of the model'
 and a recomputation in backward sees the same plan. Without one the function is the padded attention of transformers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -105,8 +103,7 @@ def plan_packing(
         # Padding repeats the last token of its document: any finite value will do, nobody attends to it.
         index = starts[chosen, None] + torch.minimum(column, sizes[chosen, None] - 1)
         valid = column < sizes[chosen, None]
-        slots = torch.arange(offset, offset + index.numel()).view_as(index)
-        inverse[index[valid]] = slots[valid]
+        inverse[index[valid]] = torch.arange(offset, offset + index.numel()).view_as(index)[valid]
         blocks.append(Block(index.flatten().to(device), len(members), length))
         offset += index.numel()
     return PackingPlan(tuple(blocks), inverse.to(device), total, windows, sequence)
@@ -248,8 +245,7 @@ def _masked_attention(
         # Finite, so that a padding row that may attend to nothing gets a meaningless value and not NaN.
         lowest = torch.finfo(scores.dtype).min
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
-    weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(query.dtype), p=dropout)
-    return weights @ value
+    return F.dropout(scores.softmax(-1, dtype=torch.float32).to(query.dtype), p=dropout) @ value
 
 
 def _padded_attention(
@@ -273,8 +269,7 @@ def _padded_attention(
     if mask is None and queries > 1:
         # sdpa_mask leaves a plain causal mask to the kernel.
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
-    out = _masked_attention(query, key, value, mask, scaling, dropout, softcap)
-    return out.transpose(1, 2).contiguous(), None
+    return _masked_attention(query, key, value, mask, scaling, dropout, softcap).transpose(1, 2).contiguous(), None
 
 
 def register() -> None:
@@ -357,8 +352,7 @@ class Backbone:
         if self.sequence is not None:
             return self._run_stretch(self.sequence, forward, tokens, positions, lengths)
         if self.packing == "packed":
-            plan = plan_packing(lengths, tokens.device)
-            arguments = planned_arguments(plan, tokens.device)
+            arguments = planned_arguments(plan_packing(lengths, tokens.device), tokens.device)
             return forward(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **arguments)[0]
         row = torch.arange(len(lengths), device=tokens.device).repeat_interleave(
             torch.tensor(lengths, device=tokens.device)
@@ -468,8 +462,7 @@ def _windows_honoured(config: Any, asked: list[int | None]) -> bool:
     window = getattr(config, "sliding_window", None)
     layers = int(config.num_hidden_layers)
     kinds = getattr(config, "layer_types", None) or (["sliding_attention" if window else "full_attention"] * layers)
-    wanted = [window if kind == "sliding_attention" else None for kind in kinds]
-    return asked == wanted
+    return asked == [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def cost_model(module: nn.Module, parameters: int | None = None) -> CostModel:
@@ -479,8 +472,7 @@ def cost_model(module: nn.Module, parameters: int | None = None) -> CostModel:
         module: a transformer of transformers.
         parameters: in all; counted when None. Ask before it is sharded.
     """
-    text = _text_config(module)
-    layers, heads, width = _attention(text)
+    layers, heads, width = _attention(_text_config(module))
     if not (layers and heads and width):
         return TOKENS
     count = sum(p.numel() for p in module.parameters()) if parameters is None else parameters

@@ -4,8 +4,6 @@ Rows are canonical (`posttrain.data.rows`): `prompt` [+ `completion`], `messages
 never decoded and encoded again. What a row becomes is said by `domain.rendering`, which the plan asks too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,8 +38,7 @@ def decode_response(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *
             where a model may have several.
     """
     said = np.asarray(tokens[:-1] if ended else tokens, dtype=np.int64)  # of a list transformers looks at every item
-    text: str = tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text
+    return str(tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def decode_turn(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
@@ -139,14 +136,13 @@ class _Tokens:
     def render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool) -> str:
         try:
             with time_limit(_RENDER_SECONDS):
-                text: str = self._tokenizer.apply_chat_template(
-                    list(messages), add_generation_prompt=generate, tokenize=False
+                return str(
+                    self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=generate, tokenize=False)
                 )
         except (TimeLimitError, MemoryError):
             raise InputError(
                 f"the chat template must render a row within {_RENDER_SECONDS:g} s; simplify its loops"
             ) from None
-        return text
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         ids: list[list[int]] = self._tokenizer(

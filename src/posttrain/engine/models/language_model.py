@@ -9,8 +9,6 @@ over packed documents like every other model, and the head computes in float32: 
 hidden size, and the model learns from differences of scores.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,15 +68,9 @@ class LanguageModel(Backbone):
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every token that ends a response; empty when the model names none."""
-        generation = getattr(self.module, "generation_config", None)
-        ids = getattr(generation, "eos_token_id", None)
+        ids = getattr(getattr(self.module, "generation_config", None), "eos_token_id", None)
         ids = self.config.eos_token_id if ids is None else ids
         return () if ids is None else tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The first end-of-sequence token."""
-        return next(iter(self.eos_token_ids), None)
 
     def logits(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int], keep: Tensor) -> Tensor:
         """[T] packed → [N, vocabulary]: the logits after the N tokens at the packed indices `keep`."""
@@ -158,8 +150,7 @@ class ScalarModel(Backbone):
 
     def scalars(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int], keep: Tensor) -> Tensor:
         """[T] packed → [N] float32: the head on the hidden states of the N tokens at the packed indices `keep`."""
-        hidden = self.hidden_states(tokens, positions, lengths)[keep]
-        return _apply(self.head, hidden)
+        return F.linear(self.hidden_states(tokens, positions, lengths)[keep].float(), self.head.weight.float())[:, 0]
 
 
 def token_values(model: ScalarModel, batch: TokenBatch) -> Tensor:
@@ -259,10 +250,6 @@ def _readable_to_the_end(config: PreTrainedConfig) -> PreTrainedConfig:
     if text.pad_token_id in ends:
         text.pad_token_id = None
     return config
-
-
-def _apply(head: nn.Linear, hidden: Tensor) -> Tensor:
-    return F.linear(hidden.float(), head.weight.float())[:, 0]
 
 
 def _has_scalar_head(module: PreTrainedModel) -> bool:

@@ -6,8 +6,6 @@ without a download.
 A worker finds its model in a local folder that every rank can read, and opens it in its own process.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -198,14 +196,8 @@ def _name_dtype(config: Any, dtype: torch.dtype, folder: Path) -> None:
 
 def copy_weights(model: Backbone) -> dict[str, Tensor]:
     """A copy of every weight by name, tied weights once, each tensor with memory of its own (fit for safetensors)."""
-    seen: set[tuple[int, torch.Size]] = set()
-    copies: dict[str, Tensor] = {}
-    for name, tensor in model.module.state_dict().items():
-        place = (tensor.data_ptr(), tensor.shape)
-        if place not in seen:
-            seen.add(place)
-            copies[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
-    return copies
+    state = model.module.state_dict()
+    return {n: state[n].detach().clone(memory_format=torch.contiguous_format) for n in copy_names(model)}
 
 
 def restore_weights(model: Backbone, weights: Mapping[str, Tensor]) -> None:

@@ -4,8 +4,6 @@ Log-probabilities are those under the policy at a sampling temperature. Predicti
 language models, critics and reward models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Set
 from typing import Any
 
@@ -285,8 +283,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             normalisers[part] = scaled.logsumexp(-1)
             logprobs[part] = scaled.gather(1, targets[part]) - normalisers[part, None]
             if entropy:
-                distribution = (scaled - normalisers[part, None]).exp_()
-                entropies[part] = normalisers[part] - (distribution * scaled).sum(-1)
+                entropies[part] = normalisers[part] - ((scaled - normalisers[part, None]).exp_() * scaled).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropies)
         ctx.settings = (temperature, softcap, rows, entropy)
         return logprobs, entropies
@@ -358,8 +355,10 @@ def predict(model: Model, batch: TokenBatch, needs: Set[Need], *, temperature: f
         name = type(model.module).__name__
         raise InputError(f"{name} predicts {' and '.join(sorted(can))}, asked for {odd[0]}; ask another role")
     if isinstance(model, ScalarModel):
-        values: Tensor | None = token_values(model, batch) if "values" in needs else None
-        return Predictions(values=values, scores=sequence_scores(model, batch) if "scores" in needs else None)
+        return Predictions(
+            values=token_values(model, batch) if "values" in needs else None,
+            scores=sequence_scores(model, batch) if "scores" in needs else None,
+        )
     if "candidates" in needs:
         ids, entropy = batch.wide(CANDIDATES).ids, "entropy" in needs
         logprobs, entropies, at = candidate_logprobs(model, batch, ids, temperature, entropy=entropy)

@@ -14,11 +14,9 @@ Weights leave a training engine as canonical tensors by name, in pieces that ran
 Activation checkpointing keeps what enters a decoder layer, and computes the rest again in backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -105,54 +103,6 @@ def put(into: Mapping[str, Tensor], shard: Shard) -> None:
     target[shard.row : shard.row + piece.shape[0], shard.column : shard.column + piece.shape[1]].copy_(piece)
 
 
-class Sharding(Protocol):
-    """What a learner needs to know of where its parameters are.
-
-    Every implementation: `compute` makes whole parameters visible to the forward; gradients of all ranks and all
-    micro-batches add up in `parameters`; methods called "collective" are called by every rank or by none.
-    """
-
-    @property
-    def ranks(self) -> int:
-        """Over which the parameters are spread."""
-
-    @property
-    def rank(self) -> int:
-        """This one."""
-
-    def parameters(self) -> Mapping[str, Tensor]:
-        """What the optimiser updates, by name: whole, or this rank's rows."""
-
-    def rows(self) -> Mapping[str, tuple[int, int]]:
-        """Parameter → the rows [start, stop) this rank holds; empty where it holds everything."""
-
-    def compute(self, forward: Callable[[M], LossParts], micro: M) -> LossParts:
-        """Run a forward. Collective."""
-
-    def rounds(self, mine: int) -> int:
-        """The largest `mine` of all ranks: how often everybody must compute. Collective."""
-
-    def total(self, values: Tensor) -> Tensor:
-        """The sum over ranks. Collective."""
-
-    def collect_gradients(self) -> None:
-        """After a backward: add what it left to the gradients of `parameters`."""
-
-    def clip_gradients(self, limit: float) -> float:
-        """Scale all gradients to a global norm of at most `limit`; returns the norm before. Collective."""
-
-    def write_back(self) -> None:
-        """After an optimiser step: bring the module up to date with `parameters`."""
-
-    def export(self) -> Iterator[Shard]:
-        """The pieces of the module's parameters that this rank holds, as the optimiser keeps them. Not copies."""
-
-    def gathered(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Whole parameters by name, in the precision the module computes in or another, to which those of the optimiser
-        are rounded once; empty but on rank 0. Collective.
-        """
-
-
 @final
 class Unsharded:
     """One rank. Parameters below float32 have a float32 master copy, which `parameters` are."""
@@ -165,27 +115,27 @@ class Unsharded:
         self._trained = {n: p if p.dtype == torch.float32 else p.detach().float() for n, p in self._live.items()}
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """See `Sharding`."""
+        """What the optimiser updates, by name: whole, or this rank's rows."""
         return self._trained
 
     def rows(self) -> Mapping[str, tuple[int, int]]:
-        """See `Sharding`."""
+        """Parameter → the rows [start, stop) this rank holds; empty where it holds everything."""
         return {}
 
     def compute(self, forward: Callable[[M], LossParts], micro: M) -> LossParts:
-        """See `Sharding`."""
+        """Run a forward. Collective."""
         return forward(micro)
 
     def rounds(self, mine: int) -> int:
-        """See `Sharding`."""
+        """The largest `mine` of all ranks: how often everybody must compute. Collective."""
         return mine
 
     def total(self, values: Tensor) -> Tensor:
-        """See `Sharding`."""
+        """The sum over ranks. Collective."""
         return values
 
     def collect_gradients(self) -> None:
-        """See `Sharding`."""
+        """After a backward: add what it left to the gradients of `parameters`."""
         for name, trained in self._trained.items():
             live = self._live[name]
             if trained is not live and live.grad is not None:
@@ -194,23 +144,25 @@ class Unsharded:
                 live.grad = None
 
     def clip_gradients(self, limit: float) -> float:
-        """See `Sharding`."""
+        """Scale all gradients to a global norm of at most `limit`; returns the norm before. Collective."""
         return float(torch.nn.utils.clip_grad_norm_(self._trained.values(), limit))
 
     def write_back(self) -> None:
-        """See `Sharding`."""
+        """After an optimiser step: bring the module up to date with `parameters`."""
         for name, trained in self._trained.items():
             if trained is not self._live[name]:
                 self._live[name].copy_(trained)
 
     def export(self) -> Iterator[Shard]:
-        """See `Sharding`."""
+        """The pieces of the module's parameters that this rank holds, as the optimiser keeps them. Not copies."""
         for name, parameter in self._module.named_parameters():
             held = self._trained.get(name, parameter).detach()
             yield Shard(name, tuple(parameter.shape), held, frozen=name not in self._trained)
 
     def gathered(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """See `Sharding`; not copies where nothing is rounded."""
+        """Whole parameters by name, in the precision the module computes in or another, to which those of the optimiser
+        are rounded once; empty but on rank 0. Collective. Not copies where nothing is rounded.
+        """
         if dtype is None:
             return {name: p.detach() for name, p in self._module.named_parameters()}
         return {shard.name: shard.tensor.to(dtype) for shard in self.export()}
@@ -245,8 +197,7 @@ class FullySharded:
             raise InputError(f"{type(module).__name__} cannot be sharded: it has no list of decoder layers; use 1 rank")
         self._dtype = next(module.parameters()).dtype
         kind = torch.device(device).type
-        mesh = init_device_mesh(kind, (self.ranks,))
-        options: dict[str, Any] = {"mesh": mesh}
+        options: dict[str, Any] = {"mesh": init_device_mesh(kind, (self.ranks,))}
         if kind == "cuda" or not all(p.requires_grad for p in module.parameters()):
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
         for layer in layers:
@@ -261,15 +212,15 @@ class FullySharded:
         self._parameters = {name: p for name, p in self._held.items() if p.requires_grad}
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """See `Sharding`."""
+        """See `Unsharded`."""
         return self._parameters
 
     def rows(self) -> Mapping[str, tuple[int, int]]:
-        """See `Sharding`."""
+        """See `Unsharded`."""
         return {name: self._rows(parameter) for name, parameter in self._parameters.items()}
 
     def compute(self, forward: Callable[[M], LossParts], micro: M) -> LossParts:
-        """See `Sharding`. FSDP averages over ranks, so the loss is scaled up to make that a sum."""
+        """See `Unsharded`. FSDP averages over ranks, so the loss is scaled up to make that a sum."""
 
         def inner() -> tuple[Tensor, dict[str, Tensor]]:
             parts = forward(micro)
@@ -279,13 +230,13 @@ class FullySharded:
         return LossParts(loss, {**sums, "loss": loss.detach() / self.ranks})
 
     def rounds(self, mine: int) -> int:
-        """See `Sharding`."""
+        """See `Unsharded`."""
         most = torch.tensor(mine, device=self._device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return int(most)
 
     def total(self, values: Tensor) -> Tensor:
-        """See `Sharding`."""
+        """See `Unsharded`."""
         summed = values.to(self._device)
         dist.all_reduce(summed)
         return summed
@@ -294,9 +245,8 @@ class FullySharded:
         """FSDP has reduced them already."""
 
     def clip_gradients(self, limit: float) -> float:
-        """See `Sharding`."""
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit)
-        whole: Any = norm
+        """See `Unsharded`."""
+        whole: Any = torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit)
         return float(whole.full_tensor() if isinstance(whole, DTensor) else whole)
 
     def write_back(self) -> None:
@@ -304,7 +254,7 @@ class FullySharded:
         self._sharded_root.reshard()
 
     def export(self) -> Iterator[Shard]:
-        """See `Sharding`; a rank that has no row of a parameter gives none."""
+        """See `Unsharded`; a rank that has no row of a parameter gives none."""
         for name, parameter in self._held.items():
             start, stop = self._rows(parameter)
             if start < stop:
@@ -318,7 +268,7 @@ class FullySharded:
         return start, min(start + chunk, parameter.shape[0])
 
     def gathered(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """See `Sharding`; one parameter at a time."""
+        """See `Unsharded`; one parameter at a time."""
         whole: dict[str, Tensor] = {}
         for name, parameter in self._held.items():
             held: Any = parameter.detach()
@@ -326,6 +276,12 @@ class FullySharded:
             if self.rank == 0:
                 whole[name] = full.to("cpu", dtype or self._dtype)
         return whole
+
+
+# What a learner needs to know of where its parameters are. Either's `compute` makes whole parameters visible to the
+# forward; gradients of all ranks and all micro-batches add up in `parameters`; what is called "collective" every rank
+# calls, or none
+Sharding = Unsharded | FullySharded
 
 
 def _widen(module: nn.Module) -> None:
@@ -369,8 +325,7 @@ class SequenceGroup:
         """This rank's stretch [chunk, …] → [total, …] with zeros where other ranks have theirs."""
         start, stop = self.stretch(total)
         whole = part.new_zeros(self.size * len(part), *part.shape[1:])
-        index = torch.arange(start, stop, device=part.device)
-        return whole.index_copy(0, index, part)[:total]
+        return whole.index_copy(0, torch.arange(start, stop, device=part.device), part)[:total]
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum over ranks, of which each computes the same loss: backward hands each its own part's gradient."""
@@ -379,12 +334,12 @@ class SequenceGroup:
 
     def to_heads(self, states: Tensor) -> Tensor:
         """[chunk, heads, head_dim] of all heads → [size · chunk, heads / size, head_dim] of all tokens."""
-        swapped: Tensor = _ToHeads.apply(states, self.group, self.size)  # type: ignore[no-untyped-call]
+        swapped: Tensor = _Swapped.apply(states, self.group, self.size, _to_heads, _to_tokens)  # type: ignore[no-untyped-call]
         return swapped
 
     def to_tokens(self, states: Tensor) -> Tensor:
         """The way back: [size · chunk, heads / size, head_dim] → [chunk, heads, head_dim]."""
-        swapped: Tensor = _ToTokens.apply(states, self.group, self.size)  # type: ignore[no-untyped-call]
+        swapped: Tensor = _Swapped.apply(states, self.group, self.size, _to_tokens, _to_heads)  # type: ignore[no-untyped-call]
         return swapped
 
     def shared_heads(self, states: Tensor) -> Tensor:
@@ -431,26 +386,20 @@ class _SumOnce(torch.autograd.Function):
         return gradients[0], None
 
 
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, group: Any, size: int) -> Tensor:
-        ctx.group, ctx.size = group, size
-        return _to_heads(states, group, size)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _to_tokens(gradients[0], ctx.group, ctx.size), None, None
+_Way = Callable[[Tensor, Any, int], Tensor]
 
 
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, group: Any, size: int) -> Tensor:
-        ctx.group, ctx.size = group, size
-        return _to_tokens(states, group, size)
+class _Swapped(torch.autograd.Function):
+    """Tokens and heads change places one way; gradients go the other."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _to_heads(gradients[0], ctx.group, ctx.size), None, None
+    def forward(ctx: Any, states: Tensor, group: Any, size: int, way: _Way, back: _Way) -> Tensor:
+        ctx.group, ctx.size, ctx.back = group, size, back
+        return way(states, group, size)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.back(gradients[0], ctx.group, ctx.size), None, None, None, None
 
 
 def _to_heads(states: Tensor, group: Any, size: int) -> Tensor:

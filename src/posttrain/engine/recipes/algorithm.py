@@ -153,43 +153,45 @@ class Algorithm(Protocol):
     """What every algorithm says."""
 
     def requires(self, step: int) -> Sequence[Column]:
-        """What `credit` and the objectives read besides what was sampled."""
+        """What `credit` and the objectives read besides what was sampled; by default nothing."""
+        return ()
 
     def credit(self, batch: TokenBatch) -> TokenBatch:
-        """Advantages, returns, labels: whatever the objectives weigh by."""
+        """Advantages, returns, labels: whatever the objectives weigh by; by default none."""
+        return batch
 
     def updates(self, step: int) -> Sequence[Update]:
         """Which roles learn in this step, and from what."""
 
 
 class RolloutAlgorithm(Algorithm, Protocol):
-    """One that learns from what its own policy samples."""
+    """One that learns from what its own policy samples. Unless it says otherwise, every sample is a document."""
+
+    # whether `form` makes the documents of each group by itself, one after the other; then columns of a step are filled
+    # while groups of it are sampled
+    groupwise: bool = False
+    # whether it credits tokens with what was earned at them, where a reward says so; else the sum counts
+    reads_token_scores: bool = False
 
     @property
     def source(self) -> PromptSource:
         """How much is sampled."""
 
-    @property
-    def groupwise(self) -> bool:
-        """Whether `form` makes the documents of each group by itself, one after the other; then columns of a step are
-        filled while groups of it are sampled.
-        """
-
-    @property
-    def reads_token_scores(self) -> bool:
-        """Whether it credits tokens with what was earned at them, where a reward says so; else the sum counts."""
-
     def keep(self, group: ScoredGroup) -> Drop | None:
         """Why a group is dropped and another one sampled in its place; None: it is trained on."""
+        return None
 
     def form(self, groups: Sequence[ScoredGroup], seed: int) -> TokenBatch | None:
         """The documents of a step; None where nothing is worth training on."""
+        return pack(groups)
 
     def report(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         """Metrics of its own, of everything that a step sampled."""
+        return {}
 
     def unused(self, step: int) -> str:
         """Why a scored sample may be in no update, for its trace."""
+        return "not chosen"
 
 
 class RowAlgorithm(Algorithm, Protocol[R_contra]):
@@ -204,49 +206,6 @@ class RowAlgorithm(Algorithm, Protocol[R_contra]):
 
     def max_tokens(self, row: R_contra) -> int:
         """Tokens of what is formed of a row."""
-
-
-class RowDefaults:
-    """What a `RowAlgorithm` says that reads nothing but its rows."""
-
-    def requires(self, step: int) -> Sequence[Column]:
-        """Nothing."""
-        return ()
-
-    def credit(self, batch: TokenBatch) -> TokenBatch:
-        """None."""
-        return batch
-
-
-class RolloutDefaults:
-    """What a `RolloutAlgorithm` says unless it says otherwise: every sample is a document, and needs nothing."""
-
-    groupwise: bool = False
-    reads_token_scores: bool = False
-
-    def requires(self, step: int) -> Sequence[Column]:
-        """Nothing."""
-        return ()
-
-    def keep(self, group: ScoredGroup) -> Drop | None:
-        """Every group."""
-        return None
-
-    def form(self, groups: Sequence[ScoredGroup], seed: int) -> TokenBatch | None:
-        """Every sample."""
-        return pack(groups)
-
-    def credit(self, batch: TokenBatch) -> TokenBatch:
-        """None."""
-        return batch
-
-    def report(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        """Nothing besides what every algorithm reports."""
-        return {}
-
-    def unused(self, step: int) -> str:
-        """It was not chosen."""
-        return "not chosen"
 
 
 def every_sample(group: ScoredGroup) -> Sequence[int]:
@@ -311,8 +270,7 @@ def _earned(batch: TokenBatch, prompts: Sequence[int], scores: Sequence[Score]) 
     if not any(score.at for score in scores):
         return batch
     column = torch.zeros(len(batch.tokens))
-    starts = accumulate(batch.lengths, initial=0)
-    for start, prompt, score in zip(starts, prompts, scores, strict=False):
+    for start, prompt, score in zip(accumulate(batch.lengths, initial=0), prompts, scores, strict=False):
         for token, value in score.at.items():
             column[start + prompt + token] = value
     return batch.with_columns(token_scores=column)

@@ -4,8 +4,6 @@ Source: Yu et al., arXiv 2503.14476: clip-higher (3.1), dynamic sampling (3.2), 
 punishment (3.4, eq. 13).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar, final

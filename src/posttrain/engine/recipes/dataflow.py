@@ -9,8 +9,6 @@ It is a function of what it is given, as every algorithm; then it is resumed, bu
 other.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

@@ -4,8 +4,6 @@ No reward is needed: the teacher's likeliest tokens, a wide column, are the sign
 response. Source: generalised knowledge distillation, arXiv 2306.13649, with all data sampled by the student.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import final
 

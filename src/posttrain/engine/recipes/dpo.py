@@ -4,8 +4,6 @@ Source: Rafailov et al., arXiv 2305.18290, eq. 7; labels that may be wrong: its 
 them is taken for the other way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,31 +13,18 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.engine.algorithms.objectives import LossParts, Totals
-from posttrain.engine.batch import Need, Predictions, Provenance, TokenBatch
+from posttrain.engine.batch import Need, Predictions, TokenBatch
 from posttrain.engine.config import DPOConfig
-from posttrain.engine.recipes.algorithm import REFERENCE, Column, RowDefaults, RowSource, Update
-from posttrain.engine.recipes.reward_model import Preference, paired
+from posttrain.engine.recipes.algorithm import REFERENCE, Column, Update
+from posttrain.engine.recipes.reward_model import OverPairs
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class DPO(RowDefaults):
+class DPO(OverPairs):
     """Over preference pairs."""
 
     config: DPOConfig
-
-    @property
-    def source(self) -> RowSource:
-        """Pairs of a step."""
-        return RowSource(self.config.batch_size)
-
-    def max_tokens(self, row: Preference) -> int:
-        """The prompt is read with each response."""
-        return 2 * len(row.prompt) + len(row.chosen) + len(row.rejected)
-
-    def form(self, rows: Sequence[Preference], seed: int) -> TokenBatch:
-        """See `paired`."""
-        return paired(rows, Provenance())
 
     def requires(self, step: int) -> Sequence[Column]:
         """What the starting policy says of the responses."""

@@ -3,8 +3,6 @@
 Both divisions favour some questions and some lengths over others. Source: Liu et al., arXiv 2503.20783, eq. 3.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar, final
 

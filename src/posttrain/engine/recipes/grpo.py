@@ -7,8 +7,6 @@ sampled all the same, so that leaving them out changes nothing. Source: DeepSeek
 DAPO, arXiv 2503.14476.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import final

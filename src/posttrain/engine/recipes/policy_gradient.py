@@ -1,7 +1,5 @@
 """What clipped policy gradients have in common, and those whose baseline is a response's own group."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar, Generic, TypeVar
@@ -10,16 +8,16 @@ import numpy as np
 from torch import Tensor
 
 from posttrain.engine.algorithms.advantages import Estimator, by_group
-from posttrain.engine.algorithms.losses import kl_estimate
+from posttrain.engine.algorithms.losses import kl_estimate, kl_rewards, score_rewards
 from posttrain.engine.algorithms.objectives import DENOMINATORS, PolicyObjective, Totals, old_logprobs
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.config import OnPolicyConfig, RewardKLConfig, SamplingConfig
+from posttrain.engine.config import OnPolicyConfig, PPOKLConfig, RewardKLConfig, SamplingConfig
 from posttrain.engine.recipes.algorithm import (
     PROXIMAL,
     REFERENCE,
     Column,
     PromptSource,
-    RolloutDefaults,
+    RolloutAlgorithm,
     ScoredGroup,
     Update,
     pack,
@@ -29,7 +27,7 @@ S = TypeVar("S", bound=SamplingConfig)
 C = TypeVar("C", bound=OnPolicyConfig)
 
 
-class Sampling(RolloutDefaults, Generic[S]):
+class Sampling(RolloutAlgorithm, Generic[S]):
     """Samples as much as its stage says.
 
     Args:
@@ -139,3 +137,12 @@ def penalised(batch: TokenBatch, kl: RewardKLConfig | None) -> Tensor:
     old, anchor = old_logprobs(batch), batch.column("reference_logprobs")
     penalty = kl_estimate(old, anchor, batch.response_mask, kl.estimator).double()
     return rewards - kl.coefficient * batch.sum_by_document(penalty)
+
+
+def token_rewards(batch: TokenBatch, scores: Tensor, kl: RewardKLConfig | PPOKLConfig | None) -> Tensor:
+    """[T]: scores [D] at the tokens where they were earned, less a KL penalty where there is one."""
+    mask, lengths, earned = batch.response_mask, batch.lengths, batch.token_columns.get("token_scores")
+    if kl is None:
+        return score_rewards(scores, mask, lengths, earned)
+    old, anchor, weight, kind = old_logprobs(batch), batch.column("reference_logprobs"), kl.coefficient, kl.estimator
+    return kl_rewards(old, anchor, mask, scores, lengths, earned, coefficient=weight, estimator=kind)

@@ -6,20 +6,17 @@ critic's values as the rollout found them. Sources: PPO, arXiv 1707.06347; GAE, 
 model: InstructGPT, arXiv 2203.02155.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import final
 
 from posttrain.engine.algorithms.advantages import generalized_advantages, whiten
-from posttrain.engine.algorithms.losses import kl_rewards, score_rewards
 from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective, Totals, ValueObjective, old_logprobs
 from posttrain.engine.batch import TokenBatch, precision
 from posttrain.engine.config import PPOConfig
 from posttrain.engine.recipes.algorithm import VALUES, Column, Update
-from posttrain.engine.recipes.policy_gradient import PolicyGradient
+from posttrain.engine.recipes.policy_gradient import PolicyGradient, token_rewards
 
 
 @final
@@ -35,14 +32,8 @@ class PPO(PolicyGradient[PPOConfig]):
     def credit(self, batch: TokenBatch) -> TokenBatch:
         """Rewards per token, returns, advantages."""
         c, mask, lengths = self.config, batch.response_mask, batch.lengths
-        old = old_logprobs(batch)
-        scores = batch.column("reward").to(precision(old))
-        earned = batch.token_columns.get("token_scores")
-        if c.kl and c.kl.place == "reward":
-            weight, kind, anchor = c.kl.coefficient, c.kl.estimator, batch.column("reference_logprobs")
-            rewards = kl_rewards(old, anchor, mask, scores, lengths, earned, coefficient=weight, estimator=kind)
-        else:
-            rewards = score_rewards(scores, mask, lengths, earned)
+        scores = batch.column("reward").to(precision(old_logprobs(batch)))
+        rewards = token_rewards(batch, scores, c.kl if c.kl and c.kl.place == "reward" else None)
         values = batch.column("values")
         advantages, returns = generalized_advantages(rewards, values, mask, lengths, c.gae.gamma, c.gae.lam)
         if c.gae.whiten:

@@ -4,8 +4,6 @@ The penalty for leaving the reference is in a response's reward, before baseline
 arXiv 2402.14740, section 3; the ratio's clip matters only where a step has several mini-batches.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar, final
 

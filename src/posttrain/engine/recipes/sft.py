@@ -1,7 +1,5 @@
 """Supervised fine-tuning: maximise log π(completion | prompt), token mean over the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -9,12 +7,12 @@ from typing import final
 from posttrain.engine.algorithms.objectives import SupervisedObjective
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import SFTConfig
-from posttrain.engine.recipes.algorithm import RowDefaults, RowSource, Update
+from posttrain.engine.recipes.algorithm import RowAlgorithm, RowSource, Update
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class SFT(RowDefaults):
+class SFT(RowAlgorithm[Document]):
     """Over demonstrations: prompt and completion tokens, end of sequence included."""
 
     config: SFTConfig

@@ -10,8 +10,6 @@ On one rank, and on every rank of a process group at once (there `context.collec
 The model is any language model over `VOCABULARY` tokens or more, without dropout, in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,8 +7,6 @@ drawn, since every micro-batch draws its own; so a run is reproducible for one m
 another is another sample of the same noise.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,10 +23,10 @@ from posttrain.engine.algorithms.objectives import LossParts
 from posttrain.engine.batch import TokenBatch, keep_freed_memory
 from posttrain.engine.groups.port import RankContext
 from posttrain.engine.models.backbone import cost_model
-from posttrain.engine.models.sharding import FullySharded, Sharding, Unsharded, checkpoint_activations, local
+from posttrain.engine.models.sharding import FullySharded, Unsharded, checkpoint_activations, local
 from posttrain.engine.roles.port import Division
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
-from posttrain.engine.weights.checkpoint import read_role, write_role
+from posttrain.engine.weights.checkpoint import write_role
 from posttrain.pacing.balancing import micro_batches
 
 _MICRO_BATCH_TOKENS = {
@@ -121,7 +119,9 @@ class Learner:
         if torch.device(context.device).type == "cpu":
             keep_freed_memory()
         self._costs = cost_model(module)  # counted before it is sharded
-        self.sharding = open_sharding(context, module, runtime)
+        if runtime.activation_checkpointing is True:  # a job has settled what `auto` is (`planner.sizes`)
+            checkpoint_activations(module)
+        self.sharding = Unsharded(module) if context.size == 1 else FullySharded(module, context.device)
         self.token_budget = micro_batch_tokens(runtime, context.device)
         self._config, self._seed, self._dropout = optimizer, seed, dropout
         self._saved_as = _SAVED[runtime.save_dtype]
@@ -221,23 +221,13 @@ class Learner:
         """
         self._module.eval()
         try:
-            return self._evaluated(micros, dummy, forward)
+            given = [*micros, *[dummy] * (self.sharding.rounds(len(micros)) - len(micros))]
+            found = [
+                self.sharding.compute(lambda micro: LossParts(torch.zeros(()), forward(micro)), one) for one in given
+            ]
+            return [parts.sums for parts in found[: len(micros)]]
         finally:
             self._module.train(self._dropout)
-
-    def _evaluated(
-        self, micros: Sequence[TokenBatch], dummy: TokenBatch, forward: Callable[[TokenBatch], Mapping[str, Tensor]]
-    ) -> list[Mapping[str, Tensor]]:
-        found: list[Mapping[str, Tensor]] = []
-        for index in range(self.sharding.rounds(len(micros))):
-            idle = index >= len(micros)
-            parts = self.sharding.compute(
-                lambda micro: LossParts(torch.zeros(()), forward(micro)),
-                dummy if idle else micros[index],
-            )
-            if not idle:
-                found.append(parts.sums)
-        return found
 
     def parameters(self) -> dict[str, Tensor]:
         """Trained parameters by name at the optimiser's precision: whole, or this rank's rows (not copies)."""
@@ -257,14 +247,6 @@ class Learner:
         """What a saved model holds, on rank 0; None: the module's weights as they are. Collective."""
         whole = self.sharding.ranks == 1 and self._saved_as is None
         return None if whole else self.sharding.gathered(self._saved_as)
-
-    def load(self, path: Path, role: str) -> None:
-        """Take over this rank's rows of a checkpoint, whatever number of ranks wrote it.
-
-        Raises:
-            IntegrityError: the checkpoint does not fit the model.
-        """
-        self.restore(*read_role(path, role, self.sharding.rows()))
 
     @torch.no_grad()
     def restore(self, parameters: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
@@ -365,10 +347,3 @@ def _like(parameter: Tensor, value: Tensor, *, whole: bool) -> Tensor:
     return DTensor.from_local(
         copy, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
     )
-
-
-def open_sharding(context: RankContext, module: nn.Module, runtime: RuntimeConfig) -> Sharding:
-    """Whole on one rank, fully sharded on several; with activations checkpointed where that is asked for."""
-    if runtime.activation_checkpointing is True:  # a job has settled what `auto` is (`planner.sizes`)
-        checkpoint_activations(module)
-    return Unsharded(module) if context.size == 1 else FullySharded(module, context.device)

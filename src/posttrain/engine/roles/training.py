@@ -8,10 +8,8 @@ phases.
 A prediction goes to its column of the batch.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -30,6 +28,7 @@ from posttrain.engine.models.sharding import Layout, Shard, open_sequence_group
 from posttrain.engine.roles.learner import Learner
 from posttrain.engine.roles.port import Division, TrainEngine, Update
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
+from posttrain.engine.weights.checkpoint import read_role
 from posttrain.engine.weights.stream import Attestation, Bucket, WeightSource, carried
 from posttrain.engine.wide import TopK, WideRows, fetched
 from posttrain.pacing.balancing import micro_batches
@@ -64,17 +63,13 @@ class TorchEngine:
         temperature: float = 1.0,
         first: int = 0,
     ) -> None:
-        sequence = open_sequence_group(context.rank, context.size, context.sequence_parallel)
-        self._model: Model = replace(model, sequence=sequence)
+        self.model: Model = replace(
+            model, sequence=open_sequence_group(context.rank, context.size, context.sequence_parallel)
+        )
         self.learner = Learner(
-            context, self._model.module, optimizer, runtime, steps=steps, seed=seed, dropout=dropout, first=first
+            context, self.model.module, optimizer, runtime, steps=steps, seed=seed, dropout=dropout, first=first
         )
         self._temperature, self._rank = temperature, context.rank
-
-    @property
-    def model(self) -> Model:
-        """See `TrainEngine`."""
-        return self._model
 
     def forward(self, batch: TokenBatch, needs: Set[Need]) -> Predictions:
         """See `TrainEngine`."""
@@ -119,8 +114,9 @@ class TorchEngine:
                 seen.append(bare.with_columns(current_logprobs=predicted.of("logprobs")) if known else bare)
             return objective(micro, predicted)
 
-        dummy = self.learner.dummy(batch)
-        metrics = self.learner.step(micros, dummy, forward, step=step, part=part, more=more, divide=divide)
+        metrics = self.learner.step(
+            micros, self.learner.dummy(batch), forward, step=step, part=part, more=more, divide=divide
+        )
         if not record:
             return Update(metrics)
         found = TokenBatch.gather(seen, shards) if seen else replace(batch, wide_columns={})
@@ -128,7 +124,7 @@ class TorchEngine:
 
     def predict(self, micro: TokenBatch, needs: Set[Need]) -> Predictions:
         """Of one micro-batch, with gradients where they are on."""
-        return predict(self._model, micro, needs, temperature=self._temperature)
+        return predict(self.model, micro, needs, temperature=self._temperature)
 
     def export(self) -> Iterator[Shard]:
         """See `TrainEngine`."""
@@ -140,12 +136,12 @@ class TorchEngine:
 
     def restore(self, path: Path, role: str) -> None:
         """See `TrainEngine`."""
-        self.learner.load(path, role)
+        self.learner.restore(*read_role(path, role, self.learner.sharding.rows()))
 
     @torch.no_grad()
     def write_model(self, folder: Path) -> None:
         """See `TrainEngine`; rank 0 does."""
-        save_model(self._model, None, folder, self.learner.exported(), write=self._rank == 0)
+        save_model(self.model, None, folder, self.learner.exported(), write=self._rank == 0)
 
 
 @final
@@ -274,50 +270,11 @@ class TrainWorker:
 
 
 @final
-class FrozenModel:
-    """A model that sleeps between its phases.
+class FrozenWorker:
+    """One rank of a role that never learns: a whole frozen model with storage of its own, which sleeps between phases.
 
     Asleep, a model on a GPU waits in the host's memory. One on the CPU whose source is a folder is dropped, and read
     again when it is needed (its pages are in the file cache); one that cannot be read again stays.
-
-    Args:
-        open: loads it; called at once, and after a sleep that dropped it.
-        device: where it computes.
-        reopens: whether `open` gives the same weights again.
-    """
-
-    def __init__(self, open: Callable[[], Model], device: str, *, reopens: bool) -> None:
-        self._open, self._device, self._reopens = open, torch.device(device), reopens
-        self._model: Model | None = open()
-
-    def awake(self) -> Model:
-        """The model on its device."""
-        if self._model is None:
-            self._model = self._open()
-        elif next(self._model.module.parameters()).device.type != self._device.type:
-            self._model.module.to(self._device)
-        return self._model
-
-    def sleep(self) -> int:
-        """Free what can be freed; returns `resident_bytes`."""
-        if self._model is not None and self._device.type == "cuda":
-            self._model.module.to("cpu")
-            torch.cuda.empty_cache()
-        elif self._reopens:
-            self._model = None
-        return self.resident_bytes()
-
-    def resident_bytes(self) -> int:
-        """Bytes of parameters on the device it computes on."""
-        if self._model is None:
-            return 0
-        parameters = self._model.module.parameters()
-        return sum(p.numel() * p.element_size() for p in parameters if p.device.type == self._device.type)
-
-
-@final
-class FrozenWorker:
-    """One rank of a role that never learns: a whole frozen model with storage of its own.
 
     Args:
         context: where it stands.
@@ -339,15 +296,15 @@ class FrozenWorker:
         vocabulary: int | None = None,
     ) -> None:
         self._vocabulary = vocabulary
-        self._source, self._device, self._rank = model, context.device, context.rank
+        self._source, self._device, self._rank = model, torch.device(context.device), context.rank
         self._role, self._temperature, self._micro_batch_tokens = name, temperature, micro_batch_tokens
-        self._model = FrozenModel(self._open, self._device, reopens=isinstance(model, ModelSource | ScalarSource))
-        self._predicts = predictable(self._model.awake())  # known while it sleeps
+        self._model: Model | None = self._open()
+        self._predicts = predictable(self._model)  # known while it sleeps
 
     @torch.no_grad()
     def fill(self, batch: TokenBatch, column: str, need: Need) -> TokenBatch:
         """The batch with a column of what the model predicts. An empty one computes nothing."""
-        model = self._model.awake()
+        model = self._awake()
 
         def score(micro: TokenBatch) -> TokenBatch:
             found = predict(model, micro.to(model.device), {need}, temperature=self._temperature).of(need)
@@ -366,7 +323,7 @@ class FrozenWorker:
         Raises:
             InputError: the model makes no text, or its vocabulary has fewer tokens.
         """
-        model = self._model.awake()
+        model = self._awake()
         counts = batch.response_lengths.tolist()
         starts, held = [0, *accumulate(counts)], TopK.empty(sum(counts), width)
         for items in micro_batches(batch.item_lengths, batch.item_lengths, self._micro_batch_tokens):
@@ -374,8 +331,7 @@ class FrozenWorker:
             found = predict_topk(model, micro, width, temperature=self._temperature, vocabulary=self._vocabulary)
             begin = 0
             for document in batch.documents_of(items):
-                rows = held.rows(starts[document], starts[document + 1])
-                rows.put(found.rows(begin, begin + counts[document]))
+                held.rows(starts[document], starts[document + 1]).put(found.rows(begin, begin + counts[document]))
                 begin += counts[document]
         return WideRows(held, tuple(counts))
 
@@ -386,24 +342,38 @@ class FrozenWorker:
 
     def context_length(self) -> int:
         """Tokens of prompt and response together that the model was made for."""
-        return self._model.awake().context_length
+        return self._awake().context_length
 
     def fallbacks(self) -> dict[str, str]:
         """See `Backbone.fallbacks`."""
-        return self._model.awake().fallbacks()
+        return self._awake().fallbacks()
 
     def sleep(self) -> int:
         """Give the device's memory back until the next call; returns the bytes that stay resident."""
-        return self._model.sleep()
+        if self._model is not None and self._device.type == "cuda":
+            self._model.module.to("cpu")
+            torch.cuda.empty_cache()
+        elif isinstance(self._source, ModelSource | ScalarSource):
+            self._model = None
+        return self.resident_bytes()
 
     def resident_bytes(self) -> int:
         """Bytes of weights on this rank's device (on the CPU: in its memory)."""
-        return self._model.resident_bytes()
+        parameters = self._model.module.parameters() if self._model else ()
+        return sum(p.numel() * p.element_size() for p in parameters if p.device.type == self._device.type)
+
+    def _awake(self) -> Model:
+        """The model on its device."""
+        if self._model is None:
+            self._model = self._open()
+        elif next(self._model.module.parameters()).device.type != self._device.type:
+            self._model.module.to(self._device)
+        return self._model
 
     def _open(self) -> Model:
         source = self._source
         if isinstance(source, ModelSource | ScalarSource):
-            model = source.open(self._device)
+            model = source.open(str(self._device))
             model.module.requires_grad_(False)
             return model
         module = copy.deepcopy(source.module).requires_grad_(False)

@@ -1,7 +1,5 @@
 """The port over an engine that decodes one batch to its end: what it is asked meanwhile waits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor
@@ -37,20 +35,10 @@ class BatchedEngine:
         reads_text: bool = False,
     ) -> None:
         self._cached = None if kv_cache is None or token_bytes is None else (kv_cache, token_bytes)
-        self._name, self._context_length, self._decode = name, context_length, decode
+        self.name, self.context_length, self._decode = name, context_length, decode
         self._intake = Intake(name, context_length, reads_text=reads_text)
         self._waiting: list[Generation] = []
         self._done: list[Completion] = []
-
-    @property
-    def name(self) -> str:
-        """Which implementation this is."""
-        return self._name
-
-    @property
-    def context_length(self) -> int:
-        """Tokens of prompt and response together that it takes."""
-        return self._context_length
 
     def counts(self) -> Mapping[str, int]:
         """See `RolloutEngine.counts`; nobody counts in a function."""
@@ -103,7 +91,7 @@ class BatchedEngine:
         taken = {generation.id for generation in batch}
         self._waiting = [generation for generation in self._waiting if generation.id not in taken]
         version = self._intake.version
-        self._done += [Completion(g.id, a.sampled_by(version)) for g, a in zip(batch, answers, strict=True)]
+        self._done += [Completion(g.id, a.sampled_with(version=version)) for g, a in zip(batch, answers, strict=True)]
 
     def _refuse_longer(self, generation: Generation) -> None:
         tokens = len(generation.tokens) + generation.limit

@@ -17,8 +17,6 @@ that it reports.
 `Bench` is what the tests need of whoever runs them, and how they ask an engine.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -304,8 +302,7 @@ class WeightContract(Bench):
                 return
             with changed(shown, lambda held: torch.full_like(held, torch.nan)):
                 self.tell(engine, _NEW)
-                work = self.work(samples=1, **sampling)
-                said = _answered(partial(self.ask, engine, work))
+                said = _answered(partial(self.ask, engine, self.work(samples=1, **sampling)))
             require(said is None, f"logits that are no numbers must end in JobFailedError, got {said} answers")
 
     def test_weights_that_are_read_in_place_change_while_it_is_paused(self) -> None:
@@ -440,8 +437,7 @@ class RolloutEngineContract(DrawContract, WeightContract):
         engine = self.open_engine()
         before = dict(engine.counts())
         work = self.work()
-        engine.submit(work)
-        found = self.drain(engine, len(work))
+        found = self.ask(engine, work)
         grown = engine.counts()
         require(before.keys() == grown.keys(), f"it counted {sorted(before)} and then {sorted(grown)}")
         require(all(grown[name] >= count for name, count in before.items()), "what it counted became less")
@@ -459,12 +455,9 @@ class RolloutEngineContract(DrawContract, WeightContract):
         """The same generations, backwards and in two parts."""
         engine = self.open_engine()
         work = self.work()
-        engine.submit(work)
-        together = self.drain(engine, len(work))
-        engine.submit(work[: len(work) // 2][::-1])
-        apart = self.drain(engine, len(work) // 2)
-        engine.submit(work[len(work) // 2 :][::-1])
-        apart |= self.drain(engine, len(work) - len(work) // 2)
+        together = self.ask(engine, work)
+        half = len(work) // 2
+        apart = self.ask(engine, work[:half][::-1]) | self.ask(engine, work[half:][::-1])
         for name, answer in together.items():
             same(name, answer, apart[name], self.tolerance)
 
@@ -472,11 +465,8 @@ class RolloutEngineContract(DrawContract, WeightContract):
         """A shorter limit gives the beginning of the same response."""
         engine = self.open_engine()
         work = self.work(samples=1)
-        engine.submit(work)
-        whole = self.drain(engine, len(work))
-        short = [Generation(g.id, g.tokens, g.key, g.sampling, 2, g.sample) for g in work]
-        engine.submit(short)
-        for name, answer in self.drain(engine, len(work)).items():
+        whole = self.ask(engine, work)
+        for name, answer in self.ask(engine, [replace(asked, limit=2) for asked in work]).items():
             kept = min(2, whole[name].generated)
             require(answer.response.tolist() == whole[name].response.tolist()[:kept], f"{name} is another response")
 
@@ -488,12 +478,10 @@ class RolloutEngineContract(DrawContract, WeightContract):
             asked = self.work(samples=1, mark="stop ", stop=("a",))
             require(refuses(partial(engine.submit, [*work, *asked])), "stop strings were not refused")
             return
-        engine.submit(work)
-        whole = self.drain(engine, len(work))
+        whole = self.ask(engine, work)
         stop = self._occurring(list(whole.values()))
         asked = self.work(mark="stop ", stop=stop)
-        engine.submit([generation for both in zip(work, asked, strict=True) for generation in both])
-        found = self.drain(engine, len(work) + len(asked))
+        found = self.ask(engine, [generation for both in zip(work, asked, strict=True) for generation in both])
         for name, answer in whole.items():
             same(name, answer, found[name], self.tolerance)
             self._ends_at_string(name, answer, found[f"stop {name}"], stop)
@@ -523,20 +511,17 @@ class RolloutEngineContract(DrawContract, WeightContract):
         """An aborted response is the beginning of what it would have been; the others go on."""
         engine = self.open_engine()
         work = self.work()
-        engine.submit(work)
-        whole = self.drain(engine, len(work))
+        whole = self.ask(engine, work)
         engine.submit(work)
         aborted = {generation.id for generation in work[::2]}
         engine.abort([*aborted, "nobody"])
-        found = self.drain(engine, len(work))
-        for name, answer in found.items():
+        for name, answer in self.drain(engine, len(work)).items():
             if name in aborted and answer.status == "aborted":
                 beginning = whole[name].response.tolist()[: answer.generated]
                 require(answer.response.tolist() == beginning, f"{name} is not the beginning of its response")
             else:
                 same(name, answer, whole[name], self.tolerance)
-        engine.submit(work)  # ids are free again
-        self.drain(engine, len(work))
+        self.ask(engine, work)  # ids are free again
 
     def test_a_paused_engine_computes_nothing_and_goes_on(self) -> None:
         """Pause before the first token."""
@@ -552,12 +537,8 @@ class RolloutEngineContract(DrawContract, WeightContract):
         """The version of each sampled segment."""
         engine = self.open_engine()
         for version in ("0.1", "0.2"):
-            engine.pause()
-            engine.update("", version)
-            engine.resume()
-            work = self.work()
-            engine.submit(work)
-            for name, answer in self.drain(engine, len(work)).items():
+            self.tell(engine, version)
+            for name, answer in self.ask(engine, self.work()).items():
                 require(answer.versions == (version,), f"{name} was sampled by {answer.versions}, not {version}")
 
     def test_what_cannot_be_answered_is_refused_as_a_whole(self) -> None:

@@ -61,9 +61,7 @@ class StopStrings:
 
     def tail(self, stop: Sequence[str]) -> Tail:
         """That of a row which has said nothing yet."""
-        if self._pieces is not None:
-            return _Bytes(self._pieces, stop)
-        return _Window(self._tokenizer, stop)
+        return _Window(self._tokenizer, stop) if self._pieces is None else _Bytes(self._pieces, stop)
 
 
 @final
@@ -119,8 +117,7 @@ class _Window:
             self._tokens, self._skipped = self._tokens[half:], 0
 
     def _said(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 @final

@@ -4,8 +4,6 @@ What an engine of somebody else's gets wrong would otherwise be trained on: an a
 too long, log-probabilities that are no numbers. Each ends the call in one line that names the sample.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Generator, Sequence
 from itertools import count
@@ -62,8 +60,9 @@ def generate(
         JobFailedError: logits or log-probabilities that are not finite.
         IntegrityError: another version answered; somebody re-pointed weights that a zero-copy engine reads.
     """
-    length = engine.context_length
-    work = plan_generations(prompts, samples, sampling, prompt_keys, limits, first, context_length=length)
+    work = plan_generations(
+        prompts, samples, sampling, prompt_keys, limits, first, context_length=engine.context_length
+    )
     found = {asked.id: answer for some in answers(engine, work, version, patience) for asked, answer in some}
     return [found[generation.id] for generation in work]
 
@@ -97,7 +96,7 @@ def answers(
             found: list[tuple[Generation, Trajectory]] = []
             for done in _next(engine, waiting, patience, end, look):
                 asked = _asked(engine.name, done, waiting, known)
-                found.append((asked, done.trajectory.sampled_at(asked.sampling.temperature)))
+                found.append((asked, done.trajectory.sampled_with(temperature=asked.sampling.temperature)))
                 _check(engine.name, done.trajectory, asked, prompts[asked.tokens], version)
             if found:
                 _check_numbers(engine.name, found)

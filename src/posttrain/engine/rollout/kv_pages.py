@@ -12,8 +12,6 @@ recording costs about as much as they do. A recording reads tensors of its own, 
 weights, rotations and pages where they are, so it is dropped when these are allocated anew.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -125,7 +123,8 @@ class PageStore:
 
     def prompt_bytes(self, length: int) -> int:
         """See `KVStore.prompt_bytes`."""
-        return self._page_bytes * (self._pages(length) + self._spare)
+        nobodys = 0 if self.used else 1  # the page that is nobody's, while it is not counted in `used`
+        return self._page_bytes * (self._pages(length) + nobodys)
 
     def row_bytes(self, length: int, prompt: int) -> int:
         """See `KVStore.row_bytes`; full pages of the prompt are shared."""
@@ -203,11 +202,6 @@ class PageStore:
         flat[0].index_copy_(0, self.step.writes, heads[:, -2 * kv_heads : -kv_heads])
         flat[1].index_copy_(0, self.step.writes, heads[:, -kv_heads:])
         return attend_pages(heads[:, : -2 * kv_heads], pool[0], pool[1], self.step.looks, varlen=self._varlen)
-
-    @property
-    def _spare(self) -> int:
-        """1 while the page that is nobody's is not counted in `used`."""
-        return 0 if self.used else 1
 
     def _pages(self, length: int) -> int:
         return -(-length // self._page)

@@ -6,8 +6,6 @@ more than the longest row of its class, and no rectangle of rows times the longe
 A row that outgrows its class is copied into the next, which happens once per doubling.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -295,14 +293,12 @@ class SlotStore:
         if kind.slots >= slots:
             return
         slot = self._shape.position_bytes * kind.positions
-        spare = (self._budget - self._allocated() + kind.slots * slot) // slot
+        allocated = self._shape.position_bytes * sum(one.slots * one.positions for one in self._classes)
+        spare = (self._budget - allocated + kind.slots * slot) // slot
         if spare < slots:
             for other in self._classes:
                 self._resize(other, len(other.rows))
         self._resize(kind, max(slots, min(2 * kind.slots, spare)))
-
-    def _allocated(self) -> int:
-        return self._shape.position_bytes * sum(kind.slots * kind.positions for kind in self._classes)
 
     def _resize(self, kind: _Class, slots: int) -> None:
         if kind.slots == slots:

@@ -15,8 +15,6 @@ slices of it. The decoder multiplies by the whole buffer; the module, its optimi
 the slices. No second copy exists and nothing is transferred after an update.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -62,8 +60,7 @@ class FusedLinear:
     def views(self, names: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
         """The layers that it is made of, by their names: `sizes` rows each."""
         for part, held in (("weight", self.weight), ("bias", self.bias)):
-            ends = accumulate(sizes)
-            for name, rows, end in zip(names, sizes, ends, strict=True):
+            for name, rows, end in zip(names, sizes, accumulate(sizes), strict=True):
                 if held is not None:
                     yield f"{name}.{part}", held[end - rows : end]
 
@@ -137,20 +134,17 @@ def why_not_fusable(module: PreTrainedModel) -> str | None:
         return f"architecture {type(module).__name__}"
     rope = getattr(config, "rope_parameters", None) or {}
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kinds = set(getattr(config, "layer_types", None) or ())
-    inverse_frequencies = module.model.rotary_emb.inv_freq
     unsupported = {
         "hidden_act": config.hidden_act not in ("silu", "swish"),
-        "layer_types": not kinds <= {"full_attention"},
+        "layer_types": not set(getattr(config, "layer_types", None) or ()) <= {"full_attention"},
         "rope_parameters": rope.get("rope_type", "default") not in _STATIC_ROPE
-        or 2 * len(inverse_frequencies) != head_dim,
+        or 2 * len(module.model.rotary_emb.inv_freq) != head_dim,
         "pretraining_tp": getattr(config, "pretraining_tp", 1) not in (1, None),
         "quantization_config": getattr(config, "quantization_config", None) is not None,
         "final_logit_softcapping": getattr(config, "final_logit_softcapping", None) is not None,
         "lm_head": module.lm_head.bias is not None,
     }
-    reason = next((name for name, wrong in unsupported.items() if wrong), None)
-    return reason or _altered_part(module)
+    return next((name for name, wrong in unsupported.items() if wrong), None) or _altered_part(module)
 
 
 def _altered_part(module: PreTrainedModel) -> str | None:
@@ -218,9 +212,8 @@ def _lie_together(parameters: Sequence[Tensor]) -> bool:
     storage = parameters[0].untyped_storage().data_ptr()
     address = parameters[0].data_ptr()
     for parameter in parameters:
-        if parameter.untyped_storage().data_ptr() != storage or parameter.data_ptr() != address:
-            return False
-        if not parameter.is_contiguous():
+        here = parameter.untyped_storage().data_ptr() == storage and parameter.data_ptr() == address
+        if not (here and parameter.is_contiguous()):
             return False
         address += parameter.numel() * parameter.element_size()
     return True
@@ -259,8 +252,7 @@ class LlamaDecoder:
     def shape(self) -> KVShape:
         """What one position of one row takes."""
         embedding = self._weights.embedding
-        layers = len(self._weights.layers)
-        return KVShape(layers, self._kv_heads, self._head_dim, embedding.dtype, embedding.device)
+        return KVShape(len(self._weights.layers), self._kv_heads, self._head_dim, embedding.dtype, embedding.device)
 
     def refresh(self) -> None:
         """Weights have changed: what was computed from them is computed again."""
@@ -295,9 +287,7 @@ class LlamaDecoder:
 
     def chunk(self, begin: int) -> int:
         """How many tokens of a prompt to compute after `begin` of them, so that their scores fit where any are held."""
-        if self._varlen:
-            return _CHUNK
-        return longest_chunk(begin, _CHUNK, self._heads)
+        return _CHUNK if self._varlen else longest_chunk(begin, _CHUNK, self._heads)
 
     def step(self, store: KVStore, tokens: Tensor, positions: Positions) -> Tensor:
         """[rows, vocabulary]: the logits after one more token [rows] in every row of the store."""
@@ -328,7 +318,7 @@ class LlamaDecoder:
         return -(-max(count, self._fewest) // self._multiple) * self._multiple
 
     def _padded(self, x: Tensor, rows: int) -> Tensor:
-        return x if len(x) == rows else F.pad(x, (0, 0, 0, rows - len(x)))
+        return x if len(x) == rows else F.pad(x, (0, 0) * (x.ndim - 1) + (0, rows - len(x)))
 
     def inputs(self, tokens: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Tokens and positions on the device, padded; the tables of rotations reach them from now on."""
@@ -338,7 +328,7 @@ class LlamaDecoder:
         rows = self.rows(len(positions))
         lacking = rows - len(positions)
         padded = np.concatenate([positions, np.zeros(lacking, np.int64)]) if lacking else positions
-        return _longer(tokens.to(device), rows), torch.from_numpy(padded).to(device)
+        return self._padded(tokens.to(device), rows), torch.from_numpy(padded).to(device)
 
     def _enter(self, tokens: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Embeddings and rotations."""
@@ -389,8 +379,7 @@ class LlamaDecoder:
     def _finish_piece(self, x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
         """Output projection, residual, MLP, residual."""
         x = _add_linear(x, attended, layer.output)
-        normed = self._rms_norm(x, layer.mlp_norm)
-        gate, up = _linear(normed, layer.gate_up).chunk(2, -1)
+        gate, up = _linear(self._rms_norm(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
         return _add_linear(x, F.silu(gate).mul_(up), layer.down)
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -415,8 +404,7 @@ def why_attention_is_plain(model: LanguageModel) -> str | None:
 
 
 def _head_dim(config: Any) -> int:
-    found: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return found
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _fewest_rows(weights: FusedWeights) -> int:
@@ -441,11 +429,6 @@ def _rows_agree(matrix: Tensor, rows: int) -> bool:
         if not torch.equal(torch.addmm(plain[at], part, matrix.t()), added[at]):
             return False
     return True
-
-
-def _longer(words: Tensor, rows: int) -> Tensor:
-    lacking = rows - len(words)
-    return F.pad(words, (0, lacking)) if lacking else words
 
 
 def _linear(x: Tensor, layer: FusedLinear) -> Tensor:

@@ -17,8 +17,6 @@ depends on their number. So widths are multiples of 16, sums over positions are 
 narrower than 32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -96,8 +94,7 @@ def attend_pages(query: Tensor, keys: Tensor, values: Tensor, looks: Looks, *, v
     The query is scaled already; query heads of a key-value head lie side by side.
     """
     kv_heads, head_dim = keys.shape[2:]
-    grouped = query.reshape(len(query), kv_heads, -1, head_dim)
-    asked = grouped.index_select(0, looks.row.clamp(max=looks.rows - 1))
+    asked = query.reshape(len(query), kv_heads, -1, head_dim).index_select(0, looks.row.clamp(max=looks.rows - 1))
     one = _varlen_pages if varlen else plain_pages
     out, weight = one(asked, keys, values, looks)
     return _merged(out, weight, looks).to(query.dtype).view(len(query), -1)

@@ -61,8 +61,7 @@ def uniforms(keys: Tensor, first: int | Tensor, count: int) -> Tensor:
         first: of every row, or [rows] of each.
     """
     tokens = torch.arange(count, device=keys.device) + (first[:, None] if isinstance(first, Tensor) else first)
-    bits = (_absorb(keys[:, None], tokens) >> 32) & 0xFFFFFFFF
-    return bits.double() * 2.0**-32
+    return ((_absorb(keys[:, None], tokens) >> 32) & 0xFFFFFFFF).double() * 2.0**-32
 
 
 def draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,6 @@ Table: the rows that are decoded, side by side as arrays: the tokens of each, an
 step touches every row, so the table loops over rows only where they enter, leave, or have a text to watch.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -181,8 +179,7 @@ class Intake:
                     f"generation {generation.id} must have no stop strings, got {generation.sampling.stop[0]!r}: "
                     f"rollout engine {self._name} was opened without a tokenizer; open it with one"
                 )
-            total = len(generation.tokens) + generation.limit
-            if total > self._context_length:
+            if len(generation.tokens) + generation.limit > self._context_length:
                 raise InputError(
                     f"generation {generation.id} must fit the context of {self._context_length} tokens, "
                     f"got {len(generation.tokens)} + {generation.limit}; shorten the prompt or the limit"
@@ -242,15 +239,8 @@ class RowTable:
     def _set(self, rows: list[Row], numbers: Indices) -> None:
         self.rows = rows  # in the order of a step
         self._state = numbers
-        self._line: Indices
-        self._prompt: Indices
-        self._limit: Indices
-        self._said: Indices
-        self._read: Indices
-        self._room: Indices
-        self._heeds: Indices
-        self._watches: Indices
-        self._line, self._prompt, self._limit, self._said, self._read, self._room, self._heeds, self._watches = numbers
+        each: list[Indices] = list(numbers)
+        self._line, self._prompt, self._limit, self._said, self._read, self._room, self._heeds, self._watches = each
         self._heeding, self._watching = self._heeds > 0, bool(self._watches.any())
         self._longest = int(self._said.max(initial=0))  # said by anybody, at the most
         self._steps = 0  # since then; so many at the least until somebody is at the limit, or has no room:
@@ -274,9 +264,7 @@ class RowTable:
     @property
     def unread(self) -> Indices:
         """[rows] the next token that the model reads."""
-        if self._waiting:
-            return self._waiting[-1][0]
-        return self._tokens[self._line, self._read].astype(np.int64)
+        return self._waiting[-1][0] if self._waiting else self._tokens[self._line, self._read].astype(np.int64)
 
     @property
     def most_left(self) -> int:

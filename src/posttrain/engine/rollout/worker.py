@@ -3,8 +3,6 @@
 The role samples responses, from the policy's own weights where it stands beside them, else from a copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import final
 
@@ -24,7 +22,6 @@ from posttrain.engine.samples import Group, Trajectory, groups_of
 from posttrain.engine.weights.stream import (
     Attestation,
     Bucket,
-    Everything,
     PolicyVersion,
     Standing,
     View,
@@ -148,7 +145,7 @@ class RolloutWorker:
 
     def offer(self, layout: Layout) -> tuple[Attestation, int]:
         """What it decodes with, for ranks of the rollout that were replaced; see `WeightSource.attest`."""
-        self._given = WeightSource(self._shards, Everything())
+        self._given = WeightSource(self._shards)
         return self._given.attest(layout)
 
     def bucket(self) -> Bucket:
@@ -225,8 +222,9 @@ class RolloutWorker:
             raise InputError("samples that go on are asked for one by one, got them fed; generate them")
         engine, work, before = self._engine, list[Generation](), self._engine.counts()
         if len(prompts):
-            length = engine.context_length
-            work = plan_generations(prompts.tokens, samples, sampling, prompts.keys, context_length=length)
+            work = plan_generations(
+                prompts.tokens, samples, sampling, prompts.keys, context_length=engine.context_length
+            )
         if not (work or self._rows):
             return
         self._rows |= {key: {} for key in prompts.keys}

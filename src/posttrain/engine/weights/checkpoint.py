@@ -34,8 +34,6 @@ rollout makes of every q/k/v projection, and gives no place between the first by
 die at. The format is a length, a JSON header, and raw little-endian bytes; reading is left to the library.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -346,13 +344,8 @@ class BestModel:
 
     def __init__(self, folder: Path, write: Callable[[Path], object]) -> None:
         self._folder, self._write = folder, write
-        self._kept: Path | None = None
+        self.path: Path | None = None  # where it is; None: there is none yet
         self._files: dict[str, str] = {}  # below it → digest
-
-    @property
-    def path(self) -> Path | None:
-        """Where it is; None: there is none yet."""
-        return self._kept
 
     def keep(self, step: int) -> None:
         """Write the model as it is now, and drop the one before.
@@ -378,15 +371,15 @@ class BestModel:
 
     def put_into(self, checkpoint: Path) -> dict[str, str]:
         """Add it to a checkpoint that is being written; path in the checkpoint → digest."""
-        if self._kept is None:
+        if self.path is None:
             return {}
         for name in self._files:
             target = checkpoint / _INSIDE / name
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
-                os.link(self._kept / name, target)
+                os.link(self.path / name, target)
             except OSError:  # a disk without links
-                shutil.copyfile(self._kept / name, target)
+                shutil.copyfile(self.path / name, target)
                 sync(target)
         for folder in {(checkpoint / _INSIDE / name).parent for name in self._files} | {checkpoint / _INSIDE}:
             sync(folder)
@@ -400,7 +393,7 @@ class BestModel:
             step: after which it was written.
         """
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._kept, self._files = None, {}
+        self.path, self._files = None, {}
         if checkpoint is None or not (checkpoint / _INSIDE).is_dir():
             return
         place = self._folder / f"step-{step:08d}"
@@ -410,7 +403,7 @@ class BestModel:
         self._hold(place)
 
     def _hold(self, place: Path) -> None:
-        self._kept, self._files = place, {name: digest_file(place / name) for name in _files(place)}
+        self.path, self._files = place, {name: digest_file(place / name) for name in _files(place)}
         for other in self._folder.iterdir():
             if other != place:
                 shutil.rmtree(other, ignore_errors=True)

@@ -287,16 +287,6 @@ def _filled(plan: _Plan) -> Bucket:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Everything:
-    """Every tensor travels."""
-
-    def carries(self, shard: Shard) -> bool:
-        """Whether this piece does."""
-        return True
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class AdapterOnly:
     """What training changes travels; the base, which is frozen, is at the reader already. Both are attested.
 
@@ -318,15 +308,11 @@ class AdapterOnly:
                 f"{self.frozen} frozen tensors; publish every tensor"
             )
 
-    def carries(self, shard: Shard) -> bool:
-        """Whether this piece does."""
-        return not shard.frozen
 
-
-def carried(module: nn.Module) -> Everything | AdapterOnly:
-    """What has to travel of a model: its adapter where its base is frozen."""
+def carried(module: nn.Module) -> AdapterOnly | None:
+    """What has to travel of a model: its adapter where its base is frozen; None: every tensor."""
     trained = [parameter.requires_grad for parameter in module.parameters()]
-    return Everything() if all(trained) else AdapterOnly(sum(trained), len(trained) - sum(trained))
+    return None if all(trained) else AdapterOnly(sum(trained), len(trained) - sum(trained))
 
 
 @final
@@ -335,7 +321,7 @@ class WeightSource:
 
     Args:
         export: gives the pieces that this rank holds; see `TrainEngine.export`.
-        carries: what of them travels.
+        carries: what of them travels; None: every tensor.
         device: where the engine holds them.
         limit: bytes of a bucket; None: `BUCKET_BYTES`.
     """
@@ -343,7 +329,7 @@ class WeightSource:
     def __init__(
         self,
         export: Callable[[], Iterator[Shard]],
-        carries: Everything | AdapterOnly,
+        carries: AdapterOnly | None = None,
         device: str = "cpu",
         limit: int | None = None,
     ) -> None:
@@ -368,7 +354,7 @@ class WeightSource:
         return next(self._open, Bucket())
 
     def _travelling(self) -> Iterator[Shard]:
-        return (shard for shard in self.export() if self.carries.carries(shard))
+        return (shard for shard in self.export() if self.carries is None or not shard.frozen)
 
     def _converted(self) -> Iterator[Shard]:
         """Every piece in the reader's type, at most a bucket of them at a time."""

@@ -8,8 +8,6 @@ its hash, whatever the seed, so no evaluation prompt was ever trained on, in thi
 failures are the cases an earlier model got wrong: five digits with a digit that appears twice, or already in order.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -8,8 +8,6 @@ its hash, whatever the seed, so no evaluation prompt was ever trained on. The fa
 got wrong: nothing to count, or five digits.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

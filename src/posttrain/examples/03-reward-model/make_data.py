@@ -7,8 +7,6 @@ people preferred: the right one over one that is sorted the wrong way, has a wro
 not keep to the form. Nobody writes down what "right" means; the reward model has to find that out.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -5,8 +5,6 @@ A stage runs it with `kind: dataflow` and `recipe: best_of_n:BestOfN`. Source: W
 distillation: RAFT, arXiv 2304.06767.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -4,13 +4,11 @@ With several ranks, calls run one after the other, so there are no collectives; 
 dispatch. A worker with collectives runs inline on one rank.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, final
+from typing import Any, ClassVar, Generic, TypeVar, final
 
 from posttrain.domain.errors import InputError, blame
 from posttrain.engine.groups.port import Answer, Call, Flow, Process, RankContext, Stored, WorkerLostError
@@ -23,12 +21,8 @@ R = TypeVar("R")
 class InlineStored(Generic[R]):
     """A value and its reference are the same thing here."""
 
+    here: ClassVar[bool] = True
     held: R
-
-    @property
-    def here(self) -> bool:
-        """Always."""
-        return True
 
     def value(self) -> R:
         """The value itself, not a copy."""
@@ -131,14 +125,11 @@ class InlineBackend:
         self, role: str, ranks: Sequence[int], method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Call[Stored[R]]]:
         """See `Backend.submit_stored`."""
-        calls: list[Call[Stored[R]]] = []
-        for rank in ranks:
-            call = self._run(role, rank, method, args, kwargs)
-            kept: Answer[Stored[R]] | None = None
-            if call.answer is not None:
-                kept = Answer(InlineStored(call.answer.value), call.answer.started, call.answer.seconds)
-            calls.append(InlineCall(role, rank, call.method, kept, call.failure))
-        return calls
+        made = [self._run(role, rank, method, args, kwargs) for rank in ranks]
+        kept = [
+            Answer(InlineStored(c.answer.value), c.answer.started, c.answer.seconds) if c.answer else None for c in made
+        ]
+        return [InlineCall(role, c.rank, c.method, answer, c.failure) for c, answer in zip(made, kept, strict=True)]
 
     def submit_stream(
         self,

@@ -7,8 +7,6 @@ checkpoint; where they work alone `replace` starts the lost one anew.
 A pool's room in the cluster is one bundle of resources per rank: all bundles or none.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys
@@ -157,7 +155,9 @@ class RayBackend:
             found = [host.identify.remote(self._alone) for host in self._hosts]
             self.processes = tuple(ray.get(found, timeout=start_seconds))
             if collective and ranks > 1:
-                self._form_group(start_seconds, collective_seconds)
+                address = ray.get(self._hosts[0].open_store.remote(collective_seconds), timeout=start_seconds)
+                joined = [host.join.remote(address, collective_seconds) for host in self._hosts]
+                ray.get(joined, timeout=start_seconds)
         except (RayError, TimeoutError) as error:
             self.close()
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -185,22 +185,18 @@ class RayBackend:
     ) -> list[Call[R]]:
         """See `Backend.submit`."""
         parcel, sent = self._prepared(role, ranks, method, args, kwargs)
-        name, calls = method.__name__, list[Call[R]]()
-        for rank in ranks:
-            outcome = self._hosts[rank].call.remote(role, sent)
-            calls.append(RayCall[R](role, self.processes[rank], name, outcome, parcel.size))
-        return calls
+        return [
+            RayCall(role, self.processes[r], method.__name__, parcel.size, self._hosts[r].call.remote(role, sent))
+            for r in ranks
+        ]
 
     def submit_stored(
         self, role: str, ranks: Sequence[int], method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Call[Stored[R]]]:
         """See `Backend.submit_stored`."""
         parcel, sent = self._prepared(role, ranks, method, args, kwargs)
-        name, calls = method.__name__, list[Call[Stored[R]]]()
-        for rank in ranks:
-            outcome, stored = self._hosts[rank].keep.options(num_returns=2).remote(role, sent)
-            calls.append(RayCall[Stored[R]](role, self.processes[rank], name, outcome, parcel.size, stored))
-        return calls
+        name, keeps = method.__name__, [host.keep.options(num_returns=2) for host in self._hosts]
+        return [RayCall(role, self.processes[r], name, parcel.size, *keeps[r].remote(role, sent)) for r in ranks]
 
     def submit_stream(
         self,
@@ -212,11 +208,8 @@ class RayBackend:
     ) -> list[Flow[R]]:
         """See `Backend.submit_stream`."""
         parcel, sent = self._prepared(role, ranks, method, args, kwargs)
-        name, flows = method.__name__, list[Flow[R]]()
-        for rank in ranks:
-            outcomes = self._hosts[rank].stream.options(num_returns="streaming").remote(role, sent)
-            flows.append(RayFlow[R](role, self.processes[rank], name, outcomes, parcel.size))
-        return flows
+        name, streams = method.__name__, [host.stream.options(num_returns="streaming") for host in self._hosts]
+        return [RayFlow(role, self.processes[r], name, streams[r].remote(role, sent), parcel.size) for r in ranks]
 
     def take(self, flows: Sequence[Flow[R]], timeout: float) -> list[R]:
         """See `Backend.take`."""
@@ -273,7 +266,7 @@ class RayBackend:
     def _construct(self, role: str, parcel: Parcel, ranks: Sequence[int], timeout: float) -> None:
         sent = self._sent(parcel, ranks)
         calls: list[RayCall[None]] = [
-            RayCall(role, self.processes[r], "__init__", self._hosts[r].start.remote(role, sent), parcel.size)
+            RayCall(role, self.processes[r], "__init__", parcel.size, self._hosts[r].start.remote(role, sent))
             for r in ranks
         ]
         settle(calls, timeout, self.give_up)
@@ -298,10 +291,6 @@ class RayBackend:
             runtime_env={"env_vars": environment},
         )
         return options.remote(context, [os.path.abspath(path) for path in sys.path if path], self._threads)
-
-    def _form_group(self, start_seconds: float, collective_seconds: float) -> None:
-        address = ray.get(self._hosts[0].open_store.remote(collective_seconds), timeout=start_seconds)
-        ray.get([host.join.remote(address, collective_seconds) for host in self._hosts], timeout=start_seconds)
 
     def _prepared(
         self, role: str, ranks: Sequence[int], method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]

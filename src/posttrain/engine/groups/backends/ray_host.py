@@ -8,8 +8,6 @@ and then the grace, within which ranks that were merely slower report too. A ran
 in a collective that will never complete, so the pool is given up.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket
@@ -133,11 +131,18 @@ class Host:
 
     def call(self, role: str, parcel: Parcel) -> Outcome:
         """Run the packed `(method, args, kwargs)` on the role's worker."""
-        return self._run(role, parcel)
+        started, begin = time.time(), time.perf_counter()
+        try:
+            method, args, kwargs = unpack(parcel, fetch)
+            started, begin = time.time(), time.perf_counter()
+            value = method(self._worker(role), *args, **kwargs)
+            return Outcome(started, time.perf_counter() - begin, pack(value))
+        except Exception as error:
+            return Outcome(started, time.perf_counter() - begin, failure=_failure(error))
 
     def keep(self, role: str, parcel: Parcel) -> tuple[Outcome, Parcel | None]:
         """As `call`; two values for the object store, of which the controller fetches the first only."""
-        outcome = self._run(role, parcel)
+        outcome = self.call(role, parcel)
         return Outcome(outcome.started, outcome.seconds, None, outcome.failure), outcome.answer
 
     def stream(self, role: str, parcel: Parcel) -> Iterator[Outcome]:
@@ -163,17 +168,6 @@ class Host:
         self._workers.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
-
-    def _run(self, role: str, parcel: Parcel) -> Outcome:
-        started, begin = time.time(), time.perf_counter()
-        try:
-            method, args, kwargs = unpack(parcel, fetch)
-            started, begin = time.time(), time.perf_counter()
-            value = method(self._worker(role), *args, **kwargs)
-            seconds = time.perf_counter() - begin
-            return Outcome(started, seconds, pack(value))
-        except Exception as error:
-            return Outcome(started, time.perf_counter() - begin, failure=_failure(error))
 
     def _worker(self, role: str) -> Any:
         if role not in self._workers:
@@ -214,13 +208,13 @@ class RayCall(Generic[R]):
     """A method running on one rank.
 
     Args:
+        size: bytes of the arguments.
         outcome: reference to the `Outcome`.
         stored: reference to the value, when that stays in the object store.
-        size: bytes of the arguments.
     """
 
     def __init__(
-        self, role: str, process: Process, method: str, outcome: Any, size: int, stored: Any | None = None
+        self, role: str, process: Process, method: str, size: int, outcome: Any, stored: Any | None = None
     ) -> None:
         self.role, self.rank, self.method = role, process.rank, method
         self.reference = outcome
@@ -307,7 +301,7 @@ class RayFlow(Generic[R]):
         except StopIteration:
             self.ended = True
             return []
-        call = RayCall[R](self.role, self._process, self._method, reference, self._size)
+        call = RayCall[R](self.role, self._process, self._method, self._size, reference)
         call.settle()
         if call.failure is not None:
             self.failure = call.failure

@@ -1,7 +1,5 @@
 """Decoding with any causal language model of transformers, by its own forward and its own key-value cache."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -123,6 +121,4 @@ class _ModuleSession:
 def _can_select(cache: Any) -> bool:
     """Whether every layer of the cache can pick rows."""
     layers = getattr(cache, "layers", None)
-    if not layers or not hasattr(cache, "batch_select_indices"):
-        return False
-    return all(hasattr(layer, "batch_select_indices") for layer in layers)
+    return bool(layers) and all(hasattr(one, "batch_select_indices") for one in (cache, *(layers or ())))

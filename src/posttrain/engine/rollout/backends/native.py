@@ -15,8 +15,6 @@ the row's earlier tokens one by one in the same steps as the others: so it goes 
 Computed prompts are kept for rows that begin with them; long prompts are computed in chunks.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -77,10 +75,6 @@ class KeptPrompts:
         """[prompts, vocabulary] after each."""
         return self._decoder.logits(torch.cat([self._hidden[prompt] for prompt in prompts]))
 
-    def is_long(self, prompt: Prompt) -> bool:
-        """Whether it is computed in chunks."""
-        return len(prompt) > self._decoder.chunk(0)
-
     def compute(self, prompts: Sequence[Prompt]) -> None:
         """All of these together."""
         if prompts:
@@ -135,6 +129,8 @@ class NativeRollout:
         InputError: a model for which `why_not_fusable` has a reason; `read_every` outside 1..16.
     """
 
+    name = "native"
+
     def __init__(
         self,
         model: LanguageModel,
@@ -154,7 +150,7 @@ class NativeRollout:
             raise InputError(f"native read_every must be in 1..{_UNSEEN} steps, got {read_every}; set it")
         if model.device.type == "cpu":
             keep_freed_memory()
-        self._model = model
+        self._model, self.context_length = model, model.context_length
         self._weights = fuse_weights(model.module)
         self._decoder = LlamaDecoder(self._weights)
         self._read_every = read_every or (1 if model.device.type == "cpu" else _UNSEEN)
@@ -169,16 +165,6 @@ class NativeRollout:
         self._done: list[Completion] = []
         self._fresh = False  # the weights are those that were looked at
         self._draws: RowDraws | None = None
-
-    @property
-    def name(self) -> str:
-        """Which implementation this is."""
-        return "native"
-
-    @property
-    def context_length(self) -> int:
-        """Tokens of prompt and response together that it takes."""
-        return self._model.context_length
 
     def counts(self) -> Mapping[str, int]:
         """See `RolloutEngine.counts`."""
@@ -198,8 +184,7 @@ class NativeRollout:
             self._refuse_longer(work, self._given_bytes)
         prompts = prompt_segments(work)
         self._intake.take(work)
-        idle = not (self._schedule.running or self._schedule.waiting)
-        if idle:
+        if not (self._schedule.running or self._schedule.waiting):
             self._budget = self._given_bytes or free_bytes(self._model.device) // 2
             self._begin_store()
             self._table, self._fresh = RowTable(self._model.eos_token_ids), False
@@ -207,7 +192,10 @@ class NativeRollout:
             sizes = {(len(asked.tokens), asked.limit) for asked in work}
             longest = max(prompt + limit + self._read_every for prompt, limit in sizes)
             self._store.reach(longest, min(len(work), max(asked.sampling.batch_size for asked in work)))
-            self._budget = max(self._budget, *(self._bytes_alone(*size) for size in sizes))
+            self._budget = max(
+                self._budget,
+                *(self._store.bytes_alone(prompt + limit + self._read_every, prompt) for prompt, limit in sizes),
+            )
             self._store.allow(self._budget)
             self._schedule.submit(work, generation_keys(work), prompts)
 
@@ -292,17 +280,13 @@ class NativeRollout:
                     f"got {most}; raise it, or lower max_new_tokens"
                 )
 
-    def _bytes_alone(self, prompt: int, limit: int) -> int:
-        return self._store.bytes_alone(prompt + limit + self._read_every, prompt)
-
     def _admit(self) -> None:
         """Begin rows from the head of the queue."""
         count = self._admissible()
         if not count:
             return
         rows = self._schedule.admit(count)
-        fresh = [row for row in rows if not len(row.tokens)]
-        ended = self._begin(rows, fresh)
+        ended = self._begin(rows, [row for row in rows if not len(row.tokens)])
         over = {row.number for row in ended}
         going = {row.number: row for row in rows if row.number not in over}
         self._store.add({number: (row.asked.tokens, self._first_length(row)) for number, row in going.items()})
@@ -349,7 +333,7 @@ class NativeRollout:
                 kept.forget([other for other in kept if other != prompt])
             if not alone and planned > self._budget - self._budget // _RESERVE_SHARE:
                 break
-            if new and kept.is_long(prompt):
+            if new and len(prompt) > self._decoder.chunk(0):  # it is computed in chunks
                 if count or not kept.advance(prompt):
                     break
             elif new:
@@ -431,7 +415,7 @@ class NativeRollout:
         needs = self._table.outgrowing(self._read_every)
         if not needs:
             return
-        while self._lacks_room(needs):
+        while store.used + self._prompts.begun_bytes + store.growth_bytes(needs) > self._budget:
             if self._prompts.any:  # can be computed again, at less than rows
                 self._prompts.forget_all()
                 continue
@@ -443,9 +427,6 @@ class NativeRollout:
         store.extend(needs)
         self._table.give_room({number: store.capacity(number) for number in needs})
         self._arranged = False
-
-    def _lacks_room(self, needs: Mapping[int, int]) -> bool:
-        return self._store.used + self._prompts.begun_bytes + self._store.growth_bytes(needs) > self._budget
 
     def _preempt(self, rows: Sequence[Row]) -> None:
         self._drop(rows)

@@ -1,7 +1,5 @@
 """A rollout engine that says what it is told: for tests of whatever stands above it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from posttrain.engine.rollout.batched import BatchedEngine
