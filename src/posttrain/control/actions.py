@@ -464,7 +464,11 @@ def say(stores: Stores, request: ApprovalRequest, verdict: str, reason: str = ""
         own = owners(now, found.request, asked)
         if verdict == APPROVED and before and before.verdict != APPROVED and canonical(stores.actor) in own:
             verdict = WITHDRAWN
-        _refuse_done(found)
+        if found.done:
+            raise InputError(
+                f"channel {channel}: {found.request.words} is done, so nothing is left to say of it; posttrain "
+                f"rollback {channel} takes the model off"
+            )
         _refuse_stranger(stores.actor, found, asked, own, verdict)
         transaction.ask_approval(request)
         if before is None or before.verdict != verdict or (reason and before.reason != reason):
@@ -472,15 +476,6 @@ def say(stores: Stores, request: ApprovalRequest, verdict: str, reason: str = ""
         after = standing(now, request, pinned, stores.actor)
         assert after is not None
         return replace(after, said=verdict)
-
-
-def _refuse_done(found: Standing) -> None:
-    if found.done:
-        channel = found.request.channel
-        raise InputError(
-            f"channel {channel}: {found.request.words} is done, so nothing is left to say of it; posttrain rollback "
-            f"{channel} takes the model off"
-        )
 
 
 def _refuse_stranger(actor: str, found: Standing, asked: Terms, own: set[str], verdict: str) -> None:
