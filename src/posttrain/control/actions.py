@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from posttrain.control import approvals, environments
 from posttrain.control.approvals import outdated, owners, release_request, standing, terms
@@ -207,8 +206,9 @@ def promote(stores: Stores, run_id: str, channel: str, lift_quarantine: str = ""
         refuse_lift(stores.ledger, channel, report.candidate, pinned)
         with stores.ledger.snapshot() as now:
             lift = approvals.refuse_closed(now, channel, report.candidate, lift_quarantine)
-        bound: dict[str, Any] = {"model": report.candidate, "report": report_digest, "live": judged}
-        request = approvals.release_request(stores, run, channel, pinned, lift=lift, **bound)
+        request = approvals.release_request(
+            stores, run, channel, pinned, lift=lift, model=report.candidate, report=report_digest, live=judged
+        )
         approvals.require(stores, request, pinned)
     check_weights(stores.blobs, report.candidate, f"channel {channel} stays where it is")
     if not moves and live is not None:
@@ -416,8 +416,7 @@ def find_release(stores: Stores, run_id: str, channel: str | None) -> ApprovalRe
     if not promotion(live, judged, report.candidate, report):
         raise InputError(f"run {run_id}: its model is live on channel {name} already, so nothing is left to approve")
     pinned = refuse_unmet(stores, run, manifest, report, name)
-    bound: dict[str, Any] = {"model": report.candidate, "report": digest, "live": judged}
-    request = release_request(stores, run, name, pinned, **bound)
+    request = release_request(stores, run, name, pinned, model=report.candidate, report=digest, live=judged)
     if request is None:
         raise InputError(
             f"channel {name}: no approvals are asked for: it is not protected, and no policy of it names approvers"

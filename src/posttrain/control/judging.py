@@ -286,8 +286,9 @@ def release_stage(
         live, judged = stores.ledger.channel(channel), judged_at(report, channel, stores.ledger.history(channel))
         move = promotion(live, judged, candidate, report)
         pinned = refuse_unmet(stores, run, manifest, report, channel) if move else None
-        bound: dict[str, Any] = {"model": candidate, "report": inputs["report"].digest, "live": judged}
-        request = approvals.release_request(stores, run, channel, pinned, **bound)
+        request = approvals.release_request(
+            stores, run, channel, pinned, model=candidate, report=inputs["report"].digest, live=judged
+        )
         if request and not approvals.await_release(stores, stage, request, pinned):
             return
         check_weights(stores.blobs, candidate, f"channel {channel} stays where it is")
@@ -298,13 +299,16 @@ def release_stage(
             if move:
                 transaction.lock_recalls()
                 refuse_release(transaction.snapshot, channel, candidate)
-                under: dict[str, Any] = {
-                    "policy": report.policy,
-                    "approved": approvals.count(transaction, request, pinned),
-                }
-                under["requested_by"] = transaction.snapshot.known_submitter(run.id) or ""
                 live = transaction.append_release(
-                    channel, candidate, run.id, "promote", judged, inputs["report"].digest, **under
+                    channel,
+                    candidate,
+                    run.id,
+                    "promote",
+                    judged,
+                    inputs["report"].digest,
+                    policy=report.policy,
+                    approved=approvals.count(transaction, request, pinned),
+                    requested_by=transaction.snapshot.known_submitter(run.id) or "",
                 )
             verb = "now points" if move else "already pointed"
             transaction.update_stage(

@@ -417,16 +417,14 @@ def _manifest_node(origins: Origins, run_id: str) -> Node:
     return Node("manifest", run.id, run.manifest_digest, "file", details=details)
 
 
-def _evaluations(origins: Origins, run_id: str, model: str) -> list[Node]:
+def _evaluations(origins: Origins, run_id: str, model: str) -> Iterator[Node]:
     """What a run measured of one model."""
-    nodes = []
     for stage in origins.stages(run_id):
         used, made = origins.used(run_id, stage.name), origins.made(run_id, stage.name)
         measured = next((edge.digest for edge in used if edge.slot == MODEL), None)
         if kind_of(stage.kind).measures and METRICS in made and measured == model:
             suites = tuple(_input_node(origins, stage, edge) for edge in used if edge.slot != MODEL)
-            nodes.append(Node("evaluation", f"{run_id}/{stage.name}", made[METRICS], "file", children=suites))
-    return nodes
+            yield Node("evaluation", f"{run_id}/{stage.name}", made[METRICS], "file", children=suites)
 
 
 def _model_node(origins: Origins, digest: str, run_id: str | None) -> Node:

@@ -42,7 +42,7 @@ from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.facts import Fact, Note, Progress, Sample, Span, count, fact_from_json, fact_to_json
 from posttrain.domain.jobs import PHASE_SECONDS, CheckpointCommit, JobOrder, JobResult
 from posttrain.store.atomic import ANSWER, LINE, SMALL, look_over, make_folder, read_json, read_left, taken, write_json
-from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind, Summary
+from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind, Summary, refuse
 from posttrain.store.channels.folder import FolderObjects
 from posttrain.store.trees import file_digest
 
@@ -185,7 +185,7 @@ class AttemptFolder:
             raise _unreadable(self.path / "result.json", error) from error
 
     def facts(
-        self, after_segment: int = 0, unreadable: Callable[[IntegrityError], None] | None = None
+        self, after_segment: int = 0, unreadable: Callable[[IntegrityError], None] = refuse
     ) -> tuple[list[Fact], int]:
         """Facts of the segments behind `after_segment`, in the order they were said, and the last segment read.
 
@@ -197,7 +197,7 @@ class AttemptFolder:
         """
         return self._said(EVENTS, after_segment, unreadable)
 
-    def recorded_samples(self, unreadable: Callable[[IntegrityError], None] | None = None) -> list[Sample]:
+    def recorded_samples(self, unreadable: Callable[[IntegrityError], None] = refuse) -> list[Sample]:
         """The samples whose way was recorded, in the order they were said; none where the job recorded none.
 
         Args:
@@ -276,9 +276,7 @@ class AttemptFolder:
         except (FileNotFoundError, IntegrityError, TypeError, AttributeError):  # damaged: it does not count
             return None
 
-    def _said(
-        self, stream: str, after: int, unreadable: Callable[[IntegrityError], None] | None
-    ) -> tuple[list[Fact], int]:
+    def _said(self, stream: str, after: int, unreadable: Callable[[IntegrityError], None]) -> tuple[list[Fact], int]:
         """Facts of a stream's segments behind number `after`, and the number of the last one."""
         found: list[Fact] = []
         last = after
@@ -288,7 +286,7 @@ class AttemptFolder:
         return found, last
 
     def segments(
-        self, after: int, unreadable: Callable[[IntegrityError], None] | None, stream: str = EVENTS
+        self, after: int, unreadable: Callable[[IntegrityError], None], stream: str = EVENTS
     ) -> Iterator[tuple[list[Fact], int]]:
         """As `facts`, a segment at a time with its number: the facts of a million steps fill a memory.
 
@@ -299,8 +297,6 @@ class AttemptFolder:
             try:
                 facts = _facts(data, f"{self.path / stream}/{number:06d}.jsonl")
             except IntegrityError as error:
-                if unreadable is None:
-                    raise
                 unreadable(error)
             yield facts, number
 
