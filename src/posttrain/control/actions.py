@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from posttrain.control import approvals, environments
 from posttrain.control.approvals import outdated, owners, release_request, standing, terms
@@ -207,8 +206,9 @@ def promote(stores: Stores, run_id: str, channel: str, lift_quarantine: str = ""
         refuse_lift(stores.ledger, channel, report.candidate, pinned)
         with stores.ledger.snapshot() as now:
             lift = approvals.refuse_closed(now, channel, report.candidate, lift_quarantine)
-        bound: dict[str, Any] = {"model": report.candidate, "report": report_digest, "live": judged}
-        request = approvals.release_request(stores, run, channel, pinned, lift=lift, **bound)
+        request = approvals.release_request(
+            stores, run, channel, pinned, lift=lift, model=report.candidate, report=report_digest, live=judged
+        )
         approvals.require(stores, request, pinned)
     check_weights(stores.blobs, report.candidate, f"channel {channel} stays where it is")
     if not moves and live is not None:
@@ -416,8 +416,7 @@ def find_release(stores: Stores, run_id: str, channel: str | None) -> ApprovalRe
     if not promotion(live, judged, report.candidate, report):
         raise InputError(f"run {run_id}: its model is live on channel {name} already, so nothing is left to approve")
     pinned = refuse_unmet(stores, run, manifest, report, name)
-    bound: dict[str, Any] = {"model": report.candidate, "report": digest, "live": judged}
-    request = release_request(stores, run, name, pinned, **bound)
+    request = release_request(stores, run, name, pinned, model=report.candidate, report=digest, live=judged)
     if request is None:
         raise InputError(
             f"channel {name}: no approvals are asked for: it is not protected, and no policy of it names approvers"
@@ -464,7 +463,11 @@ def say(stores: Stores, request: ApprovalRequest, verdict: str, reason: str = ""
         own = owners(now, found.request, asked)
         if verdict == APPROVED and before and before.verdict != APPROVED and canonical(stores.actor) in own:
             verdict = WITHDRAWN
-        _refuse_done(found)
+        if found.done:
+            raise InputError(
+                f"channel {channel}: {found.request.words} is done, so nothing is left to say of it; posttrain "
+                f"rollback {channel} takes the model off"
+            )
         _refuse_stranger(stores.actor, found, asked, own, verdict)
         transaction.ask_approval(request)
         if before is None or before.verdict != verdict or (reason and before.reason != reason):
@@ -472,15 +475,6 @@ def say(stores: Stores, request: ApprovalRequest, verdict: str, reason: str = ""
         after = standing(now, request, pinned, stores.actor)
         assert after is not None
         return replace(after, said=verdict)
-
-
-def _refuse_done(found: Standing) -> None:
-    if found.done:
-        channel = found.request.channel
-        raise InputError(
-            f"channel {channel}: {found.request.words} is done, so nothing is left to say of it; posttrain rollback "
-            f"{channel} takes the model off"
-        )
 
 
 def _refuse_stranger(actor: str, found: Standing, asked: Terms, own: set[str], verdict: str) -> None:

@@ -32,8 +32,8 @@ from posttrain.control.orders import (
 )
 from posttrain.control.stages import bind_pending, start_ready
 from posttrain.control.stores import Stores
-from posttrain.domain.errors import InputError, IntegrityError
-from posttrain.domain.jobs import Signal
+from posttrain.domain.errors import FailureClass, InputError, IntegrityError
+from posttrain.domain.jobs import Failure, JobResult, Signal
 from posttrain.domain.lifecycle import Reason, RunState, StageState, is_final
 from posttrain.domain.ports import crashpoint
 
@@ -52,7 +52,13 @@ def act(stores: Stores, jobs: Jobs, view: View, order: Order) -> None:
         case MoveRun():
             _move_run(stores, order)
         case StopStage(stage):
-            _stop_stage(stores, order)
+            stores.update_stage(
+                stage,
+                state=StageState.STOPPED,
+                reason=Reason.STOPPED,
+                message="stopped by a person",
+                next_action=f"posttrain retry {stage.run_id} resumes it",
+            )
         case Bind(stage):
             bind_pending(stores, view.manifest, stage, stages)
         case Start(stage):
@@ -66,8 +72,15 @@ def act(stores: Stores, jobs: Jobs, view: View, order: Order) -> None:
             _launch(stores, jobs, view, order)
         case RecordLaunch(stage, attempt, handle):
             record_launch(stores, attempt, handle, stage)
-        case EndWait():
-            _end_wait(stores, order)
+        case EndWait(stage, state, reason, message, action):
+            stores.update_stage(
+                stage,
+                state=state,
+                reason=reason,
+                message=message,
+                next_action=action,
+                finished_at=stores.clock.now(),
+            )
         case Say(stage, reason, message, action):
             say(stores, stage, reason, message, action)
         case AskToStop():
@@ -89,14 +102,13 @@ def act(stores: Stores, jobs: Jobs, view: View, order: Order) -> None:
 def _launch(stores: Stores, jobs: Jobs, view: View, order: Launch) -> None:
     stage, attempt = order.stage, order.attempt
     try:
-        trainer = jobs.trainer(view.manifest.stage(stage.name).trainer)
-        failure = launch_attempt(stores, jobs, view, stage, attempt, trainer)
+        failure = launch_attempt(
+            stores, jobs, view, stage, attempt, jobs.trainer(view.manifest.stage(stage.name).trainer)
+        )
     except (InputError, IntegrityError) as error:  # what is in its folder cannot be read: no retry would mend that
-        said = f"the job cannot be launched: {error}"
-        attempts.end_damaged(stores, jobs, view.manifest, stage, attempt, said)
-        return
-    if failure and not failure.kind.retried:
-        attempts.end_refused(stores, jobs, view.manifest, stage, attempt, failure)
+        failure = Failure(FailureClass.BUG, f"the job cannot be launched: {error}", "collect")
+    if failure and not failure.kind.retried:  # it was never submitted, and another try would not change that
+        act(stores, jobs, view, End(stage, attempt, JobResult("failed", failure=failure)))
     elif failure:
         act(stores, jobs, view, not_launched(view, stage, attempt, failure))
 
@@ -152,25 +164,3 @@ def _move_run(stores: Stores, order: MoveRun) -> None:
             next_action=order.next_action,
             **columns,
         )
-
-
-def _end_wait(stores: Stores, order: EndWait) -> None:
-    stores.update_stage(
-        order.stage,
-        state=order.state,
-        reason=order.reason,
-        message=order.message,
-        next_action=order.next_action,
-        finished_at=stores.clock.now(),
-    )
-
-
-def _stop_stage(stores: Stores, order: StopStage) -> None:
-    action = f"posttrain retry {order.stage.run_id} resumes it"
-    stores.update_stage(
-        order.stage,
-        state=StageState.STOPPED,
-        reason=Reason.STOPPED,
-        message="stopped by a person",
-        next_action=action,
-    )

@@ -116,8 +116,9 @@ def outdated(now: Snapshot, request: ApprovalRequest) -> str:
     if _done(now, request):
         return ""
     record, live = now.channel_record(request.channel), now.channel(request.channel)
-    held = {"policy": record.policy, "live": live.sequence if live else 0, "revision": record.revision}
-    return request.outdated(held)
+    return request.outdated(
+        {"policy": record.policy, "live": live.sequence if live else 0, "revision": record.revision}
+    )
 
 
 def _done(now: Snapshot, request: ApprovalRequest) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.control import budgets
-from posttrain.control.decide import Sight, View
+from posttrain.control.decide import Sight, View, uncollectable
 from posttrain.control.jobs import AttemptFolders, Jobs, job_of
 from posttrain.control.launching import look, tokens_inherited, tokens_taken_over
 from posttrain.control.lineage import trained_models
@@ -64,9 +64,8 @@ def another_runs(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord
     It is over when its process is seen to be gone; of another machine's that cannot be seen. A job that the executor
     started anew has found its own earlier incarnation, which the executor has proven to be gone.
     """
-    if seen.state is not JobState.EXITED or seen.exit_code != ANOTHER_RUNS or seen.incarnation:
-        return False
-    if attempt.reason == Reason.ASSUMED_DEAD:
+    ended = seen.state is JobState.EXITED and seen.exit_code == ANOTHER_RUNS and not seen.incarnation
+    if not ended or attempt.reason == Reason.ASSUMED_DEAD:
         return False
     folder = folders.of(attempt)
     held = folder.channel.started()
@@ -147,7 +146,7 @@ def collect(stores: Stores, jobs: Jobs, manifest: Manifest, order: Collect) -> N
             outputs = _publish(stores.blobs, jobs.folders, attempt, result)
             _refuse_lacking(manifest.stage(stage.name), result, outputs)
         except (InputError, IntegrityError) as error:
-            end_damaged(stores, jobs, manifest, stage, attempt, f"the job left what cannot be collected: {error}")
+            _end(stores, jobs, manifest, stage, attempt, uncollectable(error), {})
             return
         crashpoint("collect.after_publish")
         _end(stores, jobs, manifest, stage, attempt, result, outputs)
@@ -159,24 +158,9 @@ def end(stores: Stores, jobs: Jobs, manifest: Manifest, order: End) -> None:
     if order.unless_begun:
         if not give_up(jobs.folders, order.attempt, order.why):
             return
-        if _answered(jobs.folders, order.attempt):
+        if answered(jobs.folders.of(order.attempt)):
             return  # it began, left its result and ended since it was looked for: that is read first
     _end(stores, jobs, manifest, order.stage, order.attempt, order.result, {}, order.cause)
-
-
-def end_damaged(
-    stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord, message: str
-) -> None:
-    """End an attempt for what stands in its folder."""
-    failure = Failure(FailureClass.BUG, message, "collect")
-    _end(stores, jobs, manifest, stage, attempt, JobResult("failed", failure=failure), {})
-
-
-def end_refused(
-    stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, attempt: AttemptRecord, failure: Failure
-) -> None:
-    """End an attempt whose job was never submitted, for a reason that another try would not change."""
-    _end(stores, jobs, manifest, stage, attempt, JobResult("failed", failure=failure), {})
 
 
 def try_again(stores: Stores, jobs: Jobs, manifest: Manifest, order: TryAgain) -> None:
@@ -274,8 +258,6 @@ def _end(
     give_up(jobs.folders, attempt, f"it ended: {result.status}")
     now, failure = stores.clock.now(), result.failure
     seconds = _seconds(jobs, attempt, result.seconds, now)
-    attempt_state = AttemptState(result.status)
-    stage_state = StageState(result.status)
     reason = {"succeeded": Reason.SUCCEEDED, "stopped": Reason.STOPPED}.get(result.status) or _reason(failure)
     default = "stopped by a person" if result.status == "stopped" else "done"
     message = failure.message if failure else result.message or default
@@ -288,7 +270,7 @@ def _end(
             transaction.append_event(BUDGET_WARNED, stage.run_id, warning)
         transaction.update_attempt(
             attempt,
-            state=attempt_state,
+            state=AttemptState(result.status),
             reason=reason,
             message=message,
             failure_signature=failure.signature if failure else None,
@@ -299,7 +281,7 @@ def _end(
         )
         transaction.update_stage(
             stage,
-            state=stage_state,
+            state=StageState(result.status),
             reason=reason,
             message=message,
             next_action=action,
@@ -321,18 +303,19 @@ def _warning(
     if not budgets.limited(manifest):
         return None
     attempts = stores.ledger.attempts(stage.run_id)
-    taken_over = tokens_taken_over(stores, jobs.folders, attempts)
-    before = budgets.spending(stores.ledger.stages(stage.run_id), attempts, taken_over=taken_over)
-    after = replace(before, tokens=before.tokens + tokens, seconds=before.seconds + seconds)
-    return budgets.warning(manifest, before, after)
+    before = budgets.spending(
+        stores.ledger.stages(stage.run_id), attempts, taken_over=tokens_taken_over(stores, jobs.folders, attempts)
+    )
+    return budgets.warning(
+        manifest, before, replace(before, tokens=before.tokens + tokens, seconds=before.seconds + seconds)
+    )
 
 
 def _reason(failure: Failure | None) -> Reason:
     if failure is None:
         return Reason.JOB_FAILED
-    if failure.signature.startswith(IntegrityError.__name__):  # the class of what was raised comes first
-        return Reason.CORRUPT
-    return Reason.of_failure(failure.kind)
+    corrupt = failure.signature.startswith(IntegrityError.__name__)  # the class of what was raised comes first
+    return Reason.CORRUPT if corrupt else Reason.of_failure(failure.kind)
 
 
 def _next_action(stage: StageRecord, failure: Failure | None) -> str:
@@ -348,10 +331,9 @@ def _next_action(stage: StageRecord, failure: Failure | None) -> str:
 
 
 def _inherited(blobs: BlobStore, attempt: AttemptRecord) -> int:
-    try:
+    with suppress(InputError, IntegrityError):  # of a release before, and its checkpoint is damaged or gone
         return tokens_inherited(blobs, attempt)
-    except (InputError, IntegrityError):  # of a release before, and its checkpoint is damaged or gone
-        return 0
+    return 0
 
 
 def _billed(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord, said: int) -> int:
@@ -376,10 +358,11 @@ def _seconds(jobs: Jobs, attempt: AttemptRecord, said: float, now: float) -> flo
     return min(said, max(0.0, now - (attempt.launched_at or attempt.created_at)))
 
 
-def _answered(folders: AttemptFolders, attempt: AttemptRecord) -> bool:
+def answered(folder: AttemptFolder) -> bool:
+    """Whether a job left its result, or something unreadable in its place."""
     try:
-        return folders.of(attempt).channel.answered() is not None
-    except IntegrityError:  # something is there
+        return folder.channel.answered() is not None
+    except IntegrityError:
         return True
 
 
@@ -485,7 +468,8 @@ def find_orphans(ledger: Ledger, jobs: Jobs) -> Orphans:
     listed = jobs.executor.list("")
     if not listed:
         return Orphans()
-    owned = _owned(ledger)  # read after the list: an attempt is in the ledger before its job is submitted
+    with ledger.snapshot() as now:  # read after the list: an attempt is in the ledger before its job is submitted
+        owned = now.live_attempts()  # of every project: they share an executor
     free = [job for job in listed if job.name not in owned]
     mine = jobs.workspace() if free else ""
     ours = tuple(job for job in free if mine and job.labels.get(WORKSPACE) == mine)
@@ -507,9 +491,3 @@ def end_orphans(ledger: Ledger, jobs: Jobs) -> list[str]:
         except PosttrainError as error:  # one that resists stops no other
             told.append(f"job {job.name}, which no attempt owns, could not be ended: {error}")
     return told
-
-
-def _owned(ledger: Ledger) -> set[str]:
-    """The names of live attempts, of every project: they share an executor."""
-    with ledger.snapshot() as now:
-        return now.live_attempts()

@@ -32,8 +32,9 @@ def spending(
         taken_over: tokens in the checkpoints of other runs that this one went on from: its budget is for all of the
             work, whoever began it.
     """
-    tokens = sum(stage.tokens for stage in stages)
-    return Spending(tokens + taken_over, sum(attempt.seconds for attempt in attempts) + running)
+    return Spending(
+        sum(stage.tokens for stage in stages) + taken_over, sum(attempt.seconds for attempt in attempts) + running
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,10 +185,8 @@ def _asked(
         return None
     pinned = policy_of(stores, record.name)
     request = approvals.change_request(stores, record, pinned, action, **bound)
-    if request is None:
-        return None
     approvals.require(stores, request, pinned)
-    return request, pinned
+    return (request, pinned) if request else None
 
 
 def _set(
@@ -201,8 +199,9 @@ def _set(
     **columns: object,
 ) -> ChannelRecord:
     with stores.ledger.transaction(stores.actor) as transaction:
-        approved = approvals.count(transaction, *asked) if asked else ""
-        return transaction.set_channel(record, kind, why, size, approved, **columns)
+        return transaction.set_channel(
+            record, kind, why, size, approvals.count(transaction, *asked) if asked else "", **columns
+        )
 
 
 def standings(stores: Stores, *, channel: str | None = None, run_id: str | None = None) -> tuple[Standing, ...]:
@@ -294,8 +293,7 @@ def unguarded(manifest: Manifest) -> Iterator[str]:
     maker = manifest.stage(model_output(manifest.release.model)[0]) if manifest.release else None
     if maker is None or MODEL not in maker.inputs or any(rule.needs_baseline for rule in manifest.gates):
         return
-    evaluators = released_evaluators(manifest)
-    suites = [f"{suite}/accuracy" for stage in evaluators for suite, _ in measured_suites(stage)]
+    suites = [f"{suite}/accuracy" for stage in released_evaluators(manifest) for suite, _ in measured_suites(stage)]
     gated = [rule.metric for rule in manifest.gates if better(rule.metric)]
     for metric in [*gated, *suites][:1]:
         lower = "direction: lower, " if better(metric) == "lower" else ""

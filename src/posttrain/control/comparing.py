@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from posttrain.control.scores import Measured, estimate_json, measurements, model_words, paired_json, released
+from posttrain.control.scores import Measured, measurements, model_words, paired_json, released
 from posttrain.control.stores import Stores
 from posttrain.data.importing import Curve
 from posttrain.decision.gates import CONFIDENCE, Estimate, Evidence, Paired, estimate, paired
@@ -56,8 +56,10 @@ def _plain(manifest: Manifest) -> dict[str, Any]:
     value["gates"] = {gate["name"]: gate for gate in value["gates"]}
     value["stages"] = {}
     for stage in manifest.stages:
-        row = stage.model_dump(mode="json", exclude={"name", "inputs"})
-        value["stages"][stage.name] = {**row, "inputs": dict(stage.inputs)}
+        value["stages"][stage.name] = {
+            **stage.model_dump(mode="json", exclude={"name", "inputs"}),
+            "inputs": dict(stage.inputs),
+        }
     return value
 
 
@@ -85,13 +87,17 @@ def _asset_difference(ledger: Ledger, path: str, before: Any, after: Any) -> Dif
     if not (isinstance(before, InputRef) and isinstance(after, InputRef) and before.digest and after.digest):
         return None
     notes = [f"digest: {before.digest} → {after.digest}"] if before.digest != after.digest else []
-    for key in sorted(before.meta.keys() | after.meta.keys()):
-        if before.meta.get(key) != after.meta.get(key):
-            notes.append(f"{key}: {_meant(before, key)} → {_meant(after, key)}")
+    notes += [
+        f"{key}: {_meant(before, key)} → {_meant(after, key)}"
+        for key in sorted(before.meta.keys() | after.meta.keys())
+        if before.meta.get(key) != after.meta.get(key)
+    ]
     old, new = (_described(ledger, ref) for ref in (before, after))
-    for key in sorted(old.keys() | new.keys()):
-        if key not in before.meta and old.get(key) != new.get(key):
-            notes.append(f"{key}: {old.get(key, _ABSENT)} → {new.get(key, _ABSENT)}")
+    notes += [
+        f"{key}: {old.get(key, _ABSENT)} → {new.get(key, _ABSENT)}"
+        for key in sorted(old.keys() | new.keys())
+        if key not in before.meta and old.get(key) != new.get(key)
+    ]
     if before.name == after.name:
         return Difference(path, _called(before), _called(after), tuple(notes))
     return Difference(path, before.name, after.name, tuple(notes))
@@ -150,11 +156,9 @@ class Subject:
         named = next(((one, metric) for one in self.evaluations if metric in one.evidence), None)
         if named or other is None:
             return named
-        for one in self.evaluations:
-            for name in one.evidence:
-                if one.identity(name) == other.identity(metric):
-                    return one, name
-        return None
+        wanted = other.identity(metric)
+        same = ((one, name) for one in self.evaluations for name in one.evidence if one.identity(name) == wanted)
+        return next(same, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,18 +288,16 @@ def side_by_side(ledger: Ledger, subjects: Sequence[Subject], histories: Sequenc
     Raises:
         InputError: no metric was measured on two of them.
     """
-    rows, notes = [], []
-    for metric, owner in _metrics(subjects).items():
-        rows.append(MetricRow(metric, better(metric), _cells(subjects, metric, owner)))
+    rows = tuple(
+        MetricRow(metric, better(metric), _cells(subjects, metric, owner))
+        for metric, owner in _metrics(subjects).items()
+    )
     if not histories and not any(sum(cell.estimate is not None for cell in row.cells) > 1 for row in rows):
         told = "; ".join(f"{one.label} {', '.join(m for e in one.evaluations for m in e.evidence)}" for one in subjects)
         raise InputError(f"compare: what is compared must share a metric, got none: {told}; evaluate on one suite")
-    for one in subjects[1:]:
-        notes += _settings(subjects[0], one)
-    parameters, noted = tuple(_parameters(ledger, subjects)), tuple(dict.fromkeys(notes))
-    return Comparison(
-        tuple(subjects), tuple(rows), parameters, noted, histories=tuple(histories), warnings=_few_seeds(subjects)
-    )
+    notes = dict.fromkeys(note for one in subjects[1:] for note in _settings(subjects[0], one))
+    parameters, warnings = tuple(_parameters(ledger, subjects)), _few_seeds(subjects)
+    return Comparison(tuple(subjects), rows, parameters, tuple(notes), histories=tuple(histories), warnings=warnings)
 
 
 def _few_seeds(subjects: Sequence[Subject]) -> tuple[str, ...]:
@@ -361,8 +363,7 @@ def _settings(first: Subject, other: Subject) -> list[str]:
         for theirs in other.evaluations:
             ours, suites = mine.stage.params.get("suites", {}), theirs.stage.params.get("suites", {})
             for name in ours.keys() & suites.keys():
-                sampled = ours[name].get("samples") and suites[name].get("samples")
-                keys = (*_ALWAYS, *(_SAMPLED if sampled else ()))
+                keys = (*_ALWAYS, *(_SAMPLED if (ours[name].get("samples") and suites[name].get("samples")) else ()))
                 pairs = [(key, *((_UNSAID | said[name]).get(key) for said in (ours, suites))) for key in keys]
                 changed = [f"{key} {one} → {another}" for key, one, another in pairs if one != another]
                 if changed:
@@ -396,4 +397,4 @@ def _parameters(ledger: Ledger, subjects: Sequence[Subject]) -> list[ParameterRo
 def _cell_json(cell: Cell) -> dict[str, Any] | None:
     if cell.estimate is None:
         return None
-    return {**estimate_json(cell.estimate), "difference": paired_json(cell.paired), "unpaired": cell.unpaired}
+    return {**asdict(cell.estimate), "difference": paired_json(cell.paired), "unpaired": cell.unpaired}

@@ -106,19 +106,16 @@ def due_in(watch: Watch, limit: float, now: float) -> float:
     return left if passed >= 0 and left > 0 else min(limit / LOOKS, _OVERDUE)
 
 
-def silence(
-    stage: StageRecord, attempt: AttemptRecord, before: Watch | None, seen: str | None, limit: float, now: float
+def _silence(
+    view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sight, now: float
 ) -> AskToCheckpoint | KeepWatch | Kill | None:
-    """What is to be done about a live job's silence; None: nothing yet.
-
-    Args:
-        before: as of the last look; None: this is the first.
-        seen: what the job has reported; None: its silence proves nothing now (it is queued, or not seen).
-    """
-    part = limit / LOOKS
+    """What is to be done about a live job's silence; None: nothing yet."""
+    before, limit = view.watch(attempt), stall_after(view.manifest, stage.name)  # as of the last look; None: the first
+    # None: its silence proves nothing now (it is queued, or not seen)
+    seen, part = sight.progress if sight.job.state is JobState.RUNNING else None, limit / LOOKS
     if before is None:
         return None if seen is None else KeepWatch(stage, attempt, Watch(attempt.name, stage.run_id, seen, 0.0, now))
-    if condemned(attempt, before, limit):
+    if _condemned(view, stage, attempt):
         return Kill(stage, attempt) if seen is not None else None
     passed, asked = now - before.at, attempt.reason == Reason.STALLED
     waits = 0 <= passed < part
@@ -139,13 +136,15 @@ def silence(
     return KeepWatch(stage, attempt, watch, said=said)
 
 
-def condemned(attempt: AttemptRecord, watch: Watch | None, limit: float) -> bool:
+def _condemned(view: View, stage: StageRecord, attempt: AttemptRecord) -> bool:
     """Whether it was decided that a job is killed for its silence; one that was asked for a checkpoint only is not."""
+    watch, limit = view.watch(attempt), stall_after(view.manifest, stage.name)
     return attempt.reason == Reason.STALLED and watch is not None and _over(watch, limit)
 
 
-def hung(watch: Watch | None, limit: float) -> Failure:
+def _hung(view: View, stage: StageRecord, attempt: AttemptRecord) -> Failure:
     """Why a job ended that was killed for its silence: equal where it hung at the same place again."""
+    watch, limit = view.watch(attempt), stall_after(view.manifest, stage.name)
     place = _place(watch) if watch else "its start"
     message = f"no progress for {span(limit)} (runtime.stall_after) at {place}: asked to checkpoint, then killed"
     return Failure(FailureClass.INFRASTRUCTURE, message, f"no progress at {place}")
@@ -334,8 +333,7 @@ def _launched(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sig
     if sight.unreadable and not sight.job.gone:
         return Kill(stage, attempt)  # nobody will read what else it does, and the next one finds its devices taken
     if sight.unreadable:
-        failure = Failure(FailureClass.BUG, f"the job left what cannot be collected: {sight.unreadable}", "collect")
-        return End(stage, attempt, JobResult("failed", failure=failure))
+        return End(stage, attempt, uncollectable(sight.unreadable))
     if sight.word is None:
         return _without_word(view, stage, attempt, sight, now)
     if not sight.job.gone:  # on its way out it still holds memory, which whatever is next would need
@@ -346,11 +344,19 @@ def _launched(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sig
     if result.status == "failed" and result.failure and result.failure.kind is FailureClass.BUDGET:
         own = budgets.Spending(result.tokens - (attempt.resumed_tokens or 0), result.seconds)
         if budgets.can_have_more(view.manifest, view.stages, view.attempts, attempt, own):
-            spent = replace(result.failure, signature="")
-            return _again(view, stage, attempt, spent, AttemptState.FAILED, result)
+            return _again(view, stage, attempt, replace(result.failure, signature=""), AttemptState.FAILED, result)
     if result.status == "failed" and result.failure and result.failure.kind.retried:
         return _again(view, stage, attempt, result.failure, AttemptState.FAILED, result)
     return Collect(stage, attempt, result)
+
+
+def uncollectable(why: object) -> JobResult:
+    """The end of an attempt whose folder cannot be read, or holds something else than it should."""
+    return _failed(FailureClass.BUG, f"the job left what cannot be collected: {why}", "collect")
+
+
+def _failed(kind: FailureClass, message: str, signature: str) -> JobResult:
+    return JobResult("failed", failure=Failure(kind, message, signature))
 
 
 def _why_stopped(view: View, stage: StageRecord, attempt: AttemptRecord, result: JobResult) -> JobResult:
@@ -390,7 +396,7 @@ def _without_word(view: View, stage: StageRecord, attempt: AttemptRecord, sight:
         return End(stage, attempt, JobResult("stopped", message=sight.unheeded or before))
     if late and attempt.stop_cause == StopCause.BUDGET:
         said = over or f"the budget ({budgets.declared(view.manifest)}) is spent"
-        return End(stage, attempt, JobResult("failed", failure=Failure(FailureClass.BUDGET, said, "budget")))
+        return End(stage, attempt, _failed(FailureClass.BUDGET, said, "budget"))
     return _lost(view, stage, attempt, seen)
 
 
@@ -410,19 +416,6 @@ def _given_way(stage: StageRecord, attempt: AttemptRecord) -> Order | None:
     return Say(stage, Reason.ANOTHER_RUNS, said, action)
 
 
-def _silence(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sight, now: float) -> Order | None:
-    seen = sight.progress if sight.job.state is JobState.RUNNING else None
-    return silence(stage, attempt, view.watch(attempt), seen, stall_after(view.manifest, stage.name), now)
-
-
-def _condemned(view: View, stage: StageRecord, attempt: AttemptRecord) -> bool:
-    return condemned(attempt, view.watch(attempt), stall_after(view.manifest, stage.name))
-
-
-def _hung(view: View, stage: StageRecord, attempt: AttemptRecord) -> Failure:
-    return hung(view.watch(attempt), stall_after(view.manifest, stage.name))
-
-
 def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Order:
     """A job that is gone without a result."""
     detail = seen.why
@@ -432,8 +425,7 @@ def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observat
         ended = None  # it may not have survived the stop
     if ended in _ENDED_FOR and (ended is not Cause.OVERTIME or declared):
         kind, why, cause = _ENDED_FOR[ended]
-        over = Failure(kind, f"{why} ({detail})", ended.value)
-        return End(stage, attempt, JobResult("failed", failure=over), cause=cause)
+        return End(stage, attempt, _failed(kind, f"{why} ({detail})", ended.value), cause=cause)
     taken = stop_cause(attempt.stop_cause) if attempt.stop_cause else _STOPPED_BY.get(seen.cause)
     if taken is not None and taken in _TAKEN_AWAY:
         gone = Failure(FailureClass.PREEMPTED, f"the job was stopped: {taken.meaning} ({detail})", "")

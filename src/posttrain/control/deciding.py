@@ -116,8 +116,7 @@ class Decision:
 
     def _measured(self, evaluator: StageManifest, model: InputRef, rival: str) -> StageManifest:
         """The same evaluation of another model: one that the run has anyway, else one more."""
-        inputs = {**evaluator.inputs, "model": model}
-        wanted = (evaluator.kind, evaluator.trainer, deciding(evaluator.params), inputs)
+        wanted = (evaluator.kind, evaluator.trainer, deciding(evaluator.params), {**evaluator.inputs, "model": model})
         for stage in self._stages.values():
             if (stage.kind, stage.trainer, deciding(stage.params), stage.inputs) == wanted:
                 return stage
@@ -145,8 +144,15 @@ def _metrics_of(stage: StageManifest) -> InputRef:
 
 
 def _control_stage(kind: StageKind, inputs: dict[str, InputRef], after: tuple[str, ...] = ()) -> StageManifest:
-    made = {"trainer": CONTROL, "params": {}, "outputs": dict(kind.outputs), "after": after}
-    return StageManifest(name=kind.name, kind=kind.name, inputs=inputs, **made)
+    return StageManifest(
+        name=kind.name,
+        kind=kind.name,
+        trainer=CONTROL,
+        inputs=inputs,
+        params={},
+        outputs=dict(kind.outputs),
+        after=after,
+    )
 
 
 def _judged_metrics(

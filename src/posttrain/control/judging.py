@@ -18,7 +18,6 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -67,6 +66,15 @@ _REASONS = {
     Outcome.INCONCLUSIVE: Reason.GATE_INCONCLUSIVE,
     Outcome.ERROR: Reason.GATE_ERROR,
 }
+_TURNED_AWAY: Mapping[type[ConflictError], tuple[Reason, str]] = {
+    # why a release did not happen, and what to type next: judging again needs the run file, as the error says
+    QuarantinedError: (Reason.QUARANTINED, "posttrain promote {run} --lift-quarantine REASON"),
+    RecalledError: (Reason.RECALLED, "posttrain lineage {run}"),
+    PolicyError: (Reason.POLICY_NOT_MET, "posttrain run RUN.yaml"),
+    ApprovalError: (Reason.APPROVAL_REJECTED, "posttrain why {run}"),
+    ChannelClosedError: (Reason.CHANNEL_FROZEN, "posttrain channel unfreeze {channel}"),
+    ConflictError: (Reason.CHANNEL_MOVED, "posttrain get {channel}"),
+}
 
 
 def evaluations(stores: Stores, items: str, written: Iterable[str] = ()) -> list[Evaluation]:
@@ -85,9 +93,7 @@ def evaluations(stores: Stores, items: str, written: Iterable[str] = ()) -> list
         if one.items not in known:
             found = _measured_ids(stores.blobs.get, one.results, one.slot.removeprefix(SUITES))
             known |= {one.items: found} if found.size else {}
-    mine = known.get(items)
-    if mine is None:
-        mine = _numbers(written)
+    mine = known[items] if items in known else _numbers(written)
     same = {digest for digest, theirs in known.items() if _alike(mine, theirs)} | {items}
     with stores.ledger.snapshot() as now:
         looks = {look for digest in same for look in now.looks(digest) if kind_of(look.kind).measures}
@@ -110,8 +116,7 @@ def _measured_ids(get: Callable[[str], bytes], results: str, suite: str) -> Ids:
         return _numbers(())
     try:
         table = pq.ParquetFile(written).read(["metric", "item_id"], use_threads=False)
-        own = table.filter(pc.starts_with(table["metric"], f"{suite}/"))["item_id"]
-        return _numbers(map(str, own.to_pylist()))
+        return _numbers(map(str, table.filter(pc.starts_with(table["metric"], f"{suite}/"))["item_id"].to_pylist()))
     except (ArrowException, KeyError, OSError):  # of the bytes: a store that does not answer is retried
         return _numbers(())
 
@@ -128,7 +133,7 @@ def gate_looks(
     pinned: PinnedPolicy | None,
     rows: Mapping[str, StageRecord],
     run_id: str | None = None,
-    written: Mapping[str, Iterable[str]] = MappingProxyType({}),
+    written: Mapping[str, Iterable[str]] | None = None,
 ) -> dict[str, Look]:
     """The look of every rule at its items; rules whose items are not known are left out.
 
@@ -151,7 +156,7 @@ def gate_looks(
     named = {slot: ref.name for slot, ref in gate.inputs.items() if ref.source == "stage"}
     judged = [manifest.stage(name) for slot, name in named.items() if slot.startswith(EVIDENCE)]
     own = {(run_id, name) for slot, name in named.items() if not slot.startswith(EVIDENCE)}
-    before = functools.cache(lambda items: evaluations(stores, items, written.get(items, ())))
+    before = functools.cache(lambda items: evaluations(stores, items, (written or {}).get(items, ())))
     return {
         rule.name: Look(max(_place(before(items), stage, rows, own) for stage, items in found), budget)
         for rule in manifest.gates
@@ -197,6 +202,9 @@ def judge_stage(stores: Stores, manifest: Manifest, stage: StageRecord) -> None:
     inputs = {slot: InputBlob(**blob) for slot, blob in stage.inputs.items()}
     evaluators = {s.name: _evaluator(manifest, s) for s in manifest.stages if s.measures}
     rivals = {CHANNEL, *(rule.rival for rule in manifest.gates if rule.rival)}
+    release, policy = manifest.release, manifest.policy
+    pinned = policy_of(stores, release.channel, policy) if release and policy else None
+    rows = {row.name: row for row in stores.ledger.stages(stage.run_id)}
     report = judge_all(
         manifest.gates,
         _read(stores.blobs, inputs, EVIDENCE),
@@ -204,12 +212,11 @@ def judge_stage(stores: Stores, manifest: Manifest, stage: StageRecord) -> None:
         candidate_digest=inputs["candidate"].digest,
         evaluator_digest=digest_json(evaluators),
         seed=derive_seed(manifest.seed, "gate"),
-        looks=_looks(stores, manifest, stage),
+        looks=gate_looks(stores, manifest, pinned, rows, stage.run_id),
     )
     bound: dict[str, Any] = {"manifest": stores.ledger.run(stage.run_id).manifest_digest, "policy": manifest.policy}
-    if manifest.release is not None:
-        channel = manifest.release.channel
-        bound |= {"channel": channel, "release": _release_in(inputs.get(CHANNEL), channel)}
+    if release is not None:
+        bound |= {"channel": release.channel, "release": _release_in(inputs.get(CHANNEL), release.channel)}
     report = report.model_copy(update=bound)
     written = canonical_json(report.model_dump(mode="json"))
     digest = stores.blobs.put(written)
@@ -229,15 +236,6 @@ def judge_stage(stores: Stores, manifest: Manifest, stage: StageRecord) -> None:
     crashpoint("gate.after_commit")
 
 
-def _looks(stores: Stores, manifest: Manifest, gate: StageRecord) -> dict[str, Look]:
-    """For every rule, how often its items were evaluated when the evaluation that it judges began."""
-    pinned = None
-    if manifest.release is not None and manifest.policy is not None:
-        pinned = policy_of(stores, manifest.release.channel, manifest.policy)
-    rows = {row.name: row for row in stores.ledger.stages(gate.run_id)}
-    return gate_looks(stores, manifest, pinned, rows, gate.run_id)
-
-
 def _release_in(live: InputBlob | None, channel: str) -> int | None:
     """Sequence of the release that a gate is bound to, as `channel:prod@3` names it; 0: there was none."""
     if live is None:
@@ -249,8 +247,9 @@ def _release_in(live: InputBlob | None, channel: str) -> int | None:
 def _baseline(blobs: BlobStore, inputs: Mapping[str, InputBlob], word: str) -> Baseline:
     """What a rule compares with: a model, and what was measured of it."""
     model = inputs.get(CHANNEL if word == CHANNEL else RIVAL + word)
-    evidence = _read(blobs, inputs, BASELINE if word == CHANNEL else f"{RIVAL}{word}.")
-    return Baseline(model.digest if model else None, evidence)
+    return Baseline(
+        model.digest if model else None, _read(blobs, inputs, BASELINE if word == CHANNEL else f"{RIVAL}{word}.")
+    )
 
 
 def _evaluator(manifest: Manifest, stage: StageManifest) -> dict[str, Any]:
@@ -287,8 +286,9 @@ def release_stage(
         live, judged = stores.ledger.channel(channel), judged_at(report, channel, stores.ledger.history(channel))
         move = promotion(live, judged, candidate, report)
         pinned = refuse_unmet(stores, run, manifest, report, channel) if move else None
-        bound: dict[str, Any] = {"model": candidate, "report": inputs["report"].digest, "live": judged}
-        request = approvals.release_request(stores, run, channel, pinned, **bound)
+        request = approvals.release_request(
+            stores, run, channel, pinned, model=candidate, report=inputs["report"].digest, live=judged
+        )
         if request and not approvals.await_release(stores, stage, request, pinned):
             return
         check_weights(stores.blobs, candidate, f"channel {channel} stays where it is")
@@ -299,11 +299,16 @@ def release_stage(
             if move:
                 transaction.lock_recalls()
                 refuse_release(transaction.snapshot, channel, candidate)
-                approved = approvals.count(transaction, request, pinned)
-                under: dict[str, Any] = {"policy": report.policy, "approved": approved}
-                under["requested_by"] = transaction.snapshot.known_submitter(run.id) or ""
                 live = transaction.append_release(
-                    channel, candidate, run.id, "promote", judged, inputs["report"].digest, **under
+                    channel,
+                    candidate,
+                    run.id,
+                    "promote",
+                    judged,
+                    inputs["report"].digest,
+                    policy=report.policy,
+                    approved=approvals.count(transaction, request, pinned),
+                    requested_by=transaction.snapshot.known_submitter(run.id) or "",
                 )
             verb = "now points" if move else "already pointed"
             transaction.update_stage(
@@ -323,25 +328,9 @@ def release_stage(
 
 def _turn_away(stores: Stores, stage: StageRecord, channel: str, error: ConflictError) -> None:
     """End a release stage that may not release."""
-    reason, action = _turned_away(error, stage.run_id, channel)
-    with stores.ledger.transaction(stores.actor) as transaction:
-        ends: dict[str, Any] = {"reason": reason, "message": str(error), "next_action": action}
-        transaction.update_stage(stage, state=StageState.REJECTED, **ends)
-
-
-def _turned_away(error: ConflictError, run_id: str, channel: str) -> tuple[Reason, str]:
-    """Why a release did not happen, and what to type next: judging again needs the run file, as the error says."""
-    if isinstance(error, QuarantinedError):
-        return Reason.QUARANTINED, f"posttrain promote {run_id} --lift-quarantine REASON"
-    if isinstance(error, RecalledError):
-        return Reason.RECALLED, f"posttrain lineage {run_id}"
-    if isinstance(error, PolicyError):
-        return Reason.POLICY_NOT_MET, "posttrain run RUN.yaml"
-    if isinstance(error, ApprovalError):
-        return Reason.APPROVAL_REJECTED, f"posttrain why {run_id}"
-    if isinstance(error, ChannelClosedError):
-        return Reason.CHANNEL_FROZEN, f"posttrain channel unfreeze {channel}"
-    return Reason.CHANNEL_MOVED, f"posttrain get {channel}"
+    reason, action = next(told for kind, told in _TURNED_AWAY.items() if isinstance(error, kind))
+    action = action.format(run=stage.run_id, channel=channel)
+    stores.update_stage(stage, state=StageState.REJECTED, reason=reason, message=str(error), next_action=action)
 
 
 def refuse_unmet(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -159,8 +159,7 @@ def tokens_taken_over(stores: Stores, folders: AttemptFolders, attempts: Sequenc
     for place, attempt in enumerate(known):
         if attempt.resume is not None and (attempt.resumed_from is None or attempt.resumed_tokens is None):
             origin, _ = _foreign(stores, folders, attempt) or (f"{attempt.run_id}/{attempt.stage}", 0)
-            tokens = tokens_inherited(stores.blobs, attempt)
-            known[place] = replace(attempt, resumed_from=origin, resumed_tokens=tokens)
+            known[place] = replace(attempt, resumed_from=origin, resumed_tokens=tokens_inherited(stores.blobs, attempt))
     return budgets.taken_over(known)
 
 
@@ -271,8 +270,7 @@ def _plan(
         driven, left = transaction.snapshot.occupying(jobs.host, attempt.created_at)
         if left and unwatched is None:
             raise _UnwatchedError
-        free = jobs.slots - driven - (unwatched or 0)
-        held = hold_back(manifest, stage, attempts, spent, free=free, rivals=rivals)
+        held = hold_back(manifest, stage, attempts, spent, free=jobs.slots - driven - (unwatched or 0), rivals=rivals)
         if isinstance(held, tuple):
             return held
         transaction.insert_attempt(replace(attempt, reserved_tokens=held.tokens, reserved_seconds=held.seconds))
@@ -321,9 +319,8 @@ def launch_attempt(
     manifest, folder = view.manifest, jobs.folders.of(attempt)
     if waits_for_devices(stores, jobs, manifest, stage, trainer):
         return None
-    refused = _refused_secrets(stores, jobs, view)
-    refused = refused or _fetch_elsewhere(stores, stage, _cache(jobs, manifest, stage, attempt))
-    if refused:
+    cache = _cache(jobs, manifest, stage, attempt)
+    if refused := _refused_secrets(stores, jobs, view) or _fetch_elsewhere(stores, stage, cache):
         return refused
     # whoever wrote an order before may have died a day ago, when the workspace lay elsewhere or trusted its rewards
     attempt = _settled(stores, jobs, attempt)
@@ -393,10 +390,12 @@ def waits_for_devices(stores: Stores, jobs: Jobs, manifest: Manifest, stage: Sta
     return bool(lack)
 
 
-def say(stores: Stores, stage: StageRecord, reason: Reason, message: str, action: str = "none needed") -> None:
+def say(
+    stores: Stores, stage: StageRecord, reason: Reason, message: str, action: str = "none needed", **columns: Any
+) -> None:
     """Write down what a stage waits for, once."""
     if (stage.reason, stage.message) != (reason, message):
-        stores.update_stage(stage, reason=reason, message=message, next_action=action)
+        stores.update_stage(stage, reason=reason, message=message, next_action=action, **columns)
 
 
 def record_launch(stores: Stores, attempt: AttemptRecord, handle: str, stage: StageRecord) -> None:
@@ -457,17 +456,13 @@ def _settled(stores: Stores, jobs: Jobs, attempt: AttemptRecord) -> AttemptRecor
     planned, and a release before wrote none down.
     """
     url = jobs.folders.channel_of(attempt.run_id, attempt.stage, attempt.number)
-    if url == attempt.channel:
-        return attempt
-    return stores.update_attempt(attempt, channel=url)
+    return attempt if url == attempt.channel else stores.update_attempt(attempt, channel=url)
 
 
 def _lay_down(folder: AttemptFolder, order: JobOrder) -> None:
-    if not order.image:
-        folder.write_order(order)
-        return
     make_folder(folder.path)
-    with unclaimed(folder.path) as free:  # a container writes into a job.json that replaced the one it was shown
+    # a container writes into a job.json that replaced the one it was shown
+    with unclaimed(folder.path) if order.image else nullcontext(True) as free:
         if free:
             folder.write_order(order)
 
@@ -511,8 +506,9 @@ def _fetch_elsewhere(stores: Stores, stage: StageRecord, cache: Path) -> Failure
     for blob in stage.inputs.values():
         if stores.blobs.has(blob["digest"]):  # a store that does not answer is trouble, and no try of the stage's
             continue
-        registered = stores.ledger.assets_by_digest(blob["digest"])
-        versions = external_versions(registered, blob["digest"], blob.get("name", ""))
+        versions = external_versions(
+            stores.ledger.assets_by_digest(blob["digest"]), blob["digest"], blob.get("name", "")
+        )
         try:
             if versions:
                 local_copy(versions, cache)

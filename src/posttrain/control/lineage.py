@@ -202,8 +202,7 @@ def made_model(stores: Stores, ref: AssetRef) -> MadeModel:
         NotFoundError: no such channel, release, run or stage; a stage that has made none yet; bytes that are gone.
         InputError: the start of several runs' ids.
     """
-    ways = {Source.CHANNEL: _released, Source.RUN: _of_run, Source.REGISTRY: _trained}
-    found = ways[ref.source](stores, ref)
+    found = {Source.CHANNEL: _released, Source.RUN: _of_run, Source.REGISTRY: _trained}[ref.source](stores, ref)
     if not stores.blobs.has(found.digest):
         raise NotFoundError(f"{found.name}: its bytes ({found.digest}) are missing from the store; restore them")
     return found
@@ -376,8 +375,8 @@ def _approvals(origins: Origins, entry: ReleaseEntry) -> Iterator[str]:
             continue
         policy = asked.asked["policy"]
         pinned = policy_of(origins.stores, entry.channel, policy) if policy else None
-        terms = Terms((), 0, bool(pinned and pinned.policy.self_approval))
-        own = owners(now, asked, terms)  # that strangers approve is refused when they say it
+        # that strangers approve is refused when they say it
+        own = owners(now, asked, Terms((), 0, bool(pinned and pinned.policy.self_approval)))
         yield from (
             f"{said.actor}{f': {said.reason}' if said.reason else ''}"
             for said in now.approvals(asked.digest)
@@ -418,16 +417,14 @@ def _manifest_node(origins: Origins, run_id: str) -> Node:
     return Node("manifest", run.id, run.manifest_digest, "file", details=details)
 
 
-def _evaluations(origins: Origins, run_id: str, model: str) -> list[Node]:
+def _evaluations(origins: Origins, run_id: str, model: str) -> Iterator[Node]:
     """What a run measured of one model."""
-    nodes = []
     for stage in origins.stages(run_id):
         used, made = origins.used(run_id, stage.name), origins.made(run_id, stage.name)
         measured = next((edge.digest for edge in used if edge.slot == MODEL), None)
         if kind_of(stage.kind).measures and METRICS in made and measured == model:
             suites = tuple(_input_node(origins, stage, edge) for edge in used if edge.slot != MODEL)
-            nodes.append(Node("evaluation", f"{run_id}/{stage.name}", made[METRICS], "file", children=suites))
-    return nodes
+            yield Node("evaluation", f"{run_id}/{stage.name}", made[METRICS], "file", children=suites)
 
 
 def _model_node(origins: Origins, digest: str, run_id: str | None) -> Node:
@@ -500,8 +497,14 @@ def _import_node(origins: Origins, digest: str, of: str) -> Node:
     kept = () if history == of else (_kept(origins, "history", "metrics by step", history, "file"),)
     end = Node("end", "before this: unknown", None, details=(("not known", begins_at(record)),))
     details = (("model", place), ("made with", made or "an unknown version"))
-    children = (*_read_then(record), *kept, *(_named_node(origins, row) for row in record["named"]), end)
-    return Node("import", source, digest, "file", details, children)
+    return Node(
+        "import",
+        source,
+        digest,
+        "file",
+        details,
+        (*_read_then(record), *kept, *(_named_node(origins, row) for row in record["named"]), end),
+    )
 
 
 def _read_then(record: Mapping[str, Any]) -> Iterator[Node]:
@@ -549,10 +552,9 @@ def trained_models(
     if kind_of(stage.kind).from_nothing:  # `asset create` names what it makes
         return []
     models = []
-    for output in (MODEL, BEST):
-        if output in outputs:
-            name = f"{run}/{stage.name}" + (f"/{BEST}" if output == BEST else "")
-            meta = {"run": stage.run_id, "stage": stage.name, "output": output}
-            digest, form = outputs[output]["digest"], outputs[output]["form"]
-            models.append(Asset(KIND, name, 0, digest, form, stores.clock.now(), stores.actor, meta))
+    for output in (one for one in (MODEL, BEST) if one in outputs):
+        name = f"{run}/{stage.name}" + (f"/{BEST}" if output == BEST else "")
+        meta = {"run": stage.run_id, "stage": stage.name, "output": output}
+        digest, form = outputs[output]["digest"], outputs[output]["form"]
+        models.append(Asset(KIND, name, 0, digest, form, stores.clock.now(), stores.actor, meta))
     return models

@@ -23,45 +23,44 @@ class MoveRun:
 
 
 @dataclass(frozen=True, slots=True)
-class StopStage:
+class _OfStage:
+    stage: StageRecord
+
+
+@dataclass(frozen=True, slots=True)
+class _OfAttempt(_OfStage):
+    attempt: AttemptRecord
+
+
+@dataclass(frozen=True, slots=True)
+class StopStage(_OfStage):
     """A stage that had not begun when a person stopped its run."""
 
-    stage: StageRecord
-
 
 @dataclass(frozen=True, slots=True)
-class Bind:
+class Bind(_OfStage):
     """What a stage takes is there: bind it."""
 
-    stage: StageRecord
-
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class Start(_OfStage):
     """Reuse what was computed before, or plan an attempt."""
 
-    stage: StageRecord
-
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class Judge(_OfStage):
     """Judge the gates."""
 
-    stage: StageRecord
-
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class Release(_OfStage):
     """Move the channel."""
 
-    stage: StageRecord
-
 
 @dataclass(frozen=True, slots=True)
-class EndWait:
+class EndWait(_OfStage):
     """What a stage waited for has come, or is waited for no longer."""
 
-    stage: StageRecord
     state: StageState  # succeeded | failed
     reason: Reason
     message: str
@@ -69,85 +68,66 @@ class EndWait:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(_OfAttempt):
     """Submit a planned attempt."""
-
-    stage: StageRecord
-    attempt: AttemptRecord
 
 
 @dataclass(frozen=True, slots=True)
-class RecordLaunch:
+class RecordLaunch(_OfAttempt):
     """The executor has the job already."""
 
-    stage: StageRecord
-    attempt: AttemptRecord
     handle: str
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class Say(_OfStage):
     """Write down what a stage waits for."""
 
-    stage: StageRecord
     reason: Reason
     message: str
     next_action: str = "none needed"
 
 
 @dataclass(frozen=True, slots=True)
-class AskToStop:
+class AskToStop(_OfAttempt):
     """Ask a job to checkpoint and end."""
 
-    stage: StageRecord
-    attempt: AttemptRecord
     cause: StopCause
 
 
 @dataclass(frozen=True, slots=True)
-class KeepWatch:
+class KeepWatch(_OfAttempt):
     """Write down how long a job has been silent."""
 
-    stage: StageRecord
-    attempt: AttemptRecord
     watch: Watch
     goes_on: bool = False  # it was asked to checkpoint, and moves again
     said: str = ""  # it is going to be killed: why
 
 
 @dataclass(frozen=True, slots=True)
-class AskToCheckpoint:
+class AskToCheckpoint(_OfAttempt):
     """Ask a job that seems to hang for a checkpoint, and say that it does."""
 
-    stage: StageRecord
-    attempt: AttemptRecord
     watch: Watch
     message: str
 
 
 @dataclass(frozen=True, slots=True)
-class Kill:
+class Kill(_OfAttempt):
     """End a job that did not end by itself; whether it is gone, the next look says."""
-
-    stage: StageRecord
-    attempt: AttemptRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Collect:
+class Collect(_OfAttempt):
     """Publish what a job left, and end the attempt."""
 
-    stage: StageRecord
-    attempt: AttemptRecord
     result: JobResult
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class End(_OfAttempt):
     """End an attempt that leaves nothing."""
 
-    stage: StageRecord
-    attempt: AttemptRecord
     result: JobResult
     why: str = ""  # for the tombstone
     unless_begun: bool = False  # not if a job of it computes after all
@@ -155,11 +135,9 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class TryAgain:
+class TryAgain(_OfAttempt):
     """End an attempt that infrastructure broke; another follows after `wait` seconds."""
 
-    stage: StageRecord
-    attempt: AttemptRecord
     failure: Failure
     ended: AttemptState
     said: JobResult

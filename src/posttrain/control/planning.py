@@ -108,8 +108,9 @@ def plan_run(
         runtime=spec.runtime,
         image=spec.image,
     )
-    warnings = tuple(_new_channel(spec, channels))
-    return Planned(manifest, contracts | decision.contracts, warnings, passes=passes, policy=policy)
+    return Planned(
+        manifest, contracts | decision.contracts, tuple(_new_channel(spec, channels)), passes=passes, policy=policy
+    )
 
 
 def _after_each_other(spec: RunSpec, stages: Collection[StageManifest]) -> list[StageManifest]:
@@ -245,8 +246,10 @@ class Resolver:
 
     def _reward_files(self, slot: str, word: str) -> dict[str, InputRef]:
         """`reward/words.txt`: a slot for every file that a reward's code gets besides its source."""
-        files = self._spec.rewards[word].files
-        return {f"{slot}/{PurePath(f).name}": self._asset(f"rewards.{word}.files", "file", f) for f in files}
+        return {
+            f"{slot}/{PurePath(f).name}": self._asset(f"rewards.{word}.files", "file", f)
+            for f in self._spec.rewards[word].files
+        }
 
     def model(self, field: str, word: str) -> InputRef:
         """`base`, a stage that makes a model, or `STAGE/best`.

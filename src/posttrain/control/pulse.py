@@ -18,12 +18,12 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from posttrain.control import budgets
-from posttrain.control.attempts import reported
+from posttrain.control.attempts import answered, reported
 from posttrain.control.decide import LOOKS, STOP_GRACE_SECONDS, View, due_in, stall_after
 from posttrain.control.jobs import Jobs, job_of
 from posttrain.control.stores import Stores
@@ -33,9 +33,7 @@ from posttrain.domain.lifecycle import AttemptState, Reason, StageState
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.ports import Clock
 from posttrain.domain.records import AttemptRecord, StageRecord, Watch
-from posttrain.domain.waits import times as due_times
-from posttrain.domain.waits import wait_of, waiting
-from posttrain.store.attempts import AttemptFolder
+from posttrain.domain.waits import times, wait_of, waiting
 from posttrain.store.journal import STAGE
 from posttrain.store.work import NEVER, Work, WorkQueue
 
@@ -61,27 +59,27 @@ def look_again_after(
     manifest: Manifest, stages: Sequence[StageRecord], attempts: Sequence[AttemptRecord], now: float
 ) -> float:
     """Seconds until these rows of a run alone make it worth a look; the silence of jobs is the `Pulse`'s."""
-    times = [NEVER]
+    waits = [NEVER]
     for stage in stages:
         if stage.state in (StageState.READY, StageState.RUNNING):
-            times.append(_WAITS.get(stage.reason, NEVER))
+            waits.append(_WAITS.get(stage.reason, NEVER))
         if stage.state == StageState.READY and stage.not_before is not None and stage.not_before > now:
-            times.append(stage.not_before - now)
+            waits.append(stage.not_before - now)
         if (
             waiting(stage) and stage.reason != Reason.WAITING_FOR_APPROVAL
         ):  # `not_before` of it, and until when its signal is waited for
-            times += [at - now for at in due_times(wait_of(manifest, stage.name), stage) if at > now]
+            waits += [at - now for at in times(wait_of(manifest, stage.name), stage) if at > now]
     for_devices = {stage.name for stage in stages if stage.reason == Reason.WAITING_FOR_DEVICES}  # the scheduler's
     for attempt in attempts:
         if attempt.state == AttemptState.PLANNED and attempt.stage not in for_devices:
-            times.append(_SOON)
+            waits.append(_SOON)
         elif attempt.state == AttemptState.LAUNCHED and attempt.stop_requested_at is not None:
-            times.append(max(_SOON, attempt.stop_requested_at + STOP_GRACE_SECONDS - now))
+            waits.append(max(_SOON, attempt.stop_requested_at + STOP_GRACE_SECONDS - now))
     if manifest.budget.wall_clock is not None:
         share = {one.name: budgets.share_of(manifest, one, budgets.spending(stages, attempts)) for one in attempts}
         live = [one for one in attempts if one.state in _LIVE]
-        times += [max(_SOON, (share[one.name].seconds or 0.0) - _seconds(one, now)) for one in live]
-    return min(times)
+        waits += [max(_SOON, (share[one.name].seconds or 0.0) - _seconds(one, now)) for one in live]
+    return min(waits)
 
 
 @dataclass(slots=True)
@@ -188,14 +186,6 @@ class Pulse:
         if share.tokens is not None and attempt.stop_requested_at is None:
             most = share.tokens + (attempt.resumed_tokens or 0)
         return _Job(attempt, most, limit / LOOKS, now + due_in(watch, limit, now) if watch else NEVER)
-
-
-def answered(folder: AttemptFolder) -> bool:
-    """Whether a job left its result, or something unreadable in its place."""
-    try:
-        return folder.channel.answered() is not None
-    except IntegrityError:
-        return True
 
 
 class Turns:
@@ -362,11 +352,11 @@ class Troubles:
             self._queue, STAGE, _name(stage), error, self._open.get(_name(stage))
         )
         if known.dead_at is not None:
-            how = f"{one_line(error)}; set aside after {known.failures} tries"
-            self._say(stage, Reason.SET_ASIDE, how, f"mend the cause, then posttrain dead {_name(stage)} --retry")
+            how, action = f"set aside after {known.failures} tries", f"posttrain dead {_name(stage)} --retry"
+            self._say(stage, Reason.SET_ASIDE, f"{one_line(error)}; {how}", f"mend the cause, then {action}")
         else:
-            wait = known.due_in
-            self._say(stage, Reason.TROUBLED, f"{one_line(error)}; looking again in {wait:.2g} s", "none needed")
+            how = f"looking again in {known.due_in:.2g} s"
+            self._say(stage, Reason.TROUBLED, f"{one_line(error)}; {how}", "none needed")
 
     def _over(self, stage: StageRecord) -> None:
         """What was said of the trouble is taken back, unless the stage has moved on and says something else."""
@@ -376,10 +366,8 @@ class Troubles:
             self._say(now, *self._usual(now), "none needed")
 
     def _say(self, stage: StageRecord, reason: Reason, message: str, action: str) -> None:
-        try:
+        with suppress(ConflictError):  # the stage has moved on, which says more
             self._stores.update_stage(stage, reason=reason, message=message, next_action=action)
-        except ConflictError:  # the stage has moved on, which says more
-            return
 
     def _usual(self, stage: StageRecord) -> tuple[Reason, str]:
         """What a stage says of itself when nothing stands in its way."""
@@ -412,8 +400,9 @@ def record_trouble(
     expected = isinstance(error, PosttrainError | OSError)
     over = lasts >= PATIENCE_SECONDS or (not expected and times >= _UNEXPECTED)
     wait = BACKOFF_SECONDS[min(times, len(BACKOFF_SECONDS)) - 1]
-    trace = "".join(traceback.format_exception(error))
-    return queue.failed(kind, name, one_line(error), trace, None if over else wait, held)
+    return queue.failed(
+        kind, name, one_line(error), "".join(traceback.format_exception(error)), None if over else wait, held
+    )
 
 
 def one_line(error: Exception) -> str:

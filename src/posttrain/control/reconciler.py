@@ -220,8 +220,9 @@ class Reconciler:
         """Whether another host has a job of this run; its row, which had forgotten that, knows it again."""
         if self._jobs.host is None:
             return False
-        found = (one for one in rows.attempts if not is_final("attempt", one.state) and self._jobs.elsewhere(one))
-        other = next(found, None)
+        other = next(
+            (one for one in rows.attempts if not is_final("attempt", one.state) and self._jobs.elsewhere(one)), None
+        )
         if other is not None:
             self._held.pop(rows.run.id, None)
             self.queue.leave_to(rows.run.id, other.host)
@@ -267,8 +268,7 @@ class Reconciler:
             return replace(watched.last, changed=False)
         self._due.discard(run_id)
         self._pulse.take(run_id)
-        tick = self.tick(run_id)
-        found = tick or Tick(self._stores.ledger.run(run_id), changed=False, again_after=POLL_SECONDS)
+        found = self.tick(run_id) or Tick(self._stores.ledger.run(run_id), changed=False, again_after=POLL_SECONDS)
         watched.again_at = clock.now() + (0.0 if found.changed else found.again_after)
         watched.last = replace(found, view=None)
         if found.set_aside:
@@ -352,8 +352,7 @@ class Reconciler:
             return
         with suppress(PosttrainError):  # the ledger or the executor is away: later
             free = self._jobs.slots - sum(taken_slots(self._stores, self._jobs))
-            woken = self._due | self._beside.runs()
-            self._due |= self._slots.next([(run_id, 1) for _, run_id in waiting], free, woken)
+            self._due |= self._slots.next([(run_id, 1) for _, run_id in waiting], free, self._due | self._beside.runs())
 
     def _sweep(self) -> None:
         """Now and then one driver of all ends the jobs that no live attempt owns."""
@@ -439,9 +438,7 @@ class Reconciler:
             view = self._told(self._rows_of(run_id))  # something was raised, after the rows had changed perhaps
         # work beside may start a job after the rows were read: the run ends only after that work is collected
         ending = None if run_id in self._beside.runs() | self._ending.runs() else settle(view)
-        if ending is None:
-            return view
-        return self._done(view, ending)
+        return view if ending is None else self._done(view, ending)
 
     def _advance(self, view: View, name: str, looks: Looks, over: Set[str]) -> View:
         """One step of one stage, unless the last one still goes on beside this thread. The rows afterwards."""

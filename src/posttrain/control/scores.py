@@ -14,7 +14,7 @@ import io
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -51,8 +51,8 @@ class Before:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
-        shown = {"of": self.of, "stage": self.stage, **estimate_json(self.estimate)}
-        return shown | {"difference": paired_json(self.paired), "unpaired": self.unpaired}
+        compared = {"difference": paired_json(self.paired), "unpaired": self.unpaired}
+        return {"of": self.of, "stage": self.stage, **asdict(self.estimate), **compared}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Score:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
         told = {"stage": self.stage, "suite": self.suite, "metric": self.metric, "of": self.of}
-        return {**told, **estimate_json(self.estimate), "before": [one.to_json() for one in self.before]}
+        return {**told, **asdict(self.estimate), "before": [one.to_json() for one in self.before]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,12 @@ class Scores:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
-        rows, told = [row.to_json() for row in self.rows], {"regressions": list(self.regressions)}
-        return {"confidence": self.confidence, "rows": rows, **told, "troubles": list(self.troubles)}
+        return {
+            "confidence": self.confidence,
+            "rows": [row.to_json() for row in self.rows],
+            "regressions": list(self.regressions),
+            "troubles": list(self.troubles),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,21 +297,17 @@ def _before(one: Measured, metric: str, earlier: list[Measured], manifest: Manif
             pair = paired(metric, one.evidence[metric], other.evidence[name])
         except InputError as error:
             why = str(error)
-        measured = estimate(name, other.evidence[name])
-        yield Before(model_words(manifest, other.model), other.stage.name, measured, pair, why)
-
-
-def estimate_json(one: Estimate) -> dict[str, Any]:
-    """Plain JSON."""
-    return {"value": one.value, "low": one.low, "high": one.high, "items": one.items, "method": one.method}
+        yield Before(
+            model_words(manifest, other.model), other.stage.name, estimate(name, other.evidence[name]), pair, why
+        )
 
 
 def paired_json(one: Paired | None) -> dict[str, Any] | None:
     """Plain JSON."""
     if one is None:
         return None
-    counts = {"higher": one.higher, "lower": one.lower, "same": one.same, "items": one.items}
     limits = {"value": one.difference, "low": one.low, "high": one.high, "method": one.method}
+    counts = {"higher": one.higher, "lower": one.lower, "same": one.same, "items": one.items}
     return {**limits, **counts, "mcnemar_p": one.mcnemar_p}
 
 
@@ -361,8 +361,9 @@ class Responses:
             columns = self._file.read(columns=[*_LIGHT, *self._scored[:1]]).to_pydict()
         except (OSError, ValueError, pa.ArrowException) as error:
             raise IntegrityError(f"{source}: responses cannot be read: {error}; evaluate again") from error
-        rows = zip(*columns.values(), strict=True)
-        self.all: Sequence[Answered] = [Answered(place, *row) for place, row in enumerate(rows)]
+        self.all: Sequence[Answered] = [
+            Answered(place, *row) for place, row in enumerate(zip(*columns.values(), strict=True))
+        ]
 
     def greedy(self, suite: str) -> list[Answered]:
         """The greedy answers to a suite, one per item, in its order."""
@@ -384,24 +385,18 @@ class Responses:
         if not wanted:
             return found
         try:
-            for start, batch in self._batches():
-                for row in range(start, start + len(batch["prompt"])):
+            row = 0
+            for batch in self._file.iter_batches(batch_size=_BATCH, columns=[*_TEXTS, *self._scored[1:]]):
+                for place in range(batch.num_rows):
                     if row in wanted:
-                        said: dict[str, Any] = {name: batch[name][row - start].as_py() for name in _TEXTS}
-                        prompt, answer, response = (said[name] or "" for name in _TEXTS[:3])
-                        parts = batch[_COMPONENTS][row - start].as_py() if _COMPONENTS in self._scored else None
-                        found[row] = Response(
-                            wanted[row], prompt, answer, response, said["extracted"], json.loads(parts or "{}")
-                        )
+                        prompt, answer, response, extracted = (batch[name][place].as_py() for name in _TEXTS)
+                        parts = batch[_COMPONENTS][place].as_py() if _COMPONENTS in self._scored else None
+                        said = prompt or "", answer or "", response or "", extracted
+                        found[row] = Response(wanted[row], *said, json.loads(parts or "{}"))
+                    row += 1
         except (OSError, ValueError, pa.ArrowException) as error:
             raise IntegrityError(f"{self._source}: responses cannot be read: {error}; evaluate again") from error
         return found
-
-    def _batches(self) -> Iterator[tuple[int, Any]]:
-        start = 0
-        for batch in self._file.iter_batches(batch_size=_BATCH, columns=[*_TEXTS, *self._scored[1:]]):
-            yield start, batch
-            start += batch.num_rows
 
 
 def spread(rows: Sequence[Answered], most: int) -> list[Answered]:

@@ -29,7 +29,7 @@ def selected_on(manifest: Manifest, rows: Mapping[str, Sequence[Row] | None]) ->
     Args:
         rows: digest of a data set → its rows; None: they were not read, so only the digests are compared.
     """
-    suites = _suites(manifest)
+    suites = {str(ref.digest): ref for stage in manifest.stages if stage.measures for _, ref in dataset_slots(stage)}
     for stage in filter(selects, manifest.stages):
         probe, data = stage.inputs["probe"], stage.inputs["data"]
         read = rows.get(str(probe.digest))
@@ -70,12 +70,6 @@ def choice_warnings(manifest: Manifest, metrics: Mapping[str, Mapping[str, float
         if ref is None or ref.source != "stage":
             return
         name, output = ref.name, str(ref.output)
-
-
-def _suites(manifest: Manifest) -> dict[str, InputRef]:
-    """Digest → data set of every suite."""
-    measured = [stage for stage in manifest.stages if stage.measures]
-    return {str(ref.digest): ref for stage in measured for _, ref in dataset_slots(stage)}
 
 
 def selected(metrics: Mapping[str, float]) -> str:

@@ -12,6 +12,7 @@ from posttrain.control.jobs import Jobs, called, names_of, present_code
 from posttrain.control.launching import (
     cache_key,
     plan_attempt,
+    say,
     taken_slots,
     tokens_taken_over,
     usable,
@@ -45,7 +46,14 @@ def bind_pending(
             if live:
                 inputs[slot] = live
             elif not kind_of(stage.kind).judges:
-                return _skip(stores, stage, ref.name)
+                return stores.update_stage(
+                    stage,
+                    state=StageState.SKIPPED,
+                    reason=Reason.CHANNEL_EMPTY,
+                    message=f"channel {ref.name} has no release yet, so there is no baseline to evaluate",
+                    next_action="none needed",
+                    finished_at=stores.clock.now(),
+                )
     bound = {slot: asdict(blob) for slot, blob in inputs.items()}
     taken = {slot: ref.output for slot, ref in plan.inputs.items() if ref.source == "stage" and ref.output}
     waits = kind_of(stage.kind).driver is Driver.WAIT
@@ -74,18 +82,6 @@ def _channel(ledger: Ledger, manifest: Manifest, stages: Mapping[str, StageRecor
     return InputBlob(live.model_digest, "tree", f"channel:{channel}@{live.sequence}") if live else None
 
 
-def _skip(stores: Stores, stage: StageRecord, channel: str) -> StageRecord:
-    message = f"channel {channel} has no release yet, so there is no baseline to evaluate"
-    return stores.update_stage(
-        stage,
-        state=StageState.SKIPPED,
-        reason=Reason.CHANNEL_EMPTY,
-        message=message,
-        next_action="none needed",
-        finished_at=stores.clock.now(),
-    )
-
-
 def bound_inputs(stage: StageRecord) -> dict[str, InputBlob]:
     """The inputs of a stage that is past pending."""
     return {slot: InputBlob(**blob) for slot, blob in stage.inputs.items()}
@@ -93,7 +89,7 @@ def bound_inputs(stage: StageRecord) -> dict[str, InputBlob]:
 
 def start_ready(stores: Stores, jobs: Jobs, view: View, stage: StageRecord) -> None:
     """Reuse a cached result, or plan the next attempt of a ready stage when there is a slot and budget."""
-    manifest, stages = view.manifest, {one.name: one for one in view.stages}
+    manifest = view.manifest
     key = cache_key(manifest, manifest.stage(stage.name), bound_inputs(stage))
     cached, same = stores.ledger.computed(key)
     if cached and _reuse(stores, stage, key, cached):
@@ -103,18 +99,17 @@ def start_ready(stores: Stores, jobs: Jobs, view: View, stage: StageRecord) -> N
     twin = _twin(stores, stage, same)
     if twin:
         said = f"{twin} computes the same; its result will be reused"
-        _wait(stores, stage, Reason.WAITING_FOR_IDENTICAL_STAGE, said, key)
+        say(stores, stage, Reason.WAITING_FOR_IDENTICAL_STAGE, said, cache_key=key)
         return
     # of now: beside the deciding thread the view is older, and what was spent since counts
     attempts = stores.ledger.attempts(stage.run_id) if budgets.limited(manifest) else []
-    taken_over = tokens_taken_over(stores, jobs.folders, attempts)
-    spent = budgets.spending(view.stages, attempts, taken_over=taken_over)
+    spent = budgets.spending(view.stages, attempts, taken_over=tokens_taken_over(stores, jobs.folders, attempts))
     # in the write that plans it; before, where it waits already, or a checkpoint is looked for first, which takes time
     before = stage.reason == Reason.WAITING_FOR_SLOT or bool(same) or bool(view.tries(stage.name))
     driven, unwatched = taken_slots(stores, jobs) if before else (0, None)
     held = hold_back(manifest, stage, attempts, spent, free=jobs.slots - driven - (unwatched or 0))
     if isinstance(held, tuple):
-        _wait(stores, stage, *held, key)
+        say(stores, stage, *held, cache_key=key)
         return
     if _code_changed(stores, jobs, manifest, stage) or _environment_changed(stores, jobs, manifest, stage):
         return
@@ -130,17 +125,19 @@ def start_ready(stores: Stores, jobs: Jobs, view: View, stage: StageRecord) -> N
         return
     if not waits_for_devices(stores, jobs, manifest, stage, jobs.trainer(manifest.stage(stage.name).trainer)):
         with stores.blobs.holding():
-            rivals = _rivals(stores, manifest, key, stages)
-            waiting = plan_attempt(stores, jobs, view, stage, key, same, unwatched=unwatched, rivals=rivals)
+            waiting = plan_attempt(
+                stores, jobs, view, stage, key, same, unwatched=unwatched, rivals=_rivals(stores, view, key)
+            )
         if waiting:
-            _wait(stores, stage, *waiting, key)
+            say(stores, stage, *waiting, cache_key=key)
 
 
-def _rivals(stores: Stores, manifest: Manifest, key: str, stages: Mapping[str, StageRecord]) -> int:
+def _rivals(stores: Stores, view: View, key: str) -> int:
     """How many other stages of a run with a budget could start now: they share what is left of it."""
+    manifest = view.manifest
     if not budgets.limited(manifest):
         return 0
-    ready = [one for one in stages.values() if one.state == StageState.READY and kind_of(one.kind).driver is Driver.JOB]
+    ready = [one for one in view.stages if one.state == StageState.READY and kind_of(one.kind).driver is Driver.JOB]
     keys = {cache_key(manifest, manifest.stage(one.name), bound_inputs(one)) for one in ready} - {key}
     return sum(stores.ledger.cached_stage(one) is None for one in keys)
 
@@ -208,9 +205,3 @@ def _twin(stores: Stores, stage: StageRecord, same: Iterable[StageRecord]) -> st
         if run.state == RunState.RUNNING and (run.id == stage.run_id or (run.lease_expires or 0.0) >= now):
             return f"{run.id}/{other.name}"
     return None
-
-
-def _wait(stores: Stores, stage: StageRecord, reason: Reason, message: str, key: str) -> None:
-    if (stage.reason, stage.message) == (reason, message):
-        return
-    stores.update_stage(stage, reason=reason, message=message, next_action="none needed", cache_key=key)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from posttrain.control.planning import Planned
-from posttrain.control.scores import estimate_json, measurements
+from posttrain.control.scores import measurements
 from posttrain.control.stores import Stores
 from posttrain.decision.gates import Evidence
 from posttrain.decision.power import Ranking, rank
@@ -39,8 +40,7 @@ def swept_metric(planned: Planned, gates: Sequence[GateRule], model: str, named:
     Raises:
         InputError: no evaluation of the model has that metric.
     """
-    stages = [stage for stage in planned.manifest.stages if stage.measures]
-    chosen = [stage for stage in stages if stage.inputs["model"].word == model]
+    chosen = [s for s in planned.manifest.stages if s.measures and s.inputs["model"].word == model]
     known = [metric for stage in chosen for metric in planned.contracts[stage.name].metrics]
     wanted = named or next((gate.metric for gate in gates if gate.metric in known), known[0])
     if wanted not in known:
@@ -83,7 +83,7 @@ def ranking_json(ranking: Ranking, settings: Sequence[Mapping[str, Any]]) -> dic
     rows = [
         {
             **own,
-            "mean": estimate_json(one.mean) if one.mean else None,
+            "mean": asdict(one.mean) if one.mean else None,
             "values": {str(seed): value for seed, value in one.values.items()},
             "rank": [one.best, one.worst] if one.mean else None,
         }
@@ -93,14 +93,21 @@ def ranking_json(ranking: Ranking, settings: Sequence[Mapping[str, Any]]) -> dic
         {"first": d.first, "second": d.second, "difference": d.value, "low": d.low, "high": d.high, "seeds": d.seeds}
         for d in ranking.differences
     ]
-    told = {"notes": list(ranking.notes), "warnings": list(ranking.warnings)}
-    return {"confidence": ranking.confidence, "settings": rows, "differences": pairs, **told}
+    return {
+        "confidence": ranking.confidence,
+        "settings": rows,
+        "differences": pairs,
+        "notes": list(ranking.notes),
+        "warnings": list(ranking.warnings),
+    }
 
 
 def _evidence(stores: Stores, run_id: str, model: str, metric: str, troubles: list[str]) -> Evidence | None:
     """What a run measured of that model; another one's number would stand for it."""
-    run = stores.ledger.run(run_id)
-    manifest, rows = stores.manifest(run), {row.name: row for row in stores.ledger.stages(run_id)}
-    measured = measurements(stores.blobs, manifest, rows, troubles)
-    found = [one for one in measured if one.model.word == model and metric in one.evidence]
+    manifest, rows = stores.manifest(stores.ledger.run(run_id)), {row.name: row for row in stores.ledger.stages(run_id)}
+    found = [
+        one
+        for one in measurements(stores.blobs, manifest, rows, troubles)
+        if one.model.word == model and metric in one.evidence
+    ]
     return found[-1].evidence[metric] if found else None

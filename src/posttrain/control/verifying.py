@@ -54,8 +54,9 @@ def verify(stores: Stores, lineage: Callable[[], Node], lost: Lost = _NOTHING, r
             raise
         trees, problems = [], [*problems, "the lineage cannot be read from these rows"]
     if run_id and not problems:
-        names = {run_id, *(name for tree in trees for node in tree.walk() for name in _named(node))}
-        chain, problems = _check_ledger(stores, lost, names)
+        chain, problems = _check_ledger(
+            stores, lost, {run_id, *(name for tree in trees for node in tree.walk() for name in _named(node))}
+        )
     return _hash(stores, trees, chain, problems)
 
 
@@ -81,17 +82,13 @@ def _hash(stores: Stores, trees: Sequence[Node], chain: TreeReport | None, found
         seen.add(node.digest)
         try:
             size += _hashed(stores, node.digest, node.form, node.name, elsewhere)
-        except NotFoundError as error:
-            if node.name in gone:
+        except (NotFoundError, IntegrityError) as error:
+            if isinstance(error, NotFoundError) and node.name in gone:
                 elsewhere.append(f"{node.name}: was erased, and its bytes deleted")
             else:
                 problems.append(_of_node(node, error))
-        except IntegrityError as error:
-            problems.append(_of_node(node, error))
     report = VerifyReport(len(seen) - len(elsewhere), size, 0, (*problems, *found), elsewhere=tuple(elsewhere))
-    if chain is None:
-        return report
-    return replace(report, events=chain.sealed, pending=chain.pending, erased=chain.erased)
+    return replace(report, events=chain.sealed, pending=chain.pending, erased=chain.erased) if chain else report
 
 
 def _check_ledger(stores: Stores, lost: Lost, names: Set[str] = frozenset()) -> tuple[TreeReport | None, list[str]]:

@@ -283,8 +283,14 @@ def _measure_gains(rule: GateRule, values: Array, other: Array, span: float, see
     """Two values that lie in one range are at most its span apart, on either side."""
     gains = values - other
     limit = _mean_limit(rule, gains, -span, span, seed)
-    details = {"deviation": float(gains.std(ddof=1))}
-    return _Measured(MEAN_LIMIT, float(gains.mean()), limit, float(values.mean()), float(other.mean()), details)
+    return _Measured(
+        MEAN_LIMIT,
+        float(gains.mean()),
+        limit,
+        float(values.mean()),
+        float(other.mean()),
+        {"deviation": float(gains.std(ddof=1))},
+    )
 
 
 def _measure_paired_rates(rule: GateRule, values: Array, other: Array) -> _Measured:

@@ -20,6 +20,7 @@ Its rank is then a range: from 1 + those that are ahead of it to all less those 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -105,8 +106,15 @@ def gate_power(
 
 def unknown_power(rule: GateRule, items: int, trouble: str) -> PowerNote:
     """The note of a gate whose power could not be computed, with what stood in the way."""
-    warning = f"gate {rule.name}: power unknown: {trouble}; the gate judges all the same"
-    return PowerNote(rule.name, items, NOT_TESTED, None, None, "not computed", warning)
+    return PowerNote(
+        rule.name,
+        items,
+        NOT_TESTED,
+        None,
+        None,
+        "not computed",
+        f"gate {rule.name}: power unknown: {trouble}; the gate judges all the same",
+    )
 
 
 def can_pass(rule: GateRule, items: int, possible: ItemRange) -> bool:
@@ -227,13 +235,11 @@ def _rate_power(items: int, threshold: float, rate: float, confidence: float) ->
     """P(the exact limit meets the threshold): that of at least as many right items as the limit wants."""
     from scipy.special import bdtrc
 
-    low, high = -1, items + 1  # so many right items do not pass, and do
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if rate_lower(middle, items, confidence) >= threshold else (middle, high)
-    if high == 0:
+    # the least number of right items that passes; `items + 1`: none does
+    least = bisect_left(range(items + 1), True, key=lambda right: rate_lower(right, items, confidence) >= threshold)
+    if least == 0:
         return 1.0
-    return float(bdtrc(high - 1, items, rate)) if high <= items else 0.0
+    return float(bdtrc(least - 1, items, rate)) if least <= items else 0.0
 
 
 def _paired(rule: GateRule, hoped: Expectation) -> tuple[_Power, float | None, str]:
@@ -295,8 +301,16 @@ def _empty_channel(rule: GateRule, items: int) -> PowerNote:
     if rule.if_channel_empty == "pass":
         return PowerNote(rule.name, items, NOT_TESTED, 1.0, rule.min_items, assumption)
     warning = f"gate {rule.name} cannot pass: the channel is empty and the rule says if_channel_empty: fail"
-    change = f"release a model to the channel, or set if_channel_empty: pass in gate {rule.name}"
-    return PowerNote(rule.name, items, NOT_TESTED, 0.0, None, assumption, warning, change)
+    return PowerNote(
+        rule.name,
+        items,
+        NOT_TESTED,
+        0.0,
+        None,
+        assumption,
+        warning,
+        f"release a model to the channel, or set if_channel_empty: pass in gate {rule.name}",
+    )
 
 
 def _too_few(rule: GateRule, items: int) -> str:

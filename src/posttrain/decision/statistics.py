@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from pydantic_core import CoreSchema
 
 
 class _Json:
     """How pydantic writes an array as JSON: a list of numbers, which give the same array back."""
 
-    def __get_pydantic_core_schema__(self, *_: object) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, *_: object) -> Any:
         from pydantic_core import core_schema as kinds
 
         numbers = kinds.list_schema(kinds.float_schema())
@@ -70,18 +67,16 @@ def paired_lower(better: int, worse: int, items: int, confidence: float) -> floa
         items: all paired items.
         confidence: one-sided.
     """
-    from scipy.optimize import brentq
-    from scipy.special import betaincinv
+    from scipy import optimize, special
 
-    level = 1 - confidence
     if better == 0:
         same = items - worse
-        return -float(betaincinv(worse + 1, same, confidence)) if same else -1.0
+        return -float(special.betaincinv(worse + 1, same, confidence)) if same else -1.0
 
     def excess(difference: float) -> float:
-        return difference_chance(better, worse, items, difference) - level
+        return difference_chance(better, worse, items, difference) - (1 - confidence)
 
-    return float(brentq(excess, -1.0, 1.0, xtol=1e-13, rtol=1e-13))
+    return float(optimize.brentq(excess, -1.0, 1.0, xtol=1e-13, rtol=1e-13))
 
 
 def difference_chance(better: int, worse: int, items: int, difference: float) -> float:
@@ -101,9 +96,7 @@ def difference_chance(better: int, worse: int, items: int, difference: float) ->
 
     same, discordant = items - better - worse, better + worse + 1
     if better == 0:  # B is 0
-        if difference >= 0 or same == 0:
-            return 1.0
-        return float(1 - betainc(worse + 1, same, -difference))
+        return 1.0 if difference >= 0 or same == 0 else float(1 - betainc(worse + 1, same, -difference))
     if same == 0:  # B + W is 1
         return float(betainc(better, worse + 1, (1 + difference) / 2))
     certain = float(betainc(discordant, same, difference)) if difference > 0 else 0.0  # B + W is smaller than that
@@ -120,10 +113,9 @@ def difference_chance(better: int, worse: int, items: int, difference: float) ->
 
 def mcnemar_p(better: int, worse: int) -> float:
     """Exact two-sided p-value of "the discordant items split evenly" (McNemar 1947); 1 when nothing is discordant."""
-    discordant = better + worse
     from scipy.special import bdtr
 
-    return min(1.0, 2 * float(bdtr(min(better, worse), discordant, 0.5)))
+    return min(1.0, 2 * float(bdtr(min(better, worse), better + worse, 0.5)))
 
 
 def mean_lower(values: Array, worst: float, confidence: float, seed: int, resamples: int = RESAMPLES) -> float:

@@ -93,8 +93,12 @@ def _texts(event: Envelope) -> _Text:
         if occasion in occasions(event):
             return texts(event)
     about = run_of(event)
-    command = f"posttrain get {about}" if about else "posttrain ls"
-    return f"{event.kind} {event.subject}", f"{event.kind}: {event.subject}.", "", command
+    return (
+        f"{event.kind} {event.subject}",
+        f"{event.kind}: {event.subject}.",
+        "",
+        (f"posttrain get {about}" if about else "posttrain ls"),
+    )
 
 
 def _run_ended(event: Envelope) -> _Text:
@@ -114,8 +118,12 @@ def _budget(event: Envelope) -> _Text:
     run, told = event.subject, event.audited
     spent = [f"{told[name]:.0f} of {told[f'of_{name}']:.0f} {name}" for name in ("tokens", "seconds") if name in told]
     share = f"{100 * told.get('share', 0):.0f} %"
-    what = f"Run {run} has spent {share} of its budget."
-    return f"run {run} has spent {share} of its budget", what, f"Spent: {', '.join(spent)}.", f"posttrain get {run}"
+    return (
+        f"run {run} has spent {share} of its budget",
+        f"Run {run} has spent {share} of its budget.",
+        f"Spent: {', '.join(spent)}.",
+        f"posttrain get {run}",
+    )
 
 
 def _approval(event: Envelope) -> _Text:
@@ -124,12 +132,11 @@ def _approval(event: Envelope) -> _Text:
     digest = next((r[2][1] for r in event.audited.get("rows", ()) if r[1] == "approval_requests"), "")
     who = f"run {run}" if run else f"a change of channel {channel}"
     what = f"{who[:1].upper()}{who[1:]} waits for an approval on channel {channel}."
-    command = f"posttrain approve {run or digest}"
     return (
         f"{who} waits for an approval",
         what,
         f"Asked for: {str(asked.get('action', '')).replace('_', ' ')}.",
-        command,
+        f"posttrain approve {run or digest}",
     )
 
 
@@ -151,8 +158,12 @@ def _moved(event: Envelope) -> _Text:
 
 def _dead(event: Envelope) -> _Text:
     name = event.subject
-    what = f"Looks at {name} failed again and again, and it was set aside: nothing is tried until a person says so."
-    return f"{name} was set aside", what, "", f"posttrain dead {name}"
+    return (
+        f"{name} was set aside",
+        f"Looks at {name} failed again and again, and it was set aside: nothing is tried until a person says so.",
+        "",
+        f"posttrain dead {name}",
+    )
 
 
 def _sink_paused(event: Envelope) -> _Text:
@@ -188,7 +199,7 @@ def _message(event: Envelope) -> str:
 
 
 class RunFacts:
-    """`events.rules.Facts` of a ledger.
+    """`Facts` of a ledger.
 
     Args:
         channel: that a run releases to, by its id.
@@ -262,8 +273,7 @@ class Deliveries:
                 raise  # of the ledger
             self._failed(held, error)
             return False
-        end = found[-1].sequence if more else max(sealed, held.sequence)
-        self.cursors.move(held, end, delivered=False, keep=False)
+        self.cursors.move(held, found[-1].sequence if more else max(sealed, held.sequence), delivered=False, keep=False)
         return more
 
     def _sent(self, held: Cursor, sink: Sink, ready: list[Notice]) -> Cursor:
@@ -297,8 +307,9 @@ class _Loop:
         if self.busy:
             return
         if self.thread is None or not self.thread.is_alive():
-            name = f"posttrain-sink-{self.deliveries.record.name}"
-            self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self.thread = threading.Thread(
+                target=self._run, name=f"posttrain-sink-{self.deliveries.record.name}", daemon=True
+            )
             self.thread.start()
         self.due.set()
 

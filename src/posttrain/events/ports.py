@@ -187,23 +187,20 @@ class Facts(Protocol):
 def occasions(event: Envelope) -> frozenset[str]:
     """The occasions that an event is."""
     kind, _, what = event.kind.partition(".")
-    found = {ALL}
-    if kind == "run" and what in RUN_ENDINGS:
-        found |= {RUN_ENDED, f"run-{what}"}
-    if event.kind == "stage.rejected" and event.row("stages").get("reason") in _GATE_REASONS:
-        found.add("gate-failed")
-    if event.kind == BUDGET_WARNED:
-        found.add("budget-80")
-    if event.kind == "approval.requested":
-        found.add("approval-needed")
-    if event.kind in ("channel.promote", "channel.rollback"):
-        found.add("channel-moved")
-    set_aside = event.kind == "stage.updated" and event.row("stages").get("reason") == Reason.SET_ASIDE
-    if event.kind == RUN_SET_ASIDE or set_aside:
-        found.add("dead-letter")
-    if event.kind == SINK_PAUSED and event.row("sinks").get("paused") == BY_FAILURE:
-        found.add("sink-paused")
-    return frozenset(found)
+    reason = event.row("stages").get("reason")
+    ended = kind == "run" and what in RUN_ENDINGS
+    said = {
+        ALL: True,
+        RUN_ENDED: ended,
+        f"run-{what}": ended,
+        "gate-failed": event.kind == "stage.rejected" and reason in _GATE_REASONS,
+        "budget-80": event.kind == BUDGET_WARNED,
+        "approval-needed": event.kind == "approval.requested",
+        "channel-moved": event.kind in ("channel.promote", "channel.rollback"),
+        "dead-letter": event.kind == RUN_SET_ASIDE or (event.kind == "stage.updated" and reason == Reason.SET_ASIDE),
+        "sink-paused": event.kind == SINK_PAUSED and event.row("sinks").get("paused") == BY_FAILURE,
+    }
+    return frozenset(occasion for occasion, so in said.items() if so)
 
 
 def run_of(event: Envelope) -> str:

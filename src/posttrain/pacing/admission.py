@@ -261,9 +261,13 @@ class Buffer(Generic[T]):
 
     def copied(self) -> Buffer[T]:
         """As it stands, for whoever goes back to it."""
-        kept = dict(self._entries), dict(self._values), list(self._given_up)
-        lost = {batch: list(places) for batch, places in self._lost.items()}
-        return Buffer(self.policy, self.prompts, self.steps, self.refills, *kept, self._newest, lost)
+        return replace(
+            self,
+            _entries=dict(self._entries),
+            _values=dict(self._values),
+            _given_up=list(self._given_up),
+            _lost={batch: list(places) for batch, places in self._lost.items()},
+        )
 
     def _running(self, key: int) -> Entry:
         entry = self._entries.get(key)

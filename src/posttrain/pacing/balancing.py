@@ -68,9 +68,7 @@ class CostModel:
     def costs(self, lengths: Iterable[int]) -> list[int]:
         """The cost of each item, from its tokens."""
         linear, quadratic = self.linear, self.quadratic
-        if not quadratic:
-            return [linear * n for n in lengths]
-        return [n * (linear + quadratic * n) for n in lengths]
+        return [n * (linear + quadratic * n) for n in lengths] if quadratic else [linear * n for n in lengths]
 
 
 TOKENS = CostModel(1, 0)

@@ -342,11 +342,6 @@ def read_json(path: Path) -> Any:
         raise IntegrityError(f"{path} is not JSON: {error}; remove it and run the command again") from error
 
 
-def _folders(folder: Path) -> list[Path]:
-    with os.scandir(folder) as entries:
-        return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-
-
 class StoreLock(Protocol):
     """Tells who records from who deletes."""
 

@@ -33,7 +33,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,8 @@ from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
 from posttrain.domain.facts import Fact, Note, Progress, Sample, Span, count, fact_from_json, fact_to_json
 from posttrain.domain.jobs import PHASE_SECONDS, CheckpointCommit, JobOrder, JobResult
 from posttrain.store.atomic import ANSWER, LINE, SMALL, look_over, make_folder, read_json, read_left, taken, write_json
-from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind, Summary
+from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind, Summary, refuse
 from posttrain.store.channels.folder import FolderObjects
-from posttrain.store.channels.objects import object_store
 from posttrain.store.trees import file_digest
 
 METER = "meter"
@@ -97,7 +96,11 @@ class AttemptFolder:
             from posttrain.store.channels.served import ServedObjects  # who uses folders need not load HTTP
 
             return AttemptChannel(ServedObjects(self.path))
-        return AttemptChannel(object_store(url) if url else FolderObjects(self.path))
+        if not url:
+            return AttemptChannel(FolderObjects(self.path))
+        from posttrain.store.channels.objects import object_store  # who uses folders need not load an object store
+
+        return AttemptChannel(object_store(url))
 
     def write_order(self, order: JobOrder) -> None:
         """Create the folder and its `job.json`.
@@ -152,9 +155,8 @@ class AttemptFolder:
 
     def acknowledge(self, kind: ControlKind, count: int | None = None) -> None:
         """Say that the job carried out the first `count` orders of this kind; None: all that were given."""
-        given = [control.number for control in self.channel.controls() if control.kind is kind]
-        for number in given[:count]:
-            self.channel.acknowledge(number)
+        for control in [one for one in self.channel.controls() if one.kind is kind][:count]:
+            self.channel.acknowledge(control.number)
 
     def write_result(self, result: JobResult) -> None:
         """Say how the job ended. The last thing a job does.
@@ -183,7 +185,7 @@ class AttemptFolder:
             raise _unreadable(self.path / "result.json", error) from error
 
     def facts(
-        self, after_segment: int = 0, unreadable: Callable[[IntegrityError], None] | None = None
+        self, after_segment: int = 0, unreadable: Callable[[IntegrityError], None] = refuse
     ) -> tuple[list[Fact], int]:
         """Facts of the segments behind `after_segment`, in the order they were said, and the last segment read.
 
@@ -195,13 +197,7 @@ class AttemptFolder:
         """
         return self._said(EVENTS, after_segment, unreadable)
 
-    def segments(
-        self, after_segment: int, unreadable: Callable[[IntegrityError], None]
-    ) -> Iterator[tuple[list[Fact], int]]:
-        """As `facts`, a segment at a time with its number: the facts of a million steps fill a memory."""
-        yield from self._segments(EVENTS, after_segment, unreadable)
-
-    def recorded_samples(self, unreadable: Callable[[IntegrityError], None] | None = None) -> list[Sample]:
+    def recorded_samples(self, unreadable: Callable[[IntegrityError], None] = refuse) -> list[Sample]:
         """The samples whose way was recorded, in the order they were said; none where the job recorded none.
 
         Args:
@@ -222,14 +218,11 @@ class AttemptFolder:
         found = self.channel.numbers(SAMPLES)
         if len(found) > segments:
             found = [found[place * (len(found) - 1) // max(1, segments - 1)] for place in range(segments)]
-        said: list[Sample] = []
+        said: list[Fact] = []
         for number in found:
-            try:
-                data = self.channel.segment(SAMPLES, number)
-                said += [fact for fact in _facts(data, f"{self.samples}/{number}") if isinstance(fact, Sample)]
-            except IntegrityError:
-                continue
-        return said
+            with suppress(IntegrityError):
+                said += _facts(self.channel.segment(SAMPLES, number), f"{self.samples}/{number}")
+        return [fact for fact in said if isinstance(fact, Sample)]
 
     def last_progress(self) -> Progress | None:
         """The newest `Progress` the job said.
@@ -283,28 +276,27 @@ class AttemptFolder:
         except (FileNotFoundError, IntegrityError, TypeError, AttributeError):  # damaged: it does not count
             return None
 
-    def _said(
-        self, stream: str, after: int, unreadable: Callable[[IntegrityError], None] | None
-    ) -> tuple[list[Fact], int]:
+    def _said(self, stream: str, after: int, unreadable: Callable[[IntegrityError], None]) -> tuple[list[Fact], int]:
         """Facts of a stream's segments behind number `after`, and the number of the last one."""
         found: list[Fact] = []
         last = after
-        for facts, number in self._segments(stream, after, unreadable):
+        for facts, number in self.segments(after, unreadable, stream):
             found += facts
             last = number
         return found, last
 
-    def _segments(
-        self, stream: str, after: int, unreadable: Callable[[IntegrityError], None] | None
+    def segments(
+        self, after: int, unreadable: Callable[[IntegrityError], None], stream: str = EVENTS
     ) -> Iterator[tuple[list[Fact], int]]:
-        """Facts of each segment behind number `after`, and its number; none of one that cannot be read."""
+        """As `facts`, a segment at a time with its number: the facts of a million steps fill a memory.
+
+        Of a segment that cannot be read there are none.
+        """
         for number, data in self.channel.segments(stream, after, unreadable):
             facts: list[Fact] = []
             try:
                 facts = _facts(data, f"{self.path / stream}/{number:06d}.jsonl")
             except IntegrityError as error:
-                if unreadable is None:
-                    raise
                 unreadable(error)
             yield facts, number
 
@@ -365,7 +357,7 @@ def unclaimed(folder: Path) -> Iterator[bool]:
         os.close(lock)
 
 
-class EventWriter:
+class EventWriter(AbstractContextManager["EventWriter"]):
     """The job's fact sink: buffers facts and writes them as segments, samples into a folder of their own.
 
     A segment is due after `most` facts, or when a `Progress` or `Note` comes `seconds` after the last one that was
@@ -421,9 +413,6 @@ class EventWriter:
         """Write what is left."""
         self.flush()
 
-    def __enter__(self) -> EventWriter:
-        return self
-
     def __exit__(self, *failure: object) -> None:
         self.close()
 
@@ -468,7 +457,7 @@ class _Segments:
         return bytes(data), taken
 
 
-class SpendingMeter:
+class SpendingMeter(AbstractContextManager["SpendingMeter"]):
     """Where a job says what it spent, and before each step what that may cost: a kill in the middle loses neither.
 
     The record is one line that is rewritten in place: it survives the death of the process at once, a power cut to
@@ -489,9 +478,6 @@ class SpendingMeter:
         if time.monotonic() - self._synced >= self._seconds:
             os.fsync(self._file)
             self._synced = time.monotonic()
-
-    def __enter__(self) -> SpendingMeter:
-        return self
 
     def __exit__(self, *failure: object) -> None:
         os.close(self._file)

@@ -26,7 +26,7 @@ from typing import Any
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, WorkspaceError
 from posttrain.domain.ports import crashpoint
-from posttrain.store.atomic import make_folder, read_json, unwritable, write_json
+from posttrain.store.atomic import make_folder, read_json, sync_folder, unwritable, write_json
 from posttrain.store.audit import verify_rows
 from posttrain.store.blobs import ObjectBlobs, open_blobs
 from posttrain.store.database import Database
@@ -66,12 +66,9 @@ def copy_ledger(ledger: Path, kept: Path) -> None:
         os.close(os.open(half, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         with closing(sqlite3.connect(ledger)) as reader:
             reader.execute("VACUUM INTO ?", (str(half),))
-        for path in (half, half.parent):  # the copy, then its name
-            handle = os.open(path, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
-            if path is half:
-                half.rename(kept)
+        sync_folder(half)  # the copy, then its name
+        half.rename(kept)
+        sync_folder(kept.parent)
     except sqlite3.Error as error:
         raise WorkspaceError(f"cannot copy the ledger {ledger} to {kept}: {error}; nothing was changed") from error
     except OSError as error:

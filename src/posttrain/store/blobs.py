@@ -29,8 +29,7 @@ from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, P
 from posttrain.store.atomic import StoreLock, open_plain, unwritable, write_stream
 from posttrain.store.backends import Backend
 from posttrain.store.backends.local import LocalFolder
-from posttrain.store.backends.memory import SCHEME as MEMORY
-from posttrain.store.backends.memory import Memory
+from posttrain.store.backends.memory import SCHEME, Memory
 from posttrain.store.backends.remote import Remote
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how obstore's messages carry errno
@@ -73,7 +72,7 @@ def answering(url: str, digest: str) -> Iterator[None]:
 
 def _failure(url: str, error: Exception) -> PosttrainError:
     line = _QUERY.sub("", str(error).splitlines()[0]) if str(error) else type(error).__name__
-    if not url.startswith(("file:", "memory:")):
+    if not url.startswith(_HERE):
         if isinstance(error, PermissionDeniedError | UnauthenticatedError):
             return UnavailableError(
                 f"artifact store {url} refuses this process: {line}; check its keys, and what they may do there"
@@ -131,8 +130,8 @@ def backend_of(location: str | Path) -> Backend:
         return LocalFolder(Path(address))
     if address.startswith("file://"):
         return LocalFolder(Path(unquote(urlsplit(address).path)))
-    if address.startswith(MEMORY):
-        return Memory(address.removeprefix(MEMORY))
+    if address.startswith(SCHEME):
+        return Memory(address.removeprefix(SCHEME))
     return Remote(address)
 
 

@@ -41,6 +41,11 @@ _WAITS = (0.1, 0.5, 2.0)  # seconds before an unanswered request is tried again
 T = TypeVar("T")
 
 
+def refuse(error: IntegrityError) -> None:
+    """Raise what cannot be read: for whoever is not told of it and goes on."""
+    raise error
+
+
 class ChannelObjects(Protocol):
     """Small objects of one attempt by key (`events/000001.jsonl`). Every implementation:
 
@@ -160,12 +165,12 @@ class AttemptChannel:
 
     def order(self, kind: ControlKind) -> int:
         """Give the job an order; its number. Of several that give one at once, each gets a number of its own."""
-        number = self._next_control(1)
+        number = 1
         while True:
             mine = _json({**asdict(Control(number, kind, time.time())), "token": secrets.token_hex(8)})
-            if self._create(_control(number), mine) == mine:
+            if self._objects.get(_control(number)) is None and self._create(_control(number), mine) == mine:
                 return number
-            number = self._next_control(number)
+            number += 1
 
     def controls(self, after: int = 0) -> list[Control]:
         """The orders behind number `after`.
@@ -216,7 +221,7 @@ class AttemptChannel:
         return self._objects.get(_segment(stream, number)) or b""
 
     def segments(
-        self, stream: str, after: int = 0, unreadable: Callable[[IntegrityError], None] | None = None
+        self, stream: str, after: int = 0, unreadable: Callable[[IntegrityError], None] = refuse
     ) -> Iterator[tuple[int, bytes]]:
         """(number, bytes) of the segments behind `after`, in order, each once, whoever packs them meanwhile.
 
@@ -234,8 +239,6 @@ class AttemptChannel:
                 whole = self._objects.get(_pack(stream, group)) if number % PACK == 1 else None
                 data = None if whole is not None else self._objects.get(_segment(stream, number))
             except IntegrityError as error:
-                if unreadable is None:
-                    raise
                 unreadable(error)
                 return
             if data is not None:
@@ -251,8 +254,6 @@ class AttemptChannel:
             try:
                 pieces = self._unpacked(stream, group, whole)
             except IntegrityError as error:
-                if unreadable is None:
-                    raise
                 unreadable(error)
             yield from ((place, piece) for place, piece in enumerate(pieces, start=first) if place >= number)
             number = first + PACK
@@ -314,11 +315,6 @@ class AttemptChannel:
 
     def _held(self, wanted: Start) -> Start:
         return self._read(_START, self._create(_START, _json(asdict(wanted))), Start)
-
-    def _next_control(self, number: int) -> int:
-        while self._objects.get(_control(number)) is not None:
-            number += 1
-        return number
 
     def _create(self, key: str, data: bytes) -> bytes:
         """Write where nothing is; what is there afterwards. Tried again while nobody answers.

@@ -6,17 +6,15 @@ misses none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import Connection, insert, select, update
-from sqlalchemy.exc import IntegrityError as ConstraintError
+from sqlalchemy import Connection, exc, insert, select, update
 
-from posttrain.domain.errors import InfrastructureError, StaleWriteError
+from posttrain.domain.errors import StaleWriteError
 from posttrain.domain.sinks import Cursor
-from posttrain.store.database import LostAnswerError
 from posttrain.store.ledger import Ledger
 from posttrain.store.rows import plain, to_record
 from posttrain.store.schema import cursors
@@ -46,7 +44,7 @@ class Cursors:
             InfrastructureError: the answer was lost; what was claimed is this owner's.
         """
         now = self.ledger.clock.now()
-        with self._write() as connection:
+        with self.ledger.untold() as connection:
             query = select(cursors).where(*self._here(sink)).with_for_update()
             row = connection.execute(query).one_or_none()
             if row is None and not self._made(connection, sink):
@@ -57,20 +55,18 @@ class Cursors:
                 return None
             if found.not_before is not None and found.not_before > now:
                 return None
-            leased = {"lease_owner": self.owner, "lease_until": now + LEASE_SECONDS}
+            leased: dict[str, Any] = {"lease_owner": self.owner, "lease_until": now + LEASE_SECONDS}
             connection.execute(update(cursors).where(*self._here(sink)).values(leased))
-            return replace(found, lease_owner=self.owner, lease_until=now + LEASE_SECONDS)
+            return replace(found, **leased)
 
     def _made(self, connection: Connection, sink: str) -> bool:
         """Make a lost cursor where the sink was added; False: somebody else does."""
         after = Snapshot(connection, self.ledger.project).sink_added_at(sink)
         values = {"project": self.ledger.project, "sink": sink, "sequence": after, **FRESH, "at": None, **FREE}
-        try:
-            with connection.begin_nested():
-                connection.execute(insert(cursors).values(**values))
-        except ConstraintError:
-            return False
-        return True
+        with suppress(exc.IntegrityError), connection.begin_nested():
+            connection.execute(insert(cursors).values(**values))
+            return True
+        return False
 
     def move(self, held: Cursor, sequence: int, *, delivered: bool, keep: bool) -> Cursor:
         """The sink has everything up to a place.
@@ -92,7 +88,7 @@ class Cursors:
         now = self.ledger.clock.now()
         since = now if held.failed_since is None else held.failed_since
         values = {"failures": held.failures + 1, "error": plain(error), "failed_since": since, "not_before": now + wait}
-        return self._set(held, {**values, **FREE})
+        return self._set(held, values | FREE)
 
     def release(self, held: Cursor) -> None:
         """Let somebody else deliver. Raises as `move`."""
@@ -100,18 +96,10 @@ class Cursors:
 
     def _set(self, held: Cursor, values: dict[str, Any]) -> Cursor:
         mine = (*self._here(held.sink), cursors.c.lease_owner == self.owner, cursors.c.sequence == held.sequence)
-        with self._write() as connection:
+        with self.ledger.untold() as connection:
             if not connection.execute(update(cursors).where(*mine).values(values)).rowcount:
                 raise StaleWriteError(f"sink {held.sink}: another process delivers to it by now")
         return replace(held, **values)
 
     def _here(self, sink: str) -> tuple[Any, ...]:
         return cursors.c.project == self.ledger.project, cursors.c.sink == sink
-
-    @contextmanager
-    def _write(self) -> Iterator[Connection]:
-        try:
-            with self.ledger.database.write() as connection:
-                yield connection
-        except LostAnswerError as error:
-            raise InfrastructureError(f"{error}; looking again") from error

@@ -34,21 +34,26 @@ from sqlalchemy import (
     cast,
     create_engine,
     event,
+    exc,
     func,
     insert,
     inspect,
     literal,
+    make_url,
     select,
 )
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from posttrain.domain.errors import ConflictError, DeadlineError, LedgerUnavailableError, PosttrainError, WorkspaceError
+from posttrain.domain.errors import (
+    ConflictError,
+    DeadlineError,
+    LedgerUnavailableError,
+    PosttrainError,
+    WorkspaceError,
+    unwritable,
+)
 from posttrain.domain.ports import Clock
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.store import postgres
-from posttrain.store.atomic import unwritable
 from posttrain.store.journal import TABLES, TRIGGER, tell_rows
 from posttrain.store.merkle import EMPTY
 from posttrain.store.schema import (
@@ -107,7 +112,9 @@ def refuse_cut_short(file: Path, create: bool) -> None:
         size = file.stat().st_size
     except FileNotFoundError as error:
         if create:
-            _make_private(file)
+            with suppress(OSError):  # whoever opens it says what is wrong
+                # SQLite gives the files beside a database the database's own permissions
+                os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
             return
         raise WorkspaceError(f"there is no ledger at {file}; run `posttrain init` first") from error
     except OSError as error:
@@ -132,14 +139,6 @@ def writable(file: Path) -> bool:
     """Whether this process may write to it."""
     places = (file, file.absolute().parent)  # SQLite makes two files beside it
     return all(os.access(place, os.W_OK, effective_ids=True) for place in places)
-
-
-def _make_private(file: Path) -> None:
-    """SQLite gives the files beside a database the database's own permissions."""
-    try:
-        os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
-    except OSError:
-        return  # whoever opens it says what is wrong
 
 
 class LostAnswerError(PosttrainError):
@@ -239,7 +238,7 @@ class Database:
                 raise
             try:
                 transaction.commit()
-            except DBAPIError as error:
+            except exc.DBAPIError as error:
                 if error.connection_invalidated:
                     raise LostAnswerError(f"ledger {self.place}: no answer to a commit") from error
                 raise
@@ -258,7 +257,7 @@ class Database:
     def alone(self) -> Iterator[None]:
         """One process at a time, on PostgreSQL: for what no compare-and-set decides."""
         with self.write() as connection:
-            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MAKING})")
+            hold_off_others(connection)
             yield
 
     @contextmanager
@@ -285,7 +284,7 @@ class Database:
             try:
                 yield
             finally:  # the end of the session gives it up as well, a moment later
-                with suppress(SQLAlchemyError):
+                with suppress(exc.SQLAlchemyError):
                     connection.exec_driver_sql(f"SELECT pg_advisory_unlock{'' if alone else '_shared'}({key})")
 
     def product(self) -> tuple[str, str]:
@@ -404,15 +403,13 @@ class Database:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except PosttrainError:
-            raise
-        except IntegrityError as error:
+        except exc.IntegrityError as error:
             raise ConflictError(
                 f"the ledger refused a row: {_line(error.orig)}; somebody wrote it first, read it again"
             ) from error
-        except DBAPIError as error:
+        except exc.DBAPIError as error:
             raise self._translate(error.orig) from error
-        except PoolTimeoutError as error:
+        except exc.TimeoutError as error:
             raise LedgerUnavailableError(
                 f"ledger {self.place}: all connections of this process are taken; ask again in a while"
             ) from error
@@ -461,7 +458,7 @@ def _url(location: str | Path) -> URL:
         return URL.create("sqlite", database=address)
     try:
         url = make_url(address)
-    except (ArgumentError, ValueError) as error:  # a port that is no number
+    except (exc.ArgumentError, ValueError) as error:  # a port that is no number
         raise WorkspaceError("ledger address must be a path or a URL postgresql://user@host/database") from error
     if url.get_backend_name() != "sqlite" and not postgres.is_address(address):
         raise WorkspaceError(f"ledger address must be a path or begin with postgresql://, got {url.drivername}://")
@@ -474,8 +471,7 @@ def schema_version(connection: Connection) -> str | None:
     """The schema of a ledger; None: there is nothing yet."""
     if not inspect(connection).has_table(schema_versions.name):
         return None
-    found = connection.execute(select(schema_versions.c.version_num)).scalar()
-    return None if found is None else str(found)
+    return connection.execute(select(schema_versions.c.version_num)).scalar()
 
 
 def _refuse_newer(connection: Connection, version: str) -> None:

@@ -157,8 +157,7 @@ class Direct:
             return None
         checksum = base64.b64encode(bytes.fromhex(digest.removeprefix(DIGEST_PREFIX))).decode()
         headers = {"content-length": str(size), "x-amz-checksum-sha256": checksum}
-        place = self._address(_sent(project, digest))
-        return Ticket(presigned(keys, "PUT", place, SECONDS, headers=headers), headers)
+        return Ticket(presigned(keys, "PUT", self._address(_sent(project, digest)), SECONDS, headers=headers), headers)
 
     def adopt(self, project: str, digest: str, size: int) -> None:
         """Make a blob of what a client has sent, if that is what it said.

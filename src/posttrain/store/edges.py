@@ -32,7 +32,7 @@ from posttrain.domain.records import (
     stage_end,
 )
 from posttrain.store.journal import ADDED, CHANGED, REMOVED, Change
-from posttrain.store.schema import artifacts, assets, edges, holds, stages
+from posttrain.store.schema import artifacts, assets, edges, holds, keyed, stages
 from posttrain.store.scope import Scope
 
 LIVE = "live"  # why a channel holds its model
@@ -61,10 +61,8 @@ class Told:
 
     def artifacts(self) -> Iterator[Artifact]:
         """What it made. Its inputs are noted before: by the submission, the stage that made them, the release."""
-        yield from (
-            Artifact(digest, form, self.sizes.get(digest), "output", self.at)
-            for _, digest, form in _blobs(self.outputs)
-        )
+        for _, digest, form in _blobs(self.outputs):
+            yield Artifact(digest, form, self.sizes.get(digest), "output", self.at)
 
     def made(self) -> Iterator[Edge]:
         """Its outputs, and whose they were."""
@@ -101,8 +99,8 @@ class EdgeWriter:
 
     def rebind(self, run_id: str, name: str) -> list[Change]:
         """Forget what a stage was bound to: it is bound anew."""
-        here = (edges.c.project == self._project, edges.c.consumer == stage_end(run_id, name))
-        gone = self._connection.execute(delete(edges).where(*here).returning(*edges.c)).mappings().all()
+        here = keyed(edges, project=self._project, consumer=stage_end(run_id, name))
+        gone = self._connection.execute(delete(edges).where(*here).returning(*edges.c)).mappings()
         return [Change(REMOVED, edges.name, dict(row), {}) for row in gone]
 
     def asset(self, asset: Asset, sizes: Sizes, now: float) -> list[Change]:
@@ -179,8 +177,7 @@ class EdgeWriter:
         return self._change_hold({"project": self._project, "digest": digest, "holder": holder}, {"released_at": now})
 
     def _change_hold(self, key: Mapping[str, Any], values: Mapping[str, Any]) -> list[Change]:
-        here = [holds.c[name] == value for name, value in key.items()]
-        there = self._connection.execute(update(holds).where(*here).values(**values)).rowcount
+        there = self._connection.execute(update(holds).where(*keyed(holds, **key)).values(**values)).rowcount
         return [Change(CHANGED, holds.name, key, values)] if there else []
 
     def _uses(self, told: Sequence[Told]) -> Iterator[Edge]:
@@ -191,8 +188,7 @@ class EdgeWriter:
         for edge in self._made(asked):
             made.setdefault((edge.producer, edge.digest), []).append(edge.output)
         for end, slot, digest, producer, output in sources:
-            found = output or min(made.get((producer, digest), [""]), key=_rank)
-            yield Edge(producer, found, end, slot, digest)
+            yield Edge(producer, output or min(made.get((producer, digest), [""]), key=_rank), end, slot, digest)
 
     def _made_in(self, run_id: str) -> list[Edge]:
         mine = Scope(self._project).select(stages, stages.c.name).where(stages.c.run_id == run_id)
@@ -209,9 +205,11 @@ class EdgeWriter:
 
     def _registered(self, digests: Iterable[str]) -> dict[str, str]:
         """Digest → what it is registered as, the first of several."""
-        query = select(assets.c.digest, assets.c.kind, assets.c.name, assets.c.version)
-        query = query.where(assets.c.project == self._project, assets.c.digest.in_(list(digests)))
-        query = query.order_by(assets.c.kind.desc(), assets.c.name.desc(), assets.c.version.desc())
+        query = (
+            select(assets.c.digest, assets.c.kind, assets.c.name, assets.c.version)
+            .where(assets.c.project == self._project, assets.c.digest.in_(list(digests)))
+            .order_by(assets.c.kind.desc(), assets.c.name.desc(), assets.c.version.desc())
+        )
         return {row.digest: f"{row.kind}:{row.name}@{row.version}" for row in self._connection.execute(query)}
 
 

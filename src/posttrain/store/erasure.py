@@ -129,12 +129,11 @@ def erase_principal(ledger: Ledger, actor: str, name: str, reason: str) -> Erase
         raise InputError(f"the reason must not say {name!r}, which is erased; write it without")
     with ledger.database.write(across="names are erased in every project") as connection:
         _refuse_newer(connection)
-        found = connection.execute(select(principals.c.id).where(principals.c.name == name)).scalar()
-        if found is None:
+        principal = connection.execute(select(principals.c.id).where(principals.c.name == name)).scalar()
+        if principal is None:
             raise NotFoundError(
                 f"there is no principal {name!r}; `posttrain asset ls` and `get CHANNEL` show who acted"
             )
-        principal = str(found)
         end_access(connection, _author(ledger, actor), ledger.clock, principal)
         _empty_answers(connection)
         journal = _journal(connection, ledger, actor)
@@ -146,8 +145,7 @@ def erase_principal(ledger: Ledger, actor: str, name: str, reason: str) -> Erase
             return _without(word, row[0], column, value)
 
         troubles = connection.execute(select(work.c.id, work.c.error, work.c.traceback).where(work.c.error != "")).all()
-        about = [row.id for row in troubles if word.search(f"{row.error}\n{row.traceback}")]
-        for part in _parts(about, _ROWS):
+        for part in _parts([row.id for row in troubles if word.search(f"{row.error}\n{row.traceback}")], _ROWS):
             _empty_work(connection, work.c.id.in_(part))
         done = _erase(connection, journal, principal, reason, mentioning, left)
     ledger.forget_principals()
@@ -198,8 +196,7 @@ def _told(connection: Connection, where: Any = None) -> Iterator[tuple[_Told, st
     query: Select[Any] = select(*columns).join(payloads, payloads.c.event == events.c.id)
     query = query.where(events.c.kind.not_in(_NEVER), *([] if where is None else [where]))
     for number, words, audited, body in connection.execute(query.execution_options(yield_per=_EVENTS)):
-        told = json.loads(audited).get("rows", ())
-        rows = frozenset((row[1], tuple(row[2])) for row in told if TABLES[row[1]].words)
+        rows = frozenset((row[1], tuple(row[2])) for row in json.loads(audited).get("rows", ()) if TABLES[row[1]].words)
         yield _Told(number, words, rows), body
 
 
@@ -231,8 +228,7 @@ def _erase(
     changes: list[Change] = []
     fewer = 0
     for table in TABLES:
-        rows = sorted({row for one in found for row in one.rows if row[0] == table}, key=str)
-        for part in _parts(rows, _ROWS):
+        for part in _parts(sorted({row for one in found for row in one.rows if row[0] == table}, key=str), _ROWS):
             changed, told = _empty_rows(connection, part, left)
             fewer, changes = fewer + changed, changes + told
     for part in _parts([one.id for one in found], _EVENTS):
@@ -263,8 +259,7 @@ def _empty_rows(connection: Connection, rows: Sequence[_Row], left: _Left) -> tu
             writes.append({f"was_{name}": value for name, value in key.items()} | values)
     if writes:
         same = [table.c[name] == bindparam(f"was_{name}") for name in spec.key]
-        statement = update(table).where(*same).values({name: bindparam(name) for name in columns})
-        connection.execute(statement, writes)
+        connection.execute(update(table).where(*same).values({name: bindparam(name) for name in columns}), writes)
     return len(writes), told
 
 

@@ -87,14 +87,16 @@ class Grants:
             self._forget(connection)
             if folders:
                 theirs = exists().where(_of_attempt(), attempts.c.state.in_(_LIVE), mine)
-                until = now_in(connection, self._clock) + SECONDS
-                connection.execute(update(grants).where(theirs).values(expires_at=until))
+                connection.execute(
+                    update(grants).where(theirs).values(expires_at=now_in(connection, self._clock) + SECONDS)
+                )
         return folders
 
     def _forget(self, connection: Connection) -> None:
         living = exists().where(_of_attempt(), attempts.c.state.in_(_LIVE))
-        old = grants.c.expires_at < now_in(connection, self._clock) - _KEPT
-        connection.execute(delete(grants).where(not_(living) | old))
+        connection.execute(
+            delete(grants).where(not_(living) | (grants.c.expires_at < now_in(connection, self._clock) - _KEPT))
+        )
 
 
 def _of_attempt() -> ColumnElement[bool]:
@@ -105,8 +107,12 @@ def _of_attempt() -> ColumnElement[bool]:
 def begin_session(ledger: Ledger, digest: str, token_id: str, expires_at: float) -> None:
     """Keep a session; those that are over are forgotten, and the oldest of a token that has too many."""
     column = sessions.c
-    newest = select(column.digest).where(column.token == token_id)
-    newest = newest.order_by(column.expires_at.desc(), column.digest).limit(MOST - 1)
+    newest = (
+        select(column.digest)
+        .where(column.token == token_id)
+        .order_by(column.expires_at.desc(), column.digest)
+        .limit(MOST - 1)
+    )
     with ledger.database.write() as connection:
         connection.execute(select(tokens.c.id).where(tokens.c.id == token_id).with_for_update())  # one at a time
         connection.execute(delete(sessions).where(column.expires_at <= ledger.clock.now()))

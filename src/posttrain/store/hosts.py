@@ -21,15 +21,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sqlalchemy import Connection, Float, case, cast, exists, func, literal, select, text, update
-from sqlalchemy.sql.elements import ColumnElement
+from sqlalchemy import ColumnElement, Connection, Float, Select, case, exists, func, literal, select, text, update
 
 from posttrain._version import __version__
 from posttrain.domain.lifecycle import RUN, AttemptState, is_final
 from posttrain.domain.ports import Clock
 from posttrain.store import journal
 from posttrain.store.atomic import DELETES, PATIENCE, STORES, FileLock
-from posttrain.store.database import Database, moment, now_in
+from posttrain.store.database import SERVER_TIME, Database, moment, now_in
 from posttrain.store.schema import attempts, cursors, events, hosts, runs, sinks, tree_head, unsealed, work
 
 BEAT_SECONDS = 10.0  # between two words of a host
@@ -91,8 +90,9 @@ class Hosts:
     def all(self) -> list[Host]:
         """Every host that was ever heard of, this one among them, by name."""
         with self._database.read() as connection:
-            now = now_in(connection, self._clock)
-            query = select(hosts, (now - hosts.c.seen_at).label("silent")).order_by(hosts.c.name, hosts.c.id)
+            query = select(hosts, (now_in(connection, self._clock) - hosts.c.seen_at).label("silent")).order_by(
+                hosts.c.name, hosts.c.id
+            )
             return [
                 Host(row.id, row.name, row.url, row.server, row.version, max(0.0, float(row.silent)))
                 for row in connection.execute(query)
@@ -110,8 +110,8 @@ class Hosts:
         gone = select(hosts.c.id).where(hosts.c.seen_at < now_in(connection, self._clock) - GONE_SECONDS)
         live = exists().where(attempts.c.run_id == work.c.object, attempts.c.state.not_in(_ENDED))
         theirs = (work.c.kind == journal.RUN, work.c.affinity.in_(gone), ~live)
-        anybodys = {"affinity": None, "due_at": 0.0, "wanted_version": work.c.wanted_version + 1}
-        connection.execute(update(work).where(*theirs).values(anybodys))
+        again = work.c.wanted_version + 1
+        connection.execute(update(work).where(*theirs).values(affinity=None, due_at=0.0, wanted_version=again))
 
 
 def server_lives(database: Database, clock: Clock, process: str) -> bool:
@@ -199,7 +199,7 @@ def standing(database: Database, clock: Clock) -> Standing:
     here = clock.now()
     with database.read(across="numbers of the whole server") as connection:
         of_server = connection.dialect.name == "postgresql"  # whose own clock the queue's times are of
-        now: ColumnElement[float] = _SERVERS if of_server else literal(here, Float(53))
+        now: ColumnElement[float] = SERVER_TIME if of_server else literal(here, Float(53))
         row = connection.execute(select(*_runs(), *_queue(now), *_log())).one()._mapping
         waiting = select(work.c.id).where(*_due(now), work.c.due_at == 0.0).order_by(work.c.id).limit(_AT_ONCE)
         at_once = frozenset(connection.execute(waiting).scalars())
@@ -224,12 +224,14 @@ def standing(database: Database, clock: Clock) -> Standing:
     )
 
 
+def _counted(query: Select[int], name: str) -> ColumnElement[int]:
+    """How many rows a query finds, up to `MOST`."""
+    return select(func.count()).select_from(query.limit(MOST).subquery()).scalar_subquery().label(name)
+
+
 def _runs() -> list[ColumnElement[int]]:
-    found: list[ColumnElement[int]] = []
-    for state in RUN:
-        some = select(literal(1)).select_from(runs).where(runs.c.state == state).limit(MOST).subquery()
-        found.append(select(func.count()).select_from(some).scalar_subquery().label(f"runs_{state}"))
-    return found
+    every = select(literal(1)).select_from(runs)
+    return [_counted(every.where(runs.c.state == state), f"runs_{state}") for state in RUN]
 
 
 def _queue(now: ColumnElement[float]) -> list[ColumnElement[float]]:
@@ -252,16 +254,12 @@ def _due(now: ColumnElement[float]) -> tuple[ColumnElement[bool], ...]:
 
 
 def _log() -> list[ColumnElement[float]]:
-    some = select(unsealed.c.event).limit(MOST).subquery()
     first = select(events.c.at).join(unsealed, unsealed.c.event == events.c.id).order_by(unsealed.c.event).limit(1)
     return [
         select(tree_head.c.size).scalar_subquery().label("sealed"),
-        select(func.count()).select_from(some).scalar_subquery().label("unsealed"),
+        _counted(select(unsealed.c.event), "unsealed"),
         first.scalar_subquery().label("unsealed_since"),
     ]
-
-
-_SERVERS: ColumnElement[float] = cast(func.extract("epoch", func.clock_timestamp()), Float(53))
 
 
 _HEAD = select(tree_head.c.size).scalar_subquery()

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import (
+    ColumnElement,
     Connection,
     LargeBinary,
     String,
@@ -30,6 +31,7 @@ from sqlalchemy import (
     TextClause,
     bindparam,
     delete,
+    exc,
     func,
     insert,
     or_,
@@ -37,7 +39,6 @@ from sqlalchemy import (
     text,
     update,
 )
-from sqlalchemy.exc import IntegrityError as ConstraintError
 
 from posttrain.domain.canonical import canonical_json, digest_bytes
 from posttrain.domain.ids import DRIVER
@@ -45,7 +46,7 @@ from posttrain.domain.ports import Clock
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.store import schema
 from posttrain.store.merkle import leaf_hash
-from posttrain.store.schema import JsonText, principals, projects, watches, work
+from posttrain.store.schema import JsonText, keyed, principals, projects, watches, work
 from posttrain.store.scope import Scope
 
 RUN, STAGE, SWEEP = "run", "stage", "sweep"  # kinds of work
@@ -87,30 +88,31 @@ def waking(project: str, run: str) -> str:
 def wake(connection: Connection, project: str, kind: str, names: Collection[str], due: float = 0.0) -> None:
     """Let objects be looked at, from `due` (seconds since the epoch) on, in the transaction of `connection`."""
     if names:
-        woken = [{"project": project, "what": kind, "object": name, "due": due} for name in sorted(names)]
-        connection.execute(_WAKE, woken)
+        connection.execute(
+            _WAKE, [{"project": project, "what": kind, "object": name, "due": due} for name in sorted(names)]
+        )
 
 
 def settle_at(connection: Connection, project: str, run_id: str, host: str | None) -> None:
     """Let one host's drivers alone look at a run, whose job it has; None: those of any."""
-    mine = (work.c.project == project) & (work.c.kind == RUN) & (work.c.object == run_id)
-    connection.execute(update(work).where(mine).values(affinity=host))
+    connection.execute(update(work).where(*keyed(work, project=project, kind=RUN, object=run_id)).values(affinity=host))
 
 
 def settle(connection: Connection, project: str, names: Collection[str]) -> None:
     """Nobody has to look at these runs any more, which end in the transaction of `connection`, nor at their stages."""
     for name in sorted(names):
-        below = func.substr(work.c.object, 1, len(name) + 1) == f"{name}/"
-        connection.execute(delete(work).where(work.c.project == project, or_(work.c.object == name, below)))
+        connection.execute(delete(work).where(work.c.project == project, _with_stages(name)))
         connection.execute(Scope(project).delete(watches).where(watches.c.run_id == name))
 
 
 def revive(connection: Connection, project: str, run_id: str) -> None:
     """Let a run and its stages be looked at though they were set aside, or wait for another try."""
-    below = func.substr(work.c.object, 1, len(run_id) + 1) == f"{run_id}/"
-    mine = (work.c.project == project) & or_(work.c.object == run_id, below)
     values = {"dead_at": None, "due_at": 0.0, "failures": 0, "failed_since": None}
-    connection.execute(update(work).where(mine).values(values))
+    connection.execute(update(work).where(work.c.project == project, _with_stages(run_id)).values(values))
+
+
+def _with_stages(run_id: str) -> ColumnElement[bool]:
+    return or_(work.c.object == run_id, func.substr(work.c.object, 1, len(run_id) + 1) == f"{run_id}/")
 
 
 TRIGGER = (
@@ -385,7 +387,7 @@ class Journal:
         try:
             with self._connection.begin_nested():
                 self._connection.execute(insert(principals).values(**columns))
-        except ConstraintError:  # somebody else made it a moment ago
+        except exc.IntegrityError:  # somebody else made it a moment ago
             there = self._read_principal(name)
             if there is None:
                 raise
@@ -398,8 +400,7 @@ class Journal:
 def tell_rows(connection: Connection, clock: Clock, entropy: Entropy) -> None:
     """Tell every row of a ledger that was made a moment ago."""
     actor = entropy(8).hex()
-    columns = {"id": actor, "kind": "service", "name": DRIVER, "created_at": clock.now()}
-    connection.execute(insert(principals).values(**columns))
+    connection.execute(insert(principals).values(id=actor, kind="service", name=DRIVER, created_at=clock.now()))
     author = Author(DRIVER, new_request(entropy), entropy=entropy, known={DRIVER: actor})
     journal = Journal(connection, author, clock, DEFAULT_PROJECT)
     journal.tell(CREATED, "ledger", facts={"from": None})

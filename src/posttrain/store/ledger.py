@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from sqlalchemy import Connection
+
 from posttrain.domain.errors import ConflictError, InfrastructureError
 from posttrain.domain.ports import Clock
 from posttrain.domain.records import DEFAULT_PROJECT
@@ -112,6 +114,19 @@ class Ledger:
             written += transaction.written
 
     @contextmanager
+    def untold(self) -> Iterator[Connection]:
+        """A write transaction over rows of which no event tells.
+
+        Raises:
+            InfrastructureError: the answer to its commit was lost: whoever wrote looks again.
+        """
+        try:
+            with self.database.write() as connection:
+                yield connection
+        except LostAnswerError as error:
+            raise InfrastructureError(f"{error}; looking again") from error
+
+    @contextmanager
     def written(self) -> Iterator[list[Any]]:
         """The records of runs, stages and attempts that this thread's transactions in the block commit."""
         found, outer = list[Any](), _WRITTEN.get()
@@ -147,11 +162,7 @@ class Ledger:
     assets = _read(Snapshot.assets)
     assets_by_digest = _read(Snapshot.assets_by_digest)
     find_artifact = _read(Snapshot.find_artifact)
-    projects = _read(Snapshot.projects)
-    roles = _read(Snapshot.roles)
-    roles_of = _read(Snapshot.roles_of)
     sink = _read(Snapshot.sink)
-    token_of = _read(Snapshot.token_of)
     channel = _read(Snapshot.channel)
     channel_record = _read(Snapshot.channel_record)
     channel_records = _read(Snapshot.channel_records)

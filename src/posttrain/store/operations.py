@@ -21,18 +21,17 @@ Bytes in the store that a project sent are noted though no row names them yet, s
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import obstore
-from sqlalchemy import ColumnElement, Connection, Row, delete, func, insert, select, update
-from sqlalchemy.exc import IntegrityError
-from sqlalchemy.exc import IntegrityError as ConstraintError
+from sqlalchemy import ColumnElement, Connection, Row, delete, exc, func, insert, select, update
 
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import ConflictError, NotFoundError
@@ -41,7 +40,7 @@ from posttrain.store.atomic import write_stream
 from posttrain.store.blobs import answering, backend_of, blob_key
 from posttrain.store.database import Database, now_in
 from posttrain.store.ledger import Ledger
-from posttrain.store.schema import hosts, operations, parts, requests, uploads
+from posttrain.store.schema import hosts, keyed, operations, parts, requests, uploads
 from posttrain.store.trees import file_digest
 
 SILENT_SECONDS = 60.0  # after which nobody is taken to carry it out
@@ -97,33 +96,33 @@ class Operations:
                 if known is not None and not (known.over or known.lost):
                     return known
                 if known is not None:  # as it was read, and not what another one put there meanwhile
-                    there = (operations.c.id == number) & (operations.c.server == known.server)
-                    connection.execute(delete(operations).where(there))
+                    connection.execute(delete(operations).where(*keyed(operations, id=number, server=known.server)))
                 try:
                     with connection.begin_nested():
                         connection.execute(insert(operations).values(**row, **fresh, told_at=now, looked_at=now))
                     return None
-                except IntegrityError:  # another server was quicker
+                except exc.IntegrityError:  # another server was quicker
                     continue
 
     def tell(self, number: str, document: str, *, over: bool) -> None:
         """Say how it stands, and that this server lives."""
         with self._database.write(across="a server has operations of every project") as connection:
             told = {"document": document, "over": int(over), "told_at": now_in(connection, self._clock)}
-            connection.execute(update(operations).where(self._mine(number)).values(told))
+            connection.execute(update(operations).where(*self._mine(number)).values(told))
 
     def heard(self, number: str) -> tuple[float, bool]:
         """Seconds since somebody looked, and whether somebody cancelled it. Of one that is not this server's: never."""
         with self._database.read(across="a server has operations of every project") as connection:
             now = now_in(connection, self._clock)
-            query = select(now - operations.c.looked_at, operations.c.ending).where(self._mine(number))
-            row = connection.execute(query).one_or_none()
+            row = connection.execute(
+                select(now - operations.c.looked_at, operations.c.ending).where(*self._mine(number))
+            ).one_or_none()
             return (math.inf, False) if row is None else (float(row[0]), bool(row[1]))
 
     def forget(self, number: str) -> None:
         """This server does not carry it out after all."""
         with self._database.write(across="a server has operations of every project") as connection:
-            connection.execute(delete(operations).where(self._mine(number)))
+            connection.execute(delete(operations).where(*self._mine(number)))
 
     def find(self, number: str, project: str, principal: str) -> Begun | None:
         """Somebody's operation that this server does not carry out, at which they look now; None: they have none."""
@@ -153,8 +152,8 @@ class Operations:
         named = (row.id, row.project, row.principal, row.verb, row.body, row.server, row.document)
         return Begun(*named, max(0.0, float(row.ago)), bool(row.over), lost)
 
-    def _mine(self, number: str) -> ColumnElement[bool]:
-        return (operations.c.id == number) & (operations.c.server == self._server)
+    def _mine(self, number: str) -> list[ColumnElement[bool]]:
+        return keyed(operations, id=number, server=self._server)
 
     def _is_dead(self, server: str, known: bool) -> bool:
         """Whether a server is known to be gone: its process is on this machine, or its host has another one."""
@@ -199,7 +198,7 @@ class Repeats:
                 with connection.begin_nested():
                     connection.execute(insert(requests).values(**row, at=self._ledger.clock.now()))
                 return None
-            except IntegrityError:
+            except exc.IntegrityError:
                 known = select(*(requests.c[name] for name in Known.__dataclass_fields__)).where(*self._of(key))
                 return Known(**connection.execute(known).one()._mapping)
 
@@ -212,8 +211,7 @@ class Repeats:
     def done(self, key: str, status: int, answer: str | None) -> None:
         """It is answered."""
         with self._ledger.database.write() as connection:
-            values = {"state": DONE, "status": status, "answer": answer}
-            connection.execute(update(requests).where(*self._of(key)).values(**values))
+            connection.execute(update(requests).where(*self._of(key)).values(state=DONE, status=status, answer=answer))
 
     def leave(self, key: str, owner: str) -> None:
         """Who began it carries it out no further, and something of it was written: the next one may go on.
@@ -221,16 +219,17 @@ class Repeats:
         Nothing happens where another one has taken it over meanwhile: a server that was suspended is taken for gone.
         """
         with self._ledger.database.write() as connection:
-            mine = update(requests).where(*self._of(key), requests.c.owner == owner)
-            connection.execute(mine.values(owner=_NOBODY))
+            connection.execute(
+                update(requests).where(*keyed(requests, **self._key, key=key, owner=owner)).values(owner=_NOBODY)
+            )
 
     def forget(self, key: str, owner: str) -> None:
         """It was not carried out by who began it, and may be tried again; as `leave` where another one is at it."""
         with self._ledger.database.write() as connection:
             connection.execute(delete(requests).where(*self._of(key), requests.c.owner == owner))
 
-    def _of(self, key: str) -> tuple[ColumnElement[bool], ...]:
-        return tuple(requests.c[name] == value for name, value in {**self._key, "key": key}.items())
+    def _of(self, key: str) -> list[ColumnElement[bool]]:
+        return keyed(requests, **self._key, key=key)
 
 
 def forget_before(ledger: Ledger, moment: float) -> None:
@@ -308,7 +307,7 @@ class Parts:
                     raise _quicker(digest)
                 with connection.begin_nested():
                     connection.execute(insert(parts).values(**row, at=self._ledger.clock.now()))
-        except ConstraintError as error:
+        except exc.IntegrityError as error:
             self._store.drop(name)
             raise _quicker(digest) from error
         except ConflictError:
@@ -325,17 +324,11 @@ class Parts:
         with self._ledger.database.read() as connection:
             query = select(parts.c.object, parts.c.size).where(*self._of(digest, total)).order_by(parts.c.start)
             found = list(connection.execute(query))
-        names = [str(one.object) for one in found]
         if sum(one.size for one in found) != total:
             return ""
-
-        def fill(file: BinaryIO) -> None:
-            for name in names:
-                for piece in self._store.pieces(name):
-                    file.write(piece)
-
+        pieces = itertools.chain.from_iterable(self._store.pieces(str(one.object)) for one in found)
         try:
-            write_stream(path, fill)
+            write_stream(path, lambda file: file.writelines(pieces))
         except NotFoundError as error:
             self.forget(digest, total)
             raise ConflictError(f"upload {digest}: what came of it is gone; send it again") from error
@@ -396,7 +389,7 @@ class Noted:
             try:
                 with connection.begin_nested():
                     connection.execute(insert(uploads).values(**row, shown=int(shown), at=now))
-            except ConstraintError:
+            except exc.IntegrityError:
                 young = {"at": now, **({"shown": 1} if shown else {})}
                 connection.execute(update(uploads).where(*self._of(digest)).values(young))
 
@@ -410,11 +403,10 @@ class Noted:
 
     def _shown(self, digest: str) -> int | None:
         with self._ledger.database.read() as connection:
-            found: int | None = connection.execute(select(uploads.c.shown).where(*self._of(digest))).scalar()
-            return found
+            return connection.execute(select(uploads.c.shown).where(*self._of(digest))).scalar()
 
-    def _of(self, digest: str) -> tuple[ColumnElement[bool], ...]:
-        return uploads.c.project == self._ledger.project, uploads.c.digest == digest
+    def _of(self, digest: str) -> list[ColumnElement[bool]]:
+        return keyed(uploads, project=self._ledger.project, digest=digest)
 
 
 def forget_noted(ledger: Ledger, needed: Container[str], before: float) -> None:
@@ -423,5 +415,6 @@ def forget_noted(ledger: Ledger, needed: Container[str], before: float) -> None:
         old = connection.execute(select(uploads.c.project, uploads.c.digest).where(uploads.c.at < before)).all()
         for project, digest in old:
             if digest not in needed:
-                mine = (uploads.c.project == project) & (uploads.c.digest == digest)
-                connection.execute(delete(uploads).where(mine, uploads.c.at < before))
+                connection.execute(
+                    delete(uploads).where(*keyed(uploads, project=project, digest=digest), uploads.c.at < before)
+                )

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import URL, Connection, make_url, text
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy import URL, Connection, exc, make_url, text
 
 from posttrain.domain.errors import (
     ConflictError,
@@ -71,7 +70,7 @@ def checked_address(address: str) -> str:
     """
     try:
         url = make_url(address) if is_address(address) else None
-    except (ArgumentError, ValueError):  # a port that is no number
+    except (exc.ArgumentError, ValueError):  # a port that is no number
         url = None
     if url is None or not url.database:
         masked = f"{address.partition('://')[0]}://…" if "://" in address else address

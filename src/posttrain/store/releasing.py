@@ -82,8 +82,9 @@ class ReleaseWriting(Writing):
         changes = [self._added(releases, self._owned(entry, "actor"), what), self._serve(entry), touched]
         noted = self._edges.release(entry, previous)
         facts = {"previous": previous} | ({"approved": approved} if approved else {})
-        said = {"why": plain(why)} if why else None
-        self._journal.tell(f"channel.{action}", channel, *changes, *noted, facts=facts, said=said)
+        self._journal.tell(
+            f"channel.{action}", channel, *changes, *noted, facts=facts, said={"why": plain(why)} if why else None
+        )
         return entry
 
     def _as_it_was_seen(
@@ -188,8 +189,13 @@ class ReleaseWriting(Writing):
         values = {"release": sequence, "since": self._clock.now(), "lifted_at": None, "reason": ""}
         values |= {"principal": self._journal.own}
         if not self._change(quarantine, key, values, "channel.quarantined", channel):
-            what = f"quarantine of {model} on channel {channel}"
-            self._insert(quarantine, {**key, **values}, what, "channel.quarantined", channel)
+            self._insert(
+                quarantine,
+                {**key, **values},
+                f"quarantine of {model} on channel {channel}",
+                "channel.quarantined",
+                channel,
+            )
 
 
 def quarantined(barred: Quarantine, lifts: str = "promote --lift-quarantine REASON") -> QuarantinedError:
@@ -252,8 +258,13 @@ class ApprovalWriting(Writing):
         if self.snapshot.approval_requests(prefix=request.digest):
             return
         subject = request.run_id or request.channel
-        what = f"approval request {request.digest}"
-        self._insert(approval_requests, self._owned(request, "actor"), what, "approval.requested", subject)
+        self._insert(
+            approval_requests,
+            self._owned(request, "actor"),
+            f"approval request {request.digest}",
+            "approval.requested",
+            subject,
+        )
 
     def say_approval(self, request: ApprovalRequest, verdict: str, reason: str = "") -> Approval:
         """Approve or reject a request, or say something else of it than before; wakes the run that waits for it.

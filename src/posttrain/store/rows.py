@@ -8,10 +8,10 @@ approvals, and which runs wait for one.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Result, Row, Select, bindparam, func, select
+from sqlalchemy import ColumnElement, Connection, Result, Row, Select, Table, bindparam, func, select
 
 from posttrain.domain.approvals import Approval, ApprovalRequest
 from posttrain.domain.errors import IntegrityError, NotFoundError, nearest
@@ -39,6 +39,7 @@ from posttrain.store.schema import (
     deployments,
     edges,
     events,
+    keyed,
     leaves,
     payloads,
     principals,
@@ -58,16 +59,19 @@ from posttrain.store.scope import across
 Record = TypeVar("Record")
 _ROLES = select(principals.c.name, roles.c.role).join(principals, principals.c.id == roles.c.principal)
 _ROLES = _ROLES.where(roles.c.project == bindparam("of_project")).order_by(principals.c.name)
-_TOKENS = select(tokens, principals.c.name.label("actor")).join(principals, principals.c.id == tokens.c.principal)
 SINK_ADDED = "sink.added"  # the event
-_SINKS = select(sinks, principals.c.name.label("actor")).join(principals, principals.c.id == sinks.c.principal)
-_BATCH = 500  # runs in one statement
+_NAMES = 500  # of one statement
 LIVE = "live"  # the role of what a channel points at
-_RELEASES = select(releases, principals.c.name.label("actor")).join(principals, principals.c.id == releases.c.principal)
-_ASKED = select(approval_requests, principals.c.name.label("actor")).join(
-    principals, principals.c.id == approval_requests.c.principal
-)
-_SAID = select(approvals, principals.c.name.label("actor")).join(principals, principals.c.id == approvals.c.principal)
+
+
+def acted(table: Table, *columns: Any, called: str = "actor") -> Select[Any]:
+    """Rows of a table, and further columns, with the name of the principal that each row names."""
+    named = select(table, principals.c.name.label(called), *columns)
+    return named.join(principals, principals.c.id == table.c.principal)
+
+
+_TOKENS, _SINKS, _RELEASES = acted(tokens), acted(sinks), acted(releases)
+_ASKED, _SAID = acted(approval_requests), acted(approvals)
 
 
 def names_of(record: Any) -> tuple[str, ...]:
@@ -134,11 +138,39 @@ def plain(value: Any) -> Any:
     return value
 
 
-class PrincipalReading:
-    """The part of a snapshot that is about access."""
+def batches(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Each name once, as many at a time as one statement takes."""
+    whole = list(dict.fromkeys(names))
+    yield from (whole[start : start + _NAMES] for start in range(0, len(whole), _NAMES))
 
-    _connection: Connection
-    _project: str
+
+class Reading:
+    """Reads of one project over one connection."""
+
+    def __init__(self, connection: Connection, project: str) -> None:
+        self._connection, self._project = connection, project
+
+    def _all(self, kind: type[Record], query: Select[Any], values: Mapping[str, Any] | None = None) -> list[Record]:
+        return to_records(kind, self._connection.execute(query, values))
+
+    def _one(self, kind: type[Record], query: Select[Any]) -> Record | None:
+        """The first row; None: there is none."""
+        return next(iter(self._all(kind, query)), None)
+
+    def _each(
+        self,
+        kind: type[Record],
+        query: Select[Any],
+        column: ColumnElement[Any],
+        names: Sequence[str],
+        values: Mapping[str, Any] | None = None,
+    ) -> list[Record]:
+        """Rows whose column is one of these, asked for many at a time."""
+        return [one for part in batches(names) for one in self._all(kind, query.where(column.in_(part)), values)]
+
+
+class PrincipalReading(Reading):
+    """The part of a snapshot that is about access."""
 
     def roles(self) -> dict[str, Role]:
         """Principal → role in this project; empty: nobody was given one."""
@@ -146,14 +178,13 @@ class PrincipalReading:
 
     def people(self) -> set[str]:
         """Principals who have a role in this project, or did something there. Reads who wrote every event."""
-        acted = select(events.c.principal).where(events.c.project == self._project).distinct()
-        query = select(principals.c.name).where(principals.c.id.in_(acted))
-        return {str(name) for name in self._connection.execute(query).scalars()} | set(self.roles())
+        wrote = select(events.c.principal).where(events.c.project == self._project).distinct()
+        named = self._connection.execute(select(principals.c.name).where(principals.c.id.in_(wrote)))
+        return {*named.scalars(), *self.roles()}
 
     def principal_of(self, name: str) -> str | None:
         """The pseudonymous id of whoever is called so; None: nobody is."""
-        found = self._connection.execute(select(principals.c.id).where(principals.c.name == name)).scalar()
-        return None if found is None else str(found)
+        return self._connection.execute(select(principals.c.id).where(principals.c.name == name)).scalar()
 
     def projects(self) -> list[str]:
         """Every project of the ledger, by name."""
@@ -161,40 +192,32 @@ class PrincipalReading:
 
     def images(self) -> list[str] | None:
         """The images that runs of this project may name; None: nobody said."""
-        found = self._connection.execute(select(projects.c.images).where(projects.c.id == self._project)).scalar()
-        return None if found is None else list(found)
+        return self._connection.execute(select(projects.c.images).where(projects.c.id == self._project)).scalar()
 
     def roles_of(self, name: str) -> dict[str, Role]:
         """Project → the role that a principal was given there."""
         query = select(roles.c.project, roles.c.role).join(principals, principals.c.id == roles.c.principal)
-        query = across(query.where(principals.c.name == name), "a principal has roles in several projects")
-        found = self._connection.execute(query.order_by(roles.c.project))
+        query = query.where(principals.c.name == name).order_by(roles.c.project)
+        found = self._connection.execute(across(query, "a principal has roles in several projects"))
         return {project: Role(role) for project, role in found}
 
     def tokens(self) -> list[Token]:
         """Every token that is for this project, oldest first."""
-        query = _TOKENS.order_by(tokens.c.created_at, tokens.c.id)
-        found = [to_record(Token, row) for row in self._connection.execute(query)]
-        return [one for one in found if self._project in one.scopes]
+        every = self._all(Token, _TOKENS.order_by(tokens.c.created_at, tokens.c.id))
+        return [one for one in every if self._project in one.scopes]
 
     def token_behind(self, session: str, moment: float) -> Token | None:
         """The token behind a browser's session of this digest; None: there is none, or it is over."""
         query = _TOKENS.join(sessions, sessions.c.token == tokens.c.id)
-        query = query.where(sessions.c.digest == session, sessions.c.expires_at > moment)
-        row = self._connection.execute(query).one_or_none()
-        return None if row is None else to_record(Token, row)
+        return self._one(Token, query.where(sessions.c.digest == session, sessions.c.expires_at > moment))
 
     def token_of(self, secret_digest: str) -> Token | None:
         """The token whose secret has this digest; None: there is none."""
-        row = self._connection.execute(_TOKENS.where(tokens.c.secret_digest == secret_digest)).one_or_none()
-        return None if row is None else to_record(Token, row)
+        return self._one(Token, _TOKENS.where(tokens.c.secret_digest == secret_digest))
 
 
-class SinkReading:
+class SinkReading(Reading):
     """The part of a snapshot that is about sinks."""
-
-    _connection: Connection
-    _project: str
 
     def sinks(self) -> list[SinkRecord]:
         """Every sink, by name."""
@@ -214,8 +237,7 @@ class SinkReading:
 
     def cursors(self) -> dict[str, Cursor]:
         """Of each sink that has one."""
-        query = select(cursors).where(cursors.c.project == self._project)
-        return {row.sink: to_record(Cursor, row) for row in self._connection.execute(query)}
+        return {one.sink: one for one in self._all(Cursor, select(cursors).where(cursors.c.project == self._project))}
 
     def sinks_standing(self) -> list[tuple[SinkRecord, Cursor | None, int]]:
         """Every sink with its cursor, and how many events are sealed; one statement."""
@@ -245,8 +267,7 @@ class SinkReading:
         if not count:
             return 0, None
         told = select(events.c.at).join(leaves, leaves.c.event == events.c.id).where(leaves.c.sequence == first)
-        told = told.where(events.c.project == self._project)
-        return int(count), float(self._connection.execute(told).scalar_one())
+        return int(count), float(self._connection.execute(told.where(events.c.project == self._project)).scalar_one())
 
     def envelopes(self, after: int, limit: int, *, words: bool) -> list[Envelope]:
         """Sealed events with `sequence > after`, in order.
@@ -288,28 +309,25 @@ def _envelope(row: Row[*tuple[Any, ...]], words: bool) -> Envelope:
     return Envelope(**values, leaf=found["leaf"].hex(), words=(found["body"] or {}) if words else {})
 
 
-class ChannelReading:
+class ChannelReading(Reading):
     """The part of a snapshot that is about channels."""
-
-    _connection: Connection
-    _project: str
 
     def channel(self, name: str) -> ReleaseEntry | None:
         """What is live on a channel; None for a channel that nothing was ever released to."""
         here = (deployments.c.project == releases.c.project) & (deployments.c.channel == releases.c.channel)
         here &= (deployments.c.release_sequence == releases.c.sequence) & (deployments.c.role == LIVE)
-        query = self._releases().join(deployments, here).where(releases.c.channel == name)
-        return next(iter(self._all(ReleaseEntry, query)), None)
+        return self._one(ReleaseEntry, self._releases().join(deployments, here).where(releases.c.channel == name))
 
     def channel_record(self, name: str) -> ChannelRecord:
         """What holds for a channel; one that nobody has used yet has generation 0."""
         query = select(channels).where(channels.c.project == self._project, channels.c.name == name)
-        return next(iter(self._all(ChannelRecord, query)), ChannelRecord(name))
+        return self._one(ChannelRecord, query) or ChannelRecord(name)
 
     def channel_records(self) -> list[ChannelRecord]:
         """Every channel that has a release, a policy or a lock, by name."""
-        mine = channels.c.project == self._project
-        return self._all(ChannelRecord, select(channels).where(mine).order_by(channels.c.name))
+        return self._all(
+            ChannelRecord, select(channels).where(channels.c.project == self._project).order_by(channels.c.name)
+        )
 
     def deployments(self, name: str) -> list[Deployment]:
         """What a channel serves, by role."""
@@ -318,8 +336,7 @@ class ChannelReading:
 
     def history(self, name: str) -> list[ReleaseEntry]:
         """Every release of a channel, oldest first; `channel` has the one that is live."""
-        query = self._releases().where(releases.c.channel == name).order_by(releases.c.sequence)
-        return self._all(ReleaseEntry, query)
+        return self._all(ReleaseEntry, self._releases().where(releases.c.channel == name).order_by(releases.c.sequence))
 
     def last_release(self, name: str) -> int:
         """The highest sequence of a channel's entries, whatever their action; 0: it has none."""
@@ -328,20 +345,22 @@ class ChannelReading:
 
     def released(self, *run_ids: str) -> dict[str, str]:
         """The last release of each of these runs that has one: `channel@sequence`."""
-        query = select(releases.c.run_id, releases.c.channel, releases.c.sequence).order_by(releases.c.at)
-        query = query.where(releases.c.project == self._project)
+        query = (
+            select(releases.c.run_id, releases.c.channel, releases.c.sequence)
+            .order_by(releases.c.at)
+            .where(releases.c.project == self._project)
+        )
         found: dict[str, str] = {}
-        for start in range(0, len(run_ids), _BATCH):
-            part = query.where(releases.c.run_id.in_(run_ids[start : start + _BATCH]))
-            found |= {run: f"{name}@{number}" for run, name, number in self._connection.execute(part)}
+        for part in batches(run_ids):
+            rows = self._connection.execute(query.where(releases.c.run_id.in_(part)))
+            found |= {run: f"{name}@{number}" for run, name, number in rows}
         return found
 
     def quarantine(self, name: str) -> list[Quarantine]:
         """Models that may not be promoted to a channel again, the newest first."""
-        query = select(quarantine, principals.c.name.label("actor"))
-        query = query.join(principals, principals.c.id == quarantine.c.principal)
-        mine = (quarantine.c.project == self._project) & (quarantine.c.channel == name)
-        query = query.where(mine, quarantine.c.lifted_at.is_(None))
+        query = acted(quarantine).where(
+            *keyed(quarantine, project=self._project, channel=name), quarantine.c.lifted_at.is_(None)
+        )
         return self._all(Quarantine, query.order_by(quarantine.c.release.desc(), quarantine.c.model_digest))
 
     def looks(self, items: str) -> list[Look]:
@@ -357,13 +376,9 @@ class ChannelReading:
         query = (
             select(stages.c.run_id, stages.c.name.label("stage"), stages.c.kind, *moments)
             .join(runs, runs.c.id == stages.c.run_id)
-            .where(runs.c.project == self._project)
+            .where(runs.c.project == self._project, stages.c.started_at.is_not(None), stages.c.cached_from.is_(None))
         )
-        query = query.where(stages.c.started_at.is_not(None), stages.c.cached_from.is_(None))
-        found: list[Look] = []
-        for start in range(0, len(ids), _BATCH):
-            found += self._all(Look, query.where(stages.c.run_id.in_(ids[start : start + _BATCH])))
-        mine = [look for look in found if (look.run_id, look.stage) in ends]
+        mine = [look for look in self._each(Look, query, stages.c.run_id, ids) if (look.run_id, look.stage) in ends]
         return sorted(mine, key=lambda look: (look.at, look.run_id, look.stage))
 
     def measured(self, slots: str, output: str) -> list[Measured]:
@@ -376,50 +391,42 @@ class ChannelReading:
         # distinct, so that it is read once: joined to itself, SQLite reads every edge of the project for each result
         left = select(edges.c.producer, edges.c.digest).where(edges.c.project == self._project).distinct()
         made = left.where(edges.c.consumer == "", edges.c.output == output).subquery("made")
-        query = select(edges.c.digest.label("items"), edges.c.slot, made.c.digest.label("results")).distinct()
-        query = query.join(made, made.c.producer == edges.c.consumer)
-        query = query.where(edges.c.project == self._project, edges.c.slot.startswith(slots, autoescape=True))
-        query = query.where(edges.c.consumer != "")
+        of_slots = edges.c.slot.startswith(slots, autoescape=True)
+        query = (
+            select(edges.c.digest.label("items"), edges.c.slot, made.c.digest.label("results"))
+            .distinct()
+            .join(made, made.c.producer == edges.c.consumer)
+            .where(edges.c.project == self._project, of_slots, edges.c.consumer != "")
+        )
         return self._all(Measured, query.order_by("items", edges.c.slot, "results"))
 
     def channels(self) -> list[str]:
         """The names of channels with a history."""
         query = select(releases.c.channel).where(releases.c.project == self._project).distinct()
-        query = query.order_by(releases.c.channel)
-        return list(self._connection.execute(query).scalars())
+        return list(self._connection.execute(query.order_by(releases.c.channel)).scalars())
 
     def _releases(self) -> Select[Any]:
         return _RELEASES.where(releases.c.project == self._project)
 
-    def _all(self, kind: type[Record], query: Select[Any], values: Mapping[str, Any] | None = None) -> list[Record]:
-        return to_records(kind, self._connection.execute(query, values))
 
-
-class ApprovalReading:
+class ApprovalReading(Reading):
     """The part of a snapshot that is about approvals."""
-
-    _connection: Connection
-    _project: str
 
     def approval_requests(
         self, channel: str | None = None, run_id: str | None = None, prefix: str | None = None
     ) -> list[ApprovalRequest]:
         """What was asked for, oldest first: of a channel, for a run, or of which the digest begins like this."""
-        query = _ASKED.where(approval_requests.c.project == self._project)
-        if channel is not None:
-            query = query.where(approval_requests.c.channel == channel)
-        if run_id is not None:
-            query = query.where(approval_requests.c.run_id == run_id)
+        known = {"project": self._project, "channel": channel, "run_id": run_id}
+        wanted = {name: value for name, value in known.items() if value is not None}
+        query = _ASKED.where(*keyed(approval_requests, **wanted))
         if prefix is not None:
             query = query.where(func.substr(approval_requests.c.digest, 1, len(prefix)) == prefix)
-        query = query.order_by(approval_requests.c.at, approval_requests.c.digest)
-        return [to_record(ApprovalRequest, row) for row in self._connection.execute(query)]
+        return self._all(ApprovalRequest, query.order_by(approval_requests.c.at, approval_requests.c.digest))
 
     def approvals(self, request: str) -> list[Approval]:
         """What was said of a request, oldest first."""
         query = _SAID.where(approvals.c.project == self._project, approvals.c.request == request)
-        query = query.order_by(approvals.c.at, approvals.c.principal)
-        return [to_record(Approval, row) for row in self._connection.execute(query)]
+        return self._all(Approval, query.order_by(approvals.c.at, approvals.c.principal))
 
     def submitter(self, run_id: str) -> str:
         """Who submitted a run, by the event of its submission.
@@ -436,14 +443,13 @@ class ApprovalReading:
         """Who submitted a run; None: a version without such events recorded it."""
         told = select(principals.c.name).join(events, events.c.principal == principals.c.id)
         told = told.where(events.c.project == self._project, events.c.subject == run_id, events.c.kind == "run.pending")
-        found = self._connection.execute(told.order_by(events.c.id).limit(1)).scalar()
-        return None if found is None else str(found)
+        return self._connection.execute(told.order_by(events.c.id).limit(1)).scalar()
 
     def runs_that_wait_for_approval(self, channel: str | None = None) -> Sequence[str]:
         """Ids of runs whose release, to this channel or any, waits for an approval."""
+        waits = keyed(stages, state=StageState.READY, reason=Reason.WAITING_FOR_APPROVAL)
         query = select(stages.c.run_id).join(approval_requests, approval_requests.c.run_id == stages.c.run_id)
-        query = query.where(approval_requests.c.project == self._project)
+        query = query.where(approval_requests.c.project == self._project, *waits)
         if channel is not None:
             query = query.where(approval_requests.c.channel == channel)
-        query = query.where(stages.c.state == StageState.READY, stages.c.reason == Reason.WAITING_FOR_APPROVAL)
         return list(self._connection.execute(query.distinct()).scalars())

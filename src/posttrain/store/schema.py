@@ -18,6 +18,7 @@ from sqlalchemy import (
     BigInteger,
     CheckConstraint,
     Column,
+    ColumnElement,
     Dialect,
     Float,
     ForeignKey,
@@ -74,6 +75,11 @@ def read_json_text(value: str | None) -> Any:
         raise UnreadableColumnError(
             f"the ledger holds {value!r:.40} where JSON was written: a row was altered; posttrain doctor says which"
         ) from error
+
+
+def keyed(table: Table, **key: Any) -> list[ColumnElement[bool]]:
+    """The conditions that columns of a table have these values."""
+    return [table.c[name] == value for name, value in key.items()]
 
 
 Counter = BigInteger().with_variant(Integer(), "sqlite")  # SQLite counts only in a column declared INTEGER

@@ -14,22 +14,38 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sqlalchemy import Column, ColumnElement, Engine, Select, Table, delete, event, exists, select, update
-from sqlalchemy.sql import operators, visitors
-from sqlalchemy.sql.base import Executable
-from sqlalchemy.sql.dml import Delete, Insert, Update
-from sqlalchemy.sql.elements import (
+from sqlalchemy import (
     BinaryExpression,
     BindParameter,
     BooleanClauseList,
     ClauseElement,
+    Column,
     ColumnClause,
-    Grouping,
+    ColumnElement,
+    Delete,
+    Engine,
+    Executable,
+    FromClause,
+    Insert,
+    Join,
+    Select,
+    SelectBase,
+    Table,
+    TableClause,
     TextClause,
+    TextualSelect,
     UnaryExpression,
+    Update,
+    delete,
+    event,
+    exists,
+    select,
+    update,
 )
+from sqlalchemy.sql import operators, visitors
+from sqlalchemy.sql.elements import Grouping
 from sqlalchemy.sql.functions import FunctionElement
-from sqlalchemy.sql.selectable import AliasedReturnsRows, FromClause, Join, SelectBase, TableClause, TextualSelect
+from sqlalchemy.sql.selectable import AliasedReturnsRows
 
 from posttrain.store.schema import attempts, events, grants, leaves, metadata, payloads, runs, stages, unsealed, watches
 

@@ -58,6 +58,13 @@ _WAITING = (  # what somebody else put into `unsealed` is for `verify` to tell
     .outerjoin(leaves, leaves.c.event == events.c.id)
     .where(leaves.c.event.is_(None))
 )
+_AS_WRITTEN = (  # an event and its words, as text: what cannot be read is told, and raises nothing
+    events.c.leaf.label("written"),
+    *(type_coerce(events.c[name], Text) if name == "audited" else events.c[name] for name in FIELDS),
+    payloads.c.retention,
+    payloads.c.salt,
+    type_coerce(payloads.c.body, Text).label("body"),
+)
 ACCEPTED, SUBJECT = "ledger.loss_accepted", "ledger"
 _FOLDER, _DIGITS, _SHOWN = "heads", 16, 10
 _HEAD = re.compile(rf"[0-9]{{{_DIGITS}}}-[0-9a-f]{{64}}")
@@ -169,7 +176,8 @@ def verify_chain(ledger: Ledger) -> TreeReport:
             names the first bad sequence.
     """
     with ledger.database.read(across="the log is of every project") as connection:
-        tree, kept, erased = Tree(), _tiles(connection), _Erasures(connection)
+        tree, erased = Tree(), _Erasures(connection)
+        kept = {(row.level, row.position): row.hash for row in connection.execute(select(tiles))}
         for row in _sealed(connection):
             _check(tree.size + 1, row, erased)
             if tree.size == 0:
@@ -235,11 +243,7 @@ def _prove(connection: Connection, sequences: Iterable[int], size: int) -> None:
 
 def _sealed(connection: Connection, *where: ColumnElement[bool]) -> Iterator[Mapping[str, Any]]:
     """Every leaf with its event and words; what is missing is None."""
-    columns = [type_coerce(events.c[name], Text) if name == "audited" else events.c[name] for name in FIELDS]
-    query = select(
-        leaves.c.sequence, leaves.c.event, leaves.c.leaf, events.c.leaf.label("written"), *columns,
-        payloads.c.retention, payloads.c.salt, type_coerce(payloads.c.body, Text).label("body"),
-    )  # fmt: skip
+    query = select(leaves.c.sequence, leaves.c.event, leaves.c.leaf, *_AS_WRITTEN)
     query = query.outerjoin(events, events.c.id == leaves.c.event).outerjoin(payloads, payloads.c.event == events.c.id)
     rows = connection.execute(query.where(*where).order_by(leaves.c.sequence).execution_options(yield_per=_BATCH))
     yield from (dict(row) for row in rows.mappings())
@@ -299,11 +303,7 @@ def _check_head(connection: Connection, tree: Tree, kept: Mapping[tuple[int, int
 
 def _check_pending(connection: Connection, size: int, erased: _Erasures, *where: ColumnElement[bool]) -> int:
     """Events that wait to be sealed are what their leaves say, and every event is either sealed or waits."""
-    columns = [type_coerce(events.c[name], Text) if name == "audited" else events.c[name] for name in FIELDS]
-    query = select(
-        events.c.id, events.c.leaf.label("written"), *columns, unsealed.c.event.label("waits"),
-        payloads.c.retention, payloads.c.salt, type_coerce(payloads.c.body, Text).label("body"),
-    )  # fmt: skip
+    query = select(events.c.id, unsealed.c.event.label("waits"), *_AS_WRITTEN)
     query = query.outerjoin(leaves, leaves.c.event == events.c.id).outerjoin(unsealed, unsealed.c.event == events.c.id)
     query = query.outerjoin(payloads, payloads.c.event == events.c.id).where(leaves.c.event.is_(None), *where)
     pending = 0
@@ -323,10 +323,6 @@ def _check_pending(connection: Connection, size: int, erased: _Erasures, *where:
     if stray is not None:
         raise _broken(size + 1, f"event {stray} waits to be sealed, but is sealed already or was never written")
     return pending
-
-
-def _tiles(connection: Connection) -> dict[tuple[int, int], bytes]:
-    return {(row.level, row.position): row.hash for row in connection.execute(select(tiles))}
 
 
 def _broken(sequence: int, what: str) -> IntegrityError:
@@ -424,8 +420,9 @@ def accept_loss(ledger: Ledger, blobs: ObjectBlobs, log: str, root: Path, actor:
             f"--accept-loss needs a loss and a reason, got {'no reason' if lost else 'no loss'}; leave it out"
         )
     with ledger.transaction(actor) as transaction:
-        facts = {"heads": list(lost.heads), "attempts": list(lost.attempts)}
-        transaction.append_event(ACCEPTED, SUBJECT, facts, {"reason": reason})
+        transaction.append_event(
+            ACCEPTED, SUBJECT, {"heads": list(lost.heads), "attempts": list(lost.attempts)}, {"reason": reason}
+        )
     for head in _kept(blobs, log) & set(lost.heads):
         blobs.drop_note(f"{_FOLDER}/{log}/{head}")
     return lost

@@ -61,6 +61,7 @@ from posttrain.store.rows import (
     PrincipalReading,
     Record,
     SinkReading,
+    acted,
     names_of,
     to_event,
     to_record,
@@ -74,10 +75,10 @@ from posttrain.store.schema import (
     edges,
     events,
     holds,
+    keyed,
     leaves,
     notes,
     payloads,
-    principals,
     read_json_text,
     runs,
     signals,
@@ -93,7 +94,6 @@ from posttrain.store.scope import Scope, across, of_project
 _CHANNEL = "channel:"
 _SEARCHED = 1000  # of the newest runs, for one that a person may have meant
 _LISTED = 3
-_NAMES = 500  # of one statement
 _SHOWN = 5  # candidates named in an error
 _ENDED = [state for state in RunState if is_final("run", state)]
 _OVER = [state for state in AttemptState if is_final("attempt", state)]
@@ -173,7 +173,8 @@ _TEXTS = {  # the columns of `rows_on` that are JSON
 _WATCHES = select(watches).where(of_project(watches, _PROJECT), watches.c.run_id == _RUN_ID).order_by(watches.c.attempt)
 
 
-_ASSETS = select(assets, principals.c.name.label("created_by")).join(principals, principals.c.id == assets.c.principal)
+_ASSETS = acted(assets, called="created_by")
+_ARTIFACTS = select(artifacts, artifacts.c["class"].label("kind"))
 
 
 class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
@@ -184,8 +185,8 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
     """
 
     def __init__(self, connection: Connection, project: str) -> None:
-        self._connection = connection
-        self._project, self.scope = project, Scope(project)
+        super().__init__(connection, project)
+        self.scope = Scope(project)
 
     def run(self, run_id: str) -> RunRecord:
         """The run of exactly this id.
@@ -300,8 +301,9 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         """Attempts of this host that have not ended, in every project: how many belong to runs that somebody drives,
         and those of the other runs.
         """
-        here = attempts.c.host.is_(None) if host is None else attempts.c.host == host
-        live = and_(here, attempts.c.state.not_in(_OVER))
+        live = and_(
+            attempts.c.host.is_(None) if host is None else attempts.c.host == host, attempts.c.state.not_in(_OVER)
+        )
         mine = (work.c.project == runs.c.project) & (work.c.object == runs.c.id)
         driven = exists().where(mine, work.c.kind == RUN, work.c.lease_until > now)
         of_runs = attempts.join(runs, runs.c.id == attempts.c.run_id)
@@ -313,10 +315,8 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
 
     def live_attempts(self) -> set[str]:
         """The names of attempts that have not ended, in every project."""
-        query = across(
-            select(attempts.c.name).where(attempts.c.state.not_in(_OVER)), "scratch folders of every project"
-        )
-        return set(self._connection.execute(query).scalars())
+        live = select(attempts.c.name).where(attempts.c.state.not_in(_OVER))
+        return set(self._connection.execute(across(live, "scratch folders of every project")).scalars())
 
     def asset(self, kind: str, name: str, version: int | None = None) -> Asset:
         """One version of an asset; the latest without `version`.
@@ -338,22 +338,27 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
 
     def latest_asset(self, kind: str, name: str) -> Asset | None:
         """The newest version of that name; None without one."""
-        query = self._assets().where(assets.c.kind == kind, assets.c.name == name)
-        return next(iter(self._all(Asset, query.order_by(assets.c.version.desc()).limit(1))), None)
+        return self._one(
+            Asset,
+            self._assets()
+            .where(assets.c.kind == kind, assets.c.name == name)
+            .order_by(assets.c.version.desc())
+            .limit(1),
+        )
 
     def assets(self, kind: str | None = None, name: str | None = None) -> list[Asset]:
         """Assets by kind, name and version."""
-        query = self._assets().order_by(assets.c.kind, assets.c.name, assets.c.version)
-        if kind is not None:
-            query = query.where(assets.c.kind == kind)
-        if name is not None:
-            query = query.where(assets.c.name == name)
-        return self._all(Asset, query)
+        wanted = {column: value for column, value in (("kind", kind), ("name", name)) if value is not None}
+        return self._all(
+            Asset,
+            self._assets().where(*keyed(assets, **wanted)).order_by(assets.c.kind, assets.c.name, assets.c.version),
+        )
 
     def assets_by_digest(self, *digests: str) -> list[Asset]:
         """Every asset version with these bytes."""
-        query = self._assets().order_by(assets.c.kind, assets.c.name, assets.c.version)
-        return self._each(Asset, query, assets.c.digest, digests)
+        return self._each(
+            Asset, self._assets().order_by(assets.c.kind, assets.c.name, assets.c.version), assets.c.digest, digests
+        )
 
     def alike(self, *wanted: Asset) -> list[Asset]:
         """Versions of the kind of these with the digest of one of them, and the latest of each of their names."""
@@ -370,18 +375,20 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         Args:
             status: only those of this one; None: every one that there is.
         """
-        query = select(asset_status, principals.c.name.label("actor"), assets.c.digest)
-        query = query.join(principals, principals.c.id == asset_status.c.principal)
         same = [assets.c[name] == asset_status.c[name] for name in ("project", "kind", "name", "version")]
-        query = query.join(assets, and_(*same)).where(asset_status.c.project == self._project)
         wanted = asset_status.c.status == status if status else asset_status.c.status != ""
-        query = query.where(wanted).order_by(asset_status.c.kind, asset_status.c.name, asset_status.c.version)
-        return [(to_record(AssetStatus, row), row.digest) for row in self._connection.execute(query)]
+        query = acted(asset_status, assets.c.digest).join(assets, and_(*same))
+        query = query.where(asset_status.c.project == self._project, wanted)
+        return [
+            (to_record(AssetStatus, row), row.digest)
+            for row in self._connection.execute(
+                query.order_by(asset_status.c.kind, asset_status.c.name, asset_status.c.version)
+            )
+        ]
 
     def artifacts(self, *digests: str) -> list[Artifact]:
         """What is known of these bytes; of unknown ones nothing."""
-        query = select(artifacts, artifacts.c["class"].label("kind")).where(artifacts.c.project == self._project)
-        return self._each(Artifact, query, artifacts.c.digest, digests)
+        return self._each(Artifact, _ARTIFACTS.where(artifacts.c.project == self._project), artifacts.c.digest, digests)
 
     def find_artifact(self, prefix: str) -> Artifact:
         """The bytes whose digest starts like this.
@@ -390,8 +397,8 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
             NotFoundError: none do.
             InputError: several do.
         """
-        query = select(artifacts, artifacts.c["class"].label("kind")).where(artifacts.c.project == self._project)
-        found = self._all(Artifact, query.where(func.substr(artifacts.c.digest, 1, len(prefix)) == prefix).limit(2))
+        begins = func.substr(artifacts.c.digest, 1, len(prefix)) == prefix
+        found = self._all(Artifact, _ARTIFACTS.where(artifacts.c.project == self._project, begins).limit(2))
         if not found:
             raise NotFoundError(f"there is no artifact {prefix!r}; `posttrain asset ls` and `get` show digests")
         if len(found) > 1:
@@ -425,20 +432,16 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
 
     def events_about(self, subject: str, kind: str) -> list[Event]:
         """The events of one kind with exactly this subject (a channel, a run), oldest first; unsealed events too."""
-        query = self._events().where(events.c.subject == subject, events.c.kind == kind)
-        return self._told(query.order_by(events.c.id))
+        return self._told(self._events().where(*keyed(events, subject=subject, kind=kind)).order_by(events.c.id))
 
     def signals(self, *run_ids: str) -> list[Signal]:
         """What was sent to runs, oldest first."""
-        query = select(signals, principals.c.name.label("actor")).where(signals.c.project == self._project)
-        query = query.join(principals, principals.c.id == signals.c.principal)
+        query = acted(signals).where(signals.c.project == self._project)
         return self._each(Signal, query.order_by(signals.c.at, signals.c.name), signals.c.run_id, run_ids)
 
     def notes(self, *run_ids: str, tags: bool = False) -> list[RunNote]:
         """What was written down of runs, oldest first; `tags`: only these."""
-        query = select(notes, principals.c.name.label("actor")).where(notes.c.project == self._project)
-        query = query.join(principals, principals.c.id == notes.c.principal)
-        query = query.where(notes.c.tag != "") if tags else query
+        query = acted(notes).where(notes.c.project == self._project, *([notes.c.tag != ""] if tags else ()))
         return self._each(RunNote, query.order_by(notes.c.run_id, notes.c.number), notes.c.run_id, run_ids)
 
     def watches(self, run_id: str) -> list[Watch]:
@@ -451,8 +454,9 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
 
     def runs_that_wait_for(self, cache_key: str) -> set[str]:
         """Ids of unfinished runs with a stage that is ready and computes what this key names, but is not at it."""
-        query = select(stages.c.run_id).join(runs, runs.c.id == stages.c.run_id).where(stages.c.cache_key == cache_key)
-        query = query.where(stages.c.state == "ready", runs.c.project == self._project, runs.c.state.not_in(_ENDED))
+        ready = keyed(stages, cache_key=cache_key, state="ready")
+        query = select(stages.c.run_id).join(runs, runs.c.id == stages.c.run_id).where(*ready)
+        query = query.where(runs.c.project == self._project, runs.c.state.not_in(_ENDED))
         return set(self._connection.execute(query).scalars())
 
     def cached_stage(self, cache_key: str) -> StageRecord | None:
@@ -497,8 +501,9 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         if not subjects:
             return {}
         query = self.scope.select(events, events.c.subject, func.max(events.c.at)).group_by(events.c.subject)
-        found = self._connection.execute(query.where(events.c.subject.in_(subjects)))
-        return {subject: float(at) for subject, at in found}
+        return {
+            subject: float(at) for subject, at in self._connection.execute(query.where(events.c.subject.in_(subjects)))
+        }
 
     def pending_events(self, subject_prefix: str | None = None, limit: int = 1000) -> list[Event]:
         """Committed events that the sealer has not passed yet, in id order; they have no `sequence`."""
@@ -519,27 +524,11 @@ class Snapshot(ApprovalReading, ChannelReading, PrincipalReading, SinkReading):
         return _ASSETS.where(assets.c.project == self._project)
 
     def _events(self) -> Select[Any]:
-        query = select(events, leaves.c.sequence, payloads.c.body, principals.c.name.label("actor"))
-        query = query.join(principals, principals.c.id == events.c.principal)
-        query = query.outerjoin(leaves, leaves.c.event == events.c.id)
-        query = query.outerjoin(payloads, payloads.c.event == events.c.id)
-        return query.where(events.c.project == self._project)
+        query = acted(events, leaves.c.sequence, payloads.c.body).outerjoin(leaves, leaves.c.event == events.c.id)
+        return query.outerjoin(payloads, payloads.c.event == events.c.id).where(events.c.project == self._project)
 
     def _told(self, query: Select[Any]) -> list[Event]:
         return [to_event(row) for row in self._connection.execute(query)]
-
-    def _each(
-        self,
-        kind: type[Record],
-        query: Select[Any],
-        column: ColumnElement[Any],
-        names: Sequence[str],
-        values: Mapping[str, Any] | None = None,
-    ) -> list[Record]:
-        """Rows whose column is one of these, asked for many at a time."""
-        whole = list(dict.fromkeys(names))
-        parts = (whole[start : start + _NAMES] for start in range(0, len(whole), _NAMES))
-        return [one for part in parts for one in self._all(kind, query.where(column.in_(part)), values)]
 
 
 @functools.cache
@@ -571,8 +560,9 @@ def rows_on(dialect: str) -> Select[Any]:
     for kind, table in (("StageRecord", stages), ("AttemptRecord", attempts), ("Watch", watches)):
         texts = [type_coerce(column, Text) if isinstance(column.type, JsonText) else column for column in table.c]
         columns += [text.label(f"{kind}.{column.key}") for text, column in zip(texts, table.c, strict=True)]
-    head = (tree_head.c.size, tree_head.c.root)
-    columns += [select(column).scalar_subquery().label(f"Head.{column.key}") for column in head]
+    columns += [
+        select(column).scalar_subquery().label(f"Head.{column.key}") for column in (tree_head.c.size, tree_head.c.root)
+    ]
     query = run.with_only_columns(*columns).outerjoin(stages, stages.c.run_id == runs.c.id)
     tries = (attempts.c.run_id == runs.c.id) & (attempts.c.stage == stages.c.name)
     seen = (watches.c.run_id == runs.c.id) & (watches.c.attempt == attempts.c.name)

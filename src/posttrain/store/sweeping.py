@@ -145,8 +145,9 @@ def erased_versions(connection: Connection, project: str = "") -> dict[tuple[str
     """Versions of assets whose words were erased, of one project or all: (project, `dataset:NAME@VERSION`) → when."""
     told = select(events.c.project, events.c.subject, events.c.at).where(events.c.kind == ERASED)
     told = told.where(events.c.project == project) if project else told
-    found = connection.execute(told.where(events.c.subject.contains("@")))
-    return {(row.project, row.subject): row.at for row in found}
+    return {
+        (row.project, row.subject): row.at for row in connection.execute(told.where(events.c.subject.contains("@")))
+    }
 
 
 def ended_runs(ledger: Ledger, before: float) -> list[str]:
@@ -266,8 +267,9 @@ def sweep(
                 for blob in gone:
                     crashpoint("gc.before_delete")
                     blobs.delete(blob.digest)
-        size = done.deleted_bytes + sum(blob.bytes for blob in gone)
-        done = replace(done, deleted=done.deleted + len(gone), deleted_bytes=size)
+        done = replace(
+            done, deleted=done.deleted + len(gone), deleted_bytes=done.deleted_bytes + sum(blob.bytes for blob in gone)
+        )
     return done
 
 
@@ -306,8 +308,7 @@ def _tell(ledger: Ledger, actor: str, gone: Sequence[StoredBlob]) -> None:
         facts = {"blobs": len(gone), "bytes": sum(sizes.values())}
         for project in sorted({*listed, ledger.project}):
             journal = Journal(connection, author, ledger.clock, project)
-            own = facts if project == ledger.project else {}
-            journal.tell(SWEPT, "store", *listed.get(project, ()), facts=own)
+            journal.tell(SWEPT, "store", *listed.get(project, ()), facts=facts if project == ledger.project else {})
             journal.flush()
 
 

@@ -36,7 +36,18 @@ from posttrain.store.edges import Sizes, Told
 from posttrain.store.journal import CHANGED, REMOVED, Change, revive, settle_at
 from posttrain.store.releasing import ApprovalWriting, ReleaseWriting
 from posttrain.store.rows import Record, plain, to_columns
-from posttrain.store.schema import asset_status, assets, attempts, notes, projects, runs, signals, stage_cache, stages
+from posttrain.store.schema import (
+    asset_status,
+    assets,
+    attempts,
+    keyed,
+    notes,
+    projects,
+    runs,
+    signals,
+    stage_cache,
+    stages,
+)
 from posttrain.store.scope import of_project
 from posttrain.store.writing import GrantWriting, SinkWriting
 
@@ -92,8 +103,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
             ConflictError: the number or the external name is taken.
         """
         subject = f"{attempt.run_id}/{attempt.stage}/{attempt.number}"
-        what = f"attempt {attempt.name}"
-        self._insert(attempts, to_columns(attempt), what, f"attempt.{attempt.state}", subject)
+        self._insert(attempts, to_columns(attempt), f"attempt {attempt.name}", f"attempt.{attempt.state}", subject)
         if attempt.host is not None:
             settle_at(self._connection, self._project, attempt.run_id, attempt.host)
         self._woken.add(attempt.run_id)
@@ -175,8 +185,9 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         **columns: Any,
     ) -> AttemptRecord:
         """Change an attempt; everything as in `update_run`."""
-        subject = f"{attempt.run_id}/{attempt.stage}/{attempt.number}"
-        return self._update("attempt", attempt, subject, state, event_payload, columns)
+        return self._update(
+            "attempt", attempt, f"{attempt.run_id}/{attempt.stage}/{attempt.number}", state, event_payload, columns
+        )
 
     def insert_asset(self, asset: Asset, sizes: Sizes | None = None) -> Asset:
         """Register a version of an asset. Registering the same thing again gives back what is there.
@@ -213,8 +224,9 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
             exclusive: this one recalls, so it waits for all that look.
         """
         if self._connection.dialect.name == "postgresql":  # on SQLite one writes at a time
-            held = select(projects.c.id).where(projects.c.id == self._project).with_for_update(read=not exclusive)
-            self._connection.execute(held)
+            self._connection.execute(
+                select(projects.c.id).where(projects.c.id == self._project).with_for_update(read=not exclusive)
+            )
 
     def alone(self) -> None:
         """One transaction at a time passes here: for what no compare-and-set decides."""
@@ -295,14 +307,18 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         """
         number = max((one.number for one in self.snapshot.notes(run_id)), default=0) + 1
         note = RunNote(run_id, number, self._journal.author.name, self._clock.now(), plain(text), tag)
-        kind = "run.tagged" if tag else "run.noted"
-        self._insert(notes, self._owned(note, "actor"), f"note {number} of run {run_id}", kind, run_id)
+        self._insert(
+            notes,
+            self._owned(note, "actor"),
+            f"note {number} of run {run_id}",
+            "run.tagged" if tag else "run.noted",
+            run_id,
+        )
 
     def untag(self, note: RunNote) -> None:
         """Take a tag off a run; one that is gone stays gone."""
         key = {"project": self._project, "run_id": note.run_id, "number": note.number}
-        here = [notes.c[name] == value for name, value in key.items()]
-        if self._connection.execute(delete(notes).where(*here)).rowcount:
+        if self._connection.execute(delete(notes).where(*keyed(notes, **key))).rowcount:
             self._journal.tell("run.untagged", note.run_id, Change(REMOVED, notes.name, key, {}))
 
     def append_event(
@@ -366,9 +382,8 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
             raise StaleWriteError(
                 f"{machine} {subject} changed since it was read (generation {before['generation']}); read it again"
             )
-        facts = dict(event_payload or {})
-        if state is not None:
-            facts = {"from": before["state"], "to": state, **facts}
+        moved = {} if state is None else {"from": before["state"], "to": state}
+        facts = {**moved, **(event_payload or {})}
         kind = f"{machine}.{'updated' if state is None else state}"
         self._journal.tell(kind, subject, Change(CHANGED, table.name, key, values), *joined(changes), facts=facts)
         self._followed(before["id"] if machine == "run" else before["run_id"], machine, values["state"])

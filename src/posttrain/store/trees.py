@@ -151,8 +151,7 @@ def left_behind(name: str) -> bool:
     """Whether a file is what programs leave in a folder: compiled Python, a version control's, a downloader's or a
     desktop's hidden files. An asset is the same version with and without them.
     """
-    parts = name.split("/")
-    return name.endswith(".pyc") or any(part.startswith(".") or part == "__pycache__" for part in parts)
+    return name.endswith(".pyc") or any(part.startswith(".") or part == "__pycache__" for part in name.split("/"))
 
 
 def beside_model(name: str) -> bool:

@@ -11,8 +11,7 @@ Times are the database's own on PostgreSQL, whose hosts need not agree on one, a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,14 +33,14 @@ from sqlalchemy import (
     update,
 )
 
-from posttrain.domain.errors import InfrastructureError, NotFoundError, StaleWriteError
+from posttrain.domain.errors import NotFoundError, StaleWriteError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import RunRows
-from posttrain.store.database import SERVER_TIME, Database, LostAnswerError, moment, now_in
+from posttrain.store.database import SERVER_TIME, Database, moment, now_in
 from posttrain.store.journal import RUN, STAGE, settle_at, wake
 from posttrain.store.ledger import Ledger
 from posttrain.store.rows import plain
-from posttrain.store.schema import cursors, runs, stages, work
+from posttrain.store.schema import cursors, keyed, runs, stages, work
 from posttrain.store.scope import Scope
 from posttrain.store.snapshot import Snapshot, rows_on
 
@@ -100,8 +99,9 @@ class WorkQueue:
         """What `claim` would find of these objects, or of all; one statement, which writes nothing."""
         with self._ledger.database.read() as connection:
             now = self._now(connection)
-            query = select(work.c.object).where(*self._open(now, objects), self._free(now))
-            return set(connection.execute(query).scalars())
+            return set(
+                connection.execute(select(work.c.object).where(*self._open(now, objects), self._free(now))).scalars()
+            )
 
     def claim(self, objects: Collection[str] | None = None, limit: int = 1, *, early: bool = False) -> list[Work]:
         """Take objects that are due and nobody's, or this owner's already; the most urgent first.
@@ -114,7 +114,7 @@ class WorkQueue:
             InfrastructureError: the answer was lost; what was claimed is this owner's, who may claim it again.
         """
         token = self._ledger.entropy(_TOKEN_BYTES).hex()
-        with self._write() as connection:
+        with self._ledger.untold() as connection:
             now = self._now(connection)
             open_ones = select(work.c.id).where(*self._open(now, objects, early=early), self._free(now))
             chosen = open_ones.order_by(work.c.priority.desc(), work.c.due_at, work.c.id).limit(limit)
@@ -137,9 +137,9 @@ class WorkQueue:
         """The row of a run and those of its stages, by object."""
         with self._ledger.database.read() as connection:
             at = self._moment(connection)
-            values = {"of_project": self._ledger.project, "of_object": run_id, **at}
             below = {"within": f"{run_id}/", "length": len(run_id) + 1}
-            return {row.object: _work(row) for row in connection.execute(_about(not at), {**values, **below})}
+            values = {"of_project": self._ledger.project, "of_object": run_id, **below, **at}
+            return {row.object: _work(row) for row in connection.execute(_about(not at), values)}
 
     def look_at(self, run_id: str) -> tuple[dict[str, Work], RunRows]:
         """`of_run` without tracebacks, and the run's own rows, in one statement.
@@ -158,7 +158,7 @@ class WorkQueue:
 
     def renew(self) -> None:
         """Hold everything that is this owner's for another `lease` seconds."""
-        with self._write() as connection:
+        with self._ledger.untold() as connection:
             mine = self._in_order(connection, work.c.lease_owner == self.owner, self._project)
             connection.execute(update(work).where(mine).values(lease_until=self._now(connection) + self.lease))
 
@@ -171,18 +171,18 @@ class WorkQueue:
         Returns:
             Whether that is so; False: it was woken meanwhile, or is not this owner's any more.
         """
-        with self._write() as connection:
+        with self._ledger.untold() as connection:
             at = self._moment(connection)
             seen = {"of_id": one.id, "of_token": one.lease_token, "seen": one.wanted_version, "after": after}
-            seen["of_project"] = self._ledger.project
-            done = connection.execute(_giving(not at, hold), {**seen, **at}).rowcount
+            values = {**seen, "of_project": self._ledger.project, **at}
+            done = connection.execute(_giving(not at, hold), values).rowcount
             if not done and not hold:
                 connection.execute(update(work).where(self._project, *_held(one)).values(_FREE))
         return bool(done)
 
     def finish(self, run_id: str) -> None:
         """Take the row of a run that has ended out of the queue; whoever lets the run go on meanwhile wins."""
-        with self._write() as connection:
+        with self._ledger.untold() as connection:
             self._finish(connection, run_id)
 
     def failed(
@@ -199,7 +199,7 @@ class WorkQueue:
         Raises:
             StaleWriteError: it is another owner's by now, whose look counts.
         """
-        with self._write() as connection:
+        with self._ledger.untold() as connection:
             now = self._now(connection)
             if held is None:
                 wake(connection, self._ledger.project, kind, [name], NEVER)
@@ -223,7 +223,7 @@ class WorkQueue:
 
     def over(self, kind: str, name: str) -> None:
         """An object that had raised does not any more."""
-        with self._write() as connection:
+        with self._ledger.untold() as connection:
             connection.execute(delete(work).where(self._named(kind, [name])))
 
     def revive(self, kind: str, name: str) -> None:
@@ -232,20 +232,19 @@ class WorkQueue:
         Raises:
             NotFoundError: none of that name was.
         """
-        with self._write() as connection:
+        with self._ledger.untold() as connection:
             now = self._now(connection)
             aside = (self._named(kind, [name]), work.c.dead_at.is_not(None))
-            values = {"dead_at": None, "due_at": now, "failures": 0, "failed_since": None}
-            values |= {"wanted_version": work.c.wanted_version + 1}
+            again = work.c.wanted_version + 1
+            values = {"dead_at": None, "due_at": now, "failures": 0, "failed_since": None, "wanted_version": again}
             if not connection.execute(update(work).where(*aside).values(values)).rowcount:
                 raise NotFoundError(f"nothing that is called {name} was set aside; look: posttrain dead")
-            run = name.partition("/")[0]
             if kind == STAGE:
-                wake(connection, self._ledger.project, RUN, [run])
+                wake(connection, self._ledger.project, RUN, [name.partition("/")[0]])
 
     def wake(self, kind: str, names: Collection[str], after: float = 0.0) -> None:
         """Let objects be looked at, after so many seconds."""
-        with self._write() as connection:
+        with self._ledger.untold() as connection:
             due = self._ledger.clock.now() + after if after else 0.0
             wake(connection, self._ledger.project, kind, names, due)
             for name in names if kind == RUN else ():
@@ -253,17 +252,16 @@ class WorkQueue:
 
     def leave_to(self, run_id: str, host: str | None) -> None:
         """Give up a run whose job another host has; None: it is not known which."""
-        with self._write() as connection:
+        with self._ledger.untold() as connection:
             settle_at(connection, self._ledger.project, run_id, host)
         self.release([run_id])
 
     def release(self, names: Collection[str] | None = None) -> None:
         """Give up what is this owner's, so that nobody has to wait until the leases run out."""
-        with self._write() as connection:
-            mine = [work.c.lease_owner == self.owner, self._project]
-            if names is not None:
-                mine.append(work.c.object.in_(names))
-            connection.execute(update(work).where(self._in_order(connection, *mine)).values(_FREE))
+        with self._ledger.untold() as connection:
+            named = [] if names is None else [work.c.object.in_(names)]
+            mine = self._in_order(connection, work.c.lease_owner == self.owner, self._project, *named)
+            connection.execute(update(work).where(mine).values(_FREE))
 
     def succeed_the_dead(self) -> int:
         """Take their leases from owners that are seen to live no more; how many objects that frees."""
@@ -273,7 +271,7 @@ class WorkQueue:
         dead = [owner for owner in owners if owner != self.owner and not self._alive(owner)]
         if not dead:
             return 0
-        with self._write() as connection:
+        with self._ledger.untold() as connection:
             theirs = (self._project, work.c.lease_owner.in_(dead))
             return connection.execute(update(work).where(self._in_order(connection, *theirs)).values(_FREE)).rowcount
 
@@ -291,8 +289,12 @@ class WorkQueue:
             values |= {"within": f"{within}/", "length": len(within) + 1}
         with self._ledger.database.read() as connection:
             at = self._moment(connection)
-            query = _listing(not at, kind is not None, within is not None, dead)
-            return [_work(row) for row in connection.execute(query, {**values, **at})]
+            return [
+                _work(row)
+                for row in connection.execute(
+                    _listing(not at, kind is not None, within is not None, dead), {**values, **at}
+                )
+            ]
 
     def _in_order(self, connection: Connection, *where: ColumnElement[bool]) -> ColumnElement[bool]:
         """These rows, locked in the order in which `wake` takes them, where rows have locks: two never deadlock."""
@@ -304,8 +306,9 @@ class WorkQueue:
     def _finish(self, connection: Connection, run_id: str) -> None:
         row = self._named(RUN, [run_id])
         seen = connection.execute(select(work.c.wanted_version).where(row)).scalar()
-        of_run = Scope(self._ledger.project).select(runs, runs.c.state).where(runs.c.id == run_id)
-        state = connection.execute(of_run).scalar()
+        state = connection.execute(
+            Scope(self._ledger.project).select(runs, runs.c.state).where(runs.c.id == run_id)
+        ).scalar()
         if state is not None and is_final("run", str(state)):
             connection.execute(delete(work).where(row, work.c.wanted_version == seen))
             connection.execute(
@@ -336,14 +339,6 @@ class WorkQueue:
 
     def _moment(self, connection: Connection) -> dict[str, float]:
         return moment(connection, self._ledger.clock)
-
-    @contextmanager
-    def _write(self) -> Iterator[Connection]:
-        try:
-            with self._ledger.database.write() as connection:
-                yield connection
-        except LostAnswerError as error:
-            raise InfrastructureError(f"{error}; looking again") from error
 
 
 def open_runs(database: Database, host: str | None = None, owner: str = "") -> dict[str, list[str]]:
@@ -456,8 +451,8 @@ def _listing(server: bool, of_kind: bool, within: bool, dead: bool) -> Select[An
 
 @functools.cache
 def _giving(server: bool, hold: bool) -> Update:
-    held = [work.c.id == bindparam("of_id"), work.c.lease_token == bindparam("of_token")]
-    held.append(work.c.project == bindparam("of_project"))
-    settled: dict[str, Any] = {"failures": 0, "failed_since": None, "error": "", "traceback": ""}
-    settled |= {"due_at": _now_of(server) + bindparam("after", type_=Float(53)), **({} if hold else _FREE)}
-    return update(work).where(*held, work.c.wanted_version == bindparam("seen")).values(settled)
+    held = keyed(work, id=bindparam("of_id"), lease_token=bindparam("of_token"), project=bindparam("of_project"))
+    due = _now_of(server) + bindparam("after", type_=Float(53))
+    settled: dict[str, Any] = {"failures": 0, "failed_since": None, "error": "", "traceback": "", "due_at": due}
+    given = settled if hold else {**settled, **_FREE}
+    return update(work).where(*held, work.c.wanted_version == bindparam("seen")).values(given)

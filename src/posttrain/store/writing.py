@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Connection, Table, delete, insert, select, update
-from sqlalchemy.exc import IntegrityError as ConstraintError
+from sqlalchemy import Connection, Table, delete, exc, insert, select, update
 
 from posttrain.domain.errors import ConflictError, InputError, NotFoundError
 from posttrain.domain.ids import FORM, Role, is_principal
@@ -22,7 +21,7 @@ from posttrain.domain.sinks import SinkRecord
 from posttrain.store.edges import EdgeWriter, addition
 from posttrain.store.journal import ADDED, CHANGED, REMOVED, Author, Change, Journal, settle
 from posttrain.store.rows import SINK_ADDED, plain, to_columns
-from posttrain.store.schema import channels, cursors, projects, roles, sinks, tokens
+from posttrain.store.schema import channels, cursors, keyed, projects, roles, sinks, tokens
 from posttrain.store.snapshot import Snapshot
 
 _MOST_IMAGES = 256  # that a project allows
@@ -83,9 +82,11 @@ class Writing:
                 is not there, which ends the transaction.
         """
         try:
-            adding = addition(self._connection.dialect.name, table)
-            added = self._connection.execute(adding, dict(columns)).first() is not None
-        except ConstraintError as error:  # it names a row that is not there
+            added = (
+                self._connection.execute(addition(self._connection.dialect.name, table), dict(columns)).first()
+                is not None
+            )
+        except exc.IntegrityError as error:  # it names a row that is not there
             said = " ".join(str(error.orig).split())
             raise ConflictError(f"{what} cannot be added: {said}; read what is there and decide again") from error
         if not added:
@@ -94,17 +95,15 @@ class Writing:
 
     def _change(self, table: Table, key: Mapping[str, Any], values: Mapping[str, Any], kind: str, subject: str) -> bool:
         """Set columns of a row without a generation, and tell; False: there is no such row."""
-        here = [table.c[name] == value for name, value in key.items()]
-        if not self._connection.execute(update(table).where(*here).values(**values)).rowcount:
+        if not self._connection.execute(update(table).where(*keyed(table, **key)).values(**values)).rowcount:
             return False
         self._journal.tell(kind, subject, Change(CHANGED, table.name, key, values))
         return True
 
     def _moved(self, table: Table, key: Mapping[str, Any], was: int, values: Mapping[str, Any]) -> Change | None:
         """Set columns of a row that is still of generation `was`; what an event is to tell of it. None: it is not."""
-        here = [table.c[name] == value for name, value in key.items()]
         values = {**values, "generation": was + 1}
-        moved = update(table).where(*here, table.c.generation == was).values(**values)
+        moved = update(table).where(*keyed(table, **key, generation=was)).values(**values)
         return Change(CHANGED, table.name, key, values) if self._connection.execute(moved).rowcount else None
 
 
@@ -154,8 +153,7 @@ class GrantWriting(Writing):
         self._set_images([one for one in known if one != rule])
 
     def _set_images(self, images: list[str]) -> None:
-        key = {"id": self._project}
-        self._change(projects, key, {"images": sorted(images)}, "project.images", self._project)
+        self._change(projects, {"id": self._project}, {"images": sorted(images)}, "project.images", self._project)
 
     def set_role(self, name: str, role: Role | None) -> None:
         """Give a principal a role in this project, another one, or none.
@@ -181,8 +179,7 @@ class GrantWriting(Writing):
         self._woken |= set(self.snapshot.runs_that_wait_for_approval())  # whose approvals count is another now
         key = {"project": self._project, "principal": principal}
         if role is None:
-            here = (roles.c.project == self._project) & (roles.c.principal == principal)
-            self._connection.execute(delete(roles).where(here))
+            self._connection.execute(delete(roles).where(*keyed(roles, **key)))
             self._journal.tell("role.withdrawn", principal, Change(REMOVED, "roles", key, {}))
         elif not self._change(roles, key, {"role": str(role)}, "role.granted", principal):
             self._insert(roles, {**key, "role": str(role)}, f"role of {principal}", "role.granted", principal)
@@ -220,14 +217,13 @@ def end_access(connection: Connection, author: Author, clock: Clock, principal: 
     held = connection.execute(select(roles.c.project, roles.c.role).where(roles.c.principal == principal)).all()
     for project, role in sorted((str(row[0]), Role(row[1])) for row in held):
         _lock(connection, project)
-        here = (roles.c.project == project) & (roles.c.principal == principal)
+        key = {"project": project, "principal": principal}
         others = select(roles.c.role).where(roles.c.project == project, roles.c.principal != principal)
         if role is Role.ADMIN and Role.ADMIN not in connection.execute(others).scalars().all():
             raise ConflictError(f"project {project}: must have an admin, and this is the last; name another first")
-        connection.execute(delete(roles).where(here))
+        connection.execute(delete(roles).where(*keyed(roles, **key)))
         journal = Journal(connection, author, clock, project)
-        gone = Change(REMOVED, "roles", {"project": project, "principal": principal}, {})
-        journal.tell("role.withdrawn", principal, gone)
+        journal.tell("role.withdrawn", principal, Change(REMOVED, "roles", key, {}))
         journal.flush(Snapshot(connection, project).runs_that_wait_for_approval())
     live = select(tokens.c.id, tokens.c.scopes).where(tokens.c.principal == principal, tokens.c.revoked_at.is_(None))
     for token, scopes in connection.execute(live.with_for_update()).all():
@@ -242,8 +238,9 @@ def _lock(connection: Connection, project: str) -> None:
     """Lock a project's roles until the end of the transaction, and who begins to wait for an approval meanwhile."""
     if connection.dialect.name == "postgresql":  # on SQLite one writes at a time
         connection.execute(select(projects.c.id).where(projects.c.id == project).with_for_update())
-        mine = select(channels.c.name).where(channels.c.project == project)
-        connection.execute(mine.order_by(channels.c.name).with_for_update())
+        connection.execute(
+            select(channels.c.name).where(channels.c.project == project).order_by(channels.c.name).with_for_update()
+        )
 
 
 class SinkWriting(Writing):
@@ -284,10 +281,11 @@ class SinkWriting(Writing):
             why: person | failing.
             error: what stood in the way, in words.
         """
-        here = (sinks.c.project == self._project, sinks.c.name == name, sinks.c.paused == "")
+        key = {"project": self._project, "name": name}
+        here = keyed(sinks, **key, paused="")
         if not self._connection.execute(update(sinks).where(*here).values(paused=why)).rowcount:
             return False
-        change = Change(CHANGED, "sinks", {"project": self._project, "name": name}, {"paused": why})
+        change = Change(CHANGED, "sinks", key, {"paused": why})
         self._journal.tell(SINK_PAUSED, name, change, facts=facts, said={"error": error} if error else None)
         return True
 
@@ -307,11 +305,9 @@ class SinkWriting(Writing):
 
     def remove_sink(self, name: str) -> None:
         """Forget a sink."""
-        gone = delete(sinks).where(sinks.c.project == self._project, sinks.c.name == name)
-        if self._connection.execute(gone).rowcount:
-            self._journal.tell(
-                SINK_REMOVED, name, Change(REMOVED, "sinks", {"project": self._project, "name": name}, {})
-            )
+        key = {"project": self._project, "name": name}
+        if self._connection.execute(delete(sinks).where(*keyed(sinks, **key))).rowcount:
+            self._journal.tell(SINK_REMOVED, name, Change(REMOVED, "sinks", key, {}))
         self._connection.execute(delete(cursors).where(*self._cursor(name)))
 
     def _cursor(self, name: str) -> tuple[Any, ...]:

@@ -8,7 +8,6 @@ import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any, ClassVar
 
 from posttrain.domain.errors import InputError, SinkError
@@ -37,7 +36,7 @@ class JsonLinesSink:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         if set(settings) != {"path"}:
             raise InputError(f"jsonl: must have the setting path alone, got {', '.join(sorted(settings)) or 'none'}")
-        self._path: Path = absolute(str(settings["path"]), "jsonl: path")
+        self._path = absolute(str(settings["path"]), "jsonl: path")
         if self._path.suffix != SUFFIX:  # no program takes such a file for something that it carries out
             raise InputError(f"jsonl: path must end with {SUFFIX}, got {self._path.name!a}")
 
@@ -50,8 +49,7 @@ class JsonLinesSink:
         """See `Sink.send`. A half line that somebody who was killed left is taken away first: it comes again."""
         lines = b"".join(encoded(notice) + b"\n" for notice in notices)
         with self._writing(), ExitStack() as opened:
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
-            handle = os.open(self._path, flags, 0o600)
+            handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
             opened.callback(os.close, handle)
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise SinkError(f"{self._path}: must be a file, got something else; name another path")

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import obstore
 from obstore.exceptions import BaseError
@@ -21,9 +21,6 @@ from posttrain.domain.errors import InputError
 from posttrain.store.backends import Backend
 from posttrain.store.external import refuse_no_endpoint
 
-if TYPE_CHECKING:
-    from obstore.store import ClientConfig, RetryConfig
-
 YOUNG = 3600.0  # seconds; nothing younger is deleted unless somebody asks for it
 PART = 8 << 20  # bytes of one request
 ANSWER_SECONDS = 30.0  # that one request may take
@@ -31,7 +28,7 @@ _COPIED = 16 << 20  # bytes a second that a store copies at least
 _MOST_PARTS = 9000  # S3 takes 10,000
 _AT_ONCE = 2  # parts under way
 _EMPTY = "416"  # what is answered to who asks for a range of an empty object
-_RETRIES: RetryConfig = {"max_retries": 4, "retry_timeout": timedelta(seconds=15)}
+_RETRIES: Any = {"max_retries": 4, "retry_timeout": timedelta(seconds=15)}
 
 
 class Remote(Backend):
@@ -86,6 +83,6 @@ class Remote(Backend):
         obstore.copy(self.open(ANSWER_SECONDS + size / _COPIED), source, target)
 
 
-def _client(seconds: float) -> ClientConfig:
+def _client(seconds: float) -> Any:
     plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes", "on")
     return {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=seconds), "allow_http": plain}

@@ -11,19 +11,20 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.store import from_url
 
 from posttrain.domain.errors import InputError, IntegrityError, UnavailableError
 from posttrain.store.atomic import most_of
 from posttrain.store.external import refuse_no_endpoint
 
-if TYPE_CHECKING:
-    from obstore.store import RetryConfig
-
 _DIGITS = 16  # of a number
 _SECONDS = timedelta(seconds=30)  # that a request may take, with what obstore itself tries again
-_RETRIES: RetryConfig = {"max_retries": 3, "retry_timeout": _SECONDS}
+_RETRIES: Any = {"max_retries": 3, "retry_timeout": _SECONDS}
 
 
 @functools.lru_cache(maxsize=256)
@@ -64,8 +65,6 @@ class ObjectStoreObjects:
     """
 
     def __init__(self, url: str) -> None:
-        from obstore.store import from_url  # who uses folders need not load it
-
         self._url = url.rstrip("/")
         refuse_no_endpoint(self._url)
         try:
@@ -82,9 +81,6 @@ class ObjectStoreObjects:
 
     def create(self, key: str, data: bytes) -> bool:
         """See `ChannelObjects.create`."""
-        import obstore
-        from obstore.exceptions import AlreadyExistsError
-
         with self._translated():
             try:
                 obstore.put(self._store, key, data, mode="create")
@@ -94,15 +90,11 @@ class ObjectStoreObjects:
 
     def overwrite(self, key: str, data: bytes) -> None:
         """See `ChannelObjects.overwrite`."""
-        import obstore
-
         with self._translated():
             obstore.put(self._store, key, data)
 
     def get(self, key: str) -> bytes | None:
         """See `ChannelObjects.get`."""
-        import obstore
-
         with self._translated():
             try:
                 found = obstore.get(self._store, key)
@@ -115,15 +107,11 @@ class ObjectStoreObjects:
 
     def remove(self, key: str) -> None:
         """See `ChannelObjects.remove`."""
-        import obstore
-
         with self._translated(), suppress(FileNotFoundError):
             obstore.delete(self._store, key)
 
     def numbers(self, folder: str) -> list[int]:
         """See `ChannelObjects.numbers`."""
-        import obstore
-
         with self._translated():
             found = obstore.list_with_delimiter(self._store, folder)["objects"]
         stems = (item["path"].rpartition("/")[2].partition(".")[0] for item in found)
@@ -131,8 +119,6 @@ class ObjectStoreObjects:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        from obstore.exceptions import BaseError
-
         try:
             yield
         except (BaseError, OSError) as error:
