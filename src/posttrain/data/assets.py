@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 import struct
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -182,8 +183,7 @@ def _parsed(data: bytes, source: str) -> ast.Module:
     try:
         return ast.parse(data, filename=source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deep
-        line = getattr(error, "lineno", None)
-        reason = str(error) or "nested deeper than Python reads"
+        line, reason = getattr(error, "lineno", None), str(error) or "nested deeper than Python reads"
         raise InputError(f"{source}{f':{line}' if line else ''} is not valid Python: {reason}") from error
 
 
@@ -298,7 +298,7 @@ def inspect_model(folder: Path, limits: ModelLimits | None = None) -> Meta:
             (text[k] for k in ("max_position_embeddings", "n_positions", "n_ctx") if text.get(k)), None
         ),
         "vocab_size": text.get("vocab_size"),
-        "parameters": sum(_size(tensor["shape"]) for tensor in tensors),
+        "parameters": sum(math.prod(tensor["shape"]) for tensor in tensors),
         "dtypes": sorted({tensor["dtype"] for tensor in tensors}),
         "tokenizer": any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json", "vocab.json")),
         "chat_template": templated,
@@ -308,8 +308,7 @@ def inspect_model(folder: Path, limits: ModelLimits | None = None) -> Meta:
 def _survey(folder: Path, limits: ModelLimits) -> None:
     """Refuse what the folder holds before anything is hashed."""
     how = "; give the model's own folder, or raise it: posttrain init --model-limit"
-    files, total = 0, 0
-    waiting = [(folder, 1)]
+    files, total, waiting = 0, 0, [(folder, 1)]
     while waiting:
         here, depth = waiting.pop()
         if depth > limits.depth:
@@ -372,14 +371,12 @@ def _json_file(path: Path, model: str) -> Mapping[str, Any]:
 
 
 def _shards(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
+    index, names = folder / "model.safetensors.index.json", ["model.safetensors"]
     if index.is_file():
         parts = _json_file(index, folder.name).get("weight_map", {})
         if not isinstance(parts, dict) or not all(isinstance(name, str) for name in parts.values()):
             raise InputError(f"model {folder.name}: {index.name}: weight_map must map tensors to file names")
         names = sorted(set(parts.values()))
-    else:
-        names = ["model.safetensors"]
     for name in names:
         if Path(name).name != name or "\0" in name or not (folder / name).is_file():
             raise NotFoundError(f"model {folder.name} has no weights {name}; give a folder with safetensors weights")
@@ -403,9 +400,8 @@ def _header(path: Path) -> Mapping[str, Any]:
     if not isinstance(header, dict):
         raise InputError(f"{path.name} is not safetensors: its header must be a map, got {type(header).__name__}")
     tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
-    for name, tensor in tensors.items():
-        if not _is_tensor(tensor):
-            raise InputError(f"{path.name} is not safetensors: {name[:60]} must have dtype, shape and data_offsets")
+    if odd := next((name for name, tensor in tensors.items() if not _is_tensor(tensor)), None):
+        raise InputError(f"{path.name} is not safetensors: {odd[:60]} must have dtype, shape and data_offsets")
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
         begin, after = tensor["data_offsets"]
@@ -426,7 +422,7 @@ def _stored(tensor: Mapping[str, Any]) -> int:
     bits = re.fullmatch(r"(?:F|BF|I|U)(\d+)(?:_.*)?", tensor["dtype"])
     width = 8 if tensor["dtype"] == "BOOL" else int(bits[1]) if bits else 0
     begin, after = tensor["data_offsets"]
-    return _size(tensor["shape"]) * width // 8 if width else after - begin
+    return int(math.prod(tensor["shape"]) * width // 8 if width else after - begin)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -448,10 +444,3 @@ def _check_sizes(config: Mapping[str, Any], model: str) -> None:
         value = config.get(key)
         if value is not None and not (_is_count(value) and value):
             raise InputError(f"model {model}: config.json: {key} must be a whole number from 1, got {value!r:.60}")
-
-
-def _size(shape: Iterable[int]) -> int:
-    total = 1
-    for length in shape:
-        total *= length
-    return total

@@ -60,7 +60,6 @@ from posttrain.store.trees import (
 
 _TELL = 10_000  # rows between two words of how many were looked at
 Form = Literal["file", "tree"]
-_FORMS = {"dataset": "file", "reward": "file", "model": "tree"}
 _CALLED_BY = ("entry", "dialect", "source")  # how a reward is called, and what its errors call it
 
 
@@ -212,13 +211,12 @@ class Catalog:
         path: Path,
         meta: dict[str, Any],
         *,
-        form: str = "",
+        form: str = "tree",
         files: Mapping[str, Path] | None = None,
         parents: tuple[str, ...] = (),
         progress: Callable[[str], None] = lambda _: None,
     ) -> Asset:
         refuse_name(kind, name)
-        form = form or _FORMS[kind]
         with self._blobs.holding():
             digest = self._put(path, form, files, skip=_beside(kind), progress=progress)
             return self.add_together(self.version(kind, name, digest, form, meta, parents))[0]
@@ -227,8 +225,7 @@ class Catalog:
         self, kind: str, name: str, digest: str, form: str, meta: Mapping[str, Any], parents: tuple[str, ...] = ()
     ) -> Asset:
         """A version of stored bytes that is not registered yet: the next one, unless its content is the latest."""
-        created_at = self._ledger.clock.now()
-        return Asset(kind, name, 0, digest, form, created_at, self._actor, meta, parents)
+        return Asset(kind, name, 0, digest, form, self._ledger.clock.now(), self._actor, meta, parents)
 
     def has(self, kind: str, digest: str) -> bool:
         """Whether these bytes are registered, under whatever name."""
@@ -301,9 +298,9 @@ class Catalog:
         path = base / f"{module}.py"
         refuse_elsewhere(f"{module}.py", path)
         found = inspect_recipe(path, entry)
-        digest = file_digest(path)
-        self._local[digest] = (path, partial(self._put, path, "file"))
-        return InputRef(source="asset", name=f"path:{path.name}", digest=digest, form="file", meta=found)
+        return self._planned(
+            f"path:{path.name}", file_digest(path), "file", path, partial(self._put, path, "file"), found
+        )
 
     def _file(self, text: str, base: Path) -> InputRef:
         """A file or folder beside the run file that a reward's code reads."""
@@ -313,8 +310,20 @@ class Catalog:
             raise NotFoundError(f"file {text}: no such file or folder ({path}); check the path")
         form: Form = "tree" if path.is_dir() else "file"
         digest = tree_digest(path, skip=left_behind) if form == "tree" else file_digest(path)
-        self._local[digest] = (path, partial(self._put, path, form))
-        return InputRef(source="asset", name=f"path:{path.name}", digest=digest, form=form)
+        return self._planned(f"path:{path.name}", digest, form, path, partial(self._put, path, form))
+
+    def _planned(
+        self,
+        name: str,
+        digest: str,
+        form: Form,
+        path: Path,
+        put: Callable[[], str],
+        meta: Mapping[str, Any] | None = None,
+    ) -> InputRef:
+        """An input whose bytes are at a path; `put` publishes it."""
+        self._local[digest] = (path, put)
+        return InputRef(source="asset", name=name, digest=digest, form=form, meta=meta or {})
 
     def _registered(self, ref: AssetRef) -> Asset:
         versions = self._ledger.assets(ref.kind, ref.name)
@@ -369,33 +378,28 @@ class Catalog:
             raise InputError(f"{path.name} is one file, so entry must be a function's name, got {called.entry!r}")
         else:
             found = inspect_reward(path, called.entry, dialect=called.dialect or AUTO)
-        form = "tree" if path.is_dir() else "file"
-        hub = ref.source is Source.HUB  # its cache is made of links
-        skip = _beside(ref.kind)
+        form: Form = "tree" if path.is_dir() else "file"
+        hub, skip = ref.source is Source.HUB, _beside(ref.kind)  # the hub's cache is made of links
         digest = tree_digest(path, follow_links=hub, skip=skip) if form == "tree" else file_digest(path)
-        self._local[digest] = (path, partial(self._put, path, form, hub=hub, skip=skip))
         if ref.kind == "model" and (line := not_taken(path)):
             self.not_taken[digest] = line
         meta = {key: found[key] for key in _CALLED_BY if ref.kind == "reward" and key in found}
-        name = str(ref) if ref.source is Source.HUB else f"path:{path.name}"
-        return InputRef(source="asset", name=name, digest=digest, form=cast(Form, form), meta=meta)
+        put = partial(self._put, path, form, hub=hub, skip=skip)
+        return self._planned(str(ref) if hub else f"path:{path.name}", digest, form, path, put, meta)
 
     def _imported(self, word: str, called: Called) -> InputRef:
         """A reward that an installed package has."""
         found = imported_reward(word)
-        digest, meta = digest_bytes(found.source), inspect_imported(found, called)
-        self._local[digest] = (Path(SOURCE), partial(self._blobs.put, found.source))
-        kept = {key: meta[key] for key in _CALLED_BY}
-        return InputRef(source="asset", name=word, digest=digest, form="file", meta=kept)
+        put, meta = partial(self._blobs.put, found.source), inspect_imported(found, called)
+        return self._planned(word, digest_bytes(found.source), "file", Path(SOURCE), put, meta)
 
     def _dataset(self, ref: AssetRef, path: Path) -> InputRef:
         files = data_files(path, str(ref))
         inspect_dataset(files)
         form = _form(files)
         digest = files_digest(files) if form == "tree" else file_digest(*files.values())
-        self._local[digest] = (path, partial(self._put, path, form, files))
         name = str(ref) if ref.source is Source.HUB else f"path:{path.name}"
-        return InputRef(source="asset", name=name, digest=digest, form=form)
+        return self._planned(name, digest, form, path, partial(self._put, path, form, files))
 
     def located(self, ref: InputRef, cache: Path) -> Path | bytes:
         """A planned input as it lies on disk; of a file that does not, its bytes.
@@ -404,7 +408,7 @@ class Catalog:
             NotFoundError, IntegrityError: it is missing or corrupt.
         """
         digest = str(ref.digest)
-        path = self._local[digest][0] if digest in self._local else None
+        path, _ = self._local.get(digest, (None, None))
         if ref.form == "tree":
             return path or materialise(self._blobs, digest, cache)
         if path == Path(SOURCE):

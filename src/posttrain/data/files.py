@@ -35,7 +35,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from posttrain.domain.errors import InputError, NotFoundError
 
@@ -72,9 +72,7 @@ def read_file(path: Path, name: str) -> Iterator[Row]:
         InputError: malformed, or of no known form; names file and line or row.
     """
     kind = _kind(path, name)
-    if kind in ("parquet", "arrow"):
-        return _bounded_tables(path, name, kind)
-    return _texts(path, name, kind)
+    return _bounded_tables(path, name, kind) if kind in ("parquet", "arrow") else _texts(path, name, kind)
 
 
 def file_format(path: Path) -> str:
@@ -98,8 +96,7 @@ def _kind(path: Path, name: str) -> str:
             magic = file.read(8)
     except OSError as error:
         raise InputError(f"{name} cannot be read: {error.strerror}; check {path}") from error
-    foreign = next((word for start, word in _FOREIGN.items() if magic.startswith(start)), None)
-    if foreign:
+    if foreign := next((word for start, word in _FOREIGN.items() if magic.startswith(start)), None):
         raise InputError(
             f"{name} must be JSON lines, a JSON list, CSV, Parquet or Arrow, plain or in gzip or zstd, got {foreign};"
             " unpack it"
@@ -119,13 +116,7 @@ def _texts(path: Path, name: str, packed: str) -> Iterator[Row]:
         start = file.peek(8)
         if packed and (start.startswith((_PARQUET, _STREAM, _ARROW)) or start[:2] in _PACKED or start[:4] in _PACKED):
             raise InputError(f"{name} must hold text inside {packed}, got bytes; unpack it once")
-        form = _text_form(file, name)
-        if form == "csv":
-            yield from _csv_rows(file, name)
-        elif form == "json":
-            yield from _listed_rows(file, name)
-        else:
-            yield from _lines(file, name)
+        yield from {"csv": _csv_rows, "json": _listed_rows, "jsonl": _lines}[_text_form(file, name)](file, name)
 
 
 def _opened(path: Path, name: str, packed: str) -> io.BufferedReader:
@@ -148,8 +139,7 @@ class _Unpacked(io.RawIOBase):
     def __init__(self, path: Path, name: str, packed: str) -> None:
         self._name, self._packed, self._count = name, packed, 0
         self._source = _stream(path, packed)
-        size = path.stat().st_size
-        self._most = bound(size) if packed else None
+        self._most = bound(path.stat().st_size) if packed else None
 
     def readable(self) -> bool:
         """It is."""
@@ -193,8 +183,7 @@ def _stream(path: Path, packed: str) -> BinaryIO:
     if packed == "zstd":
         import pyarrow
 
-        stream: BinaryIO = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
-        return stream
+        return cast(BinaryIO, pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"))
     return path.open("rb", buffering=0)
 
 
@@ -321,13 +310,13 @@ def _csv_rows(file: BinaryIO, name: str) -> Iterator[Row]:
         for number, cells in enumerate((record for record in records if record), start=0):
             if not number:
                 header = _header(cells, name)
-                continue
-            if len(cells) != len(header):
+            elif len(cells) == len(header):
+                yield {column: cell or None for column, cell in zip(header, cells, strict=True)}
+            else:
                 raise InputError(
                     f"{name} row {number} (line {records.line_num}) must have {len(header)} cells like its header, got"
                     f" {len(cells)}; put a cell that holds the separator in quotes"
                 )
-            yield {column: cell or None for column, cell in zip(header, cells, strict=True)}
     except csv.Error as error:
         raise InputError(f"{name}:{records.line_num} is not CSV: {error}; mend its quotes") from error
     except UnicodeDecodeError as error:
@@ -380,13 +369,13 @@ def _refuse_twice(columns: list[str], name: str) -> None:
 
 
 def _bounded_tables(path: Path, name: str, kind: str) -> Iterator[Row]:
-    import pyarrow  # here: it takes a tenth of a second that `posttrain --help` would pay
+    import pyarrow.parquet  # here: it takes a tenth of a second that `posttrain --help` would pay
 
     most, count = bound(path.stat().st_size), 0
     word = "Parquet" if kind == "parquet" else "Arrow"
     large = InputError(f"{name} must hold at most {most} bytes ({TIMES} times its size), got more; split it")
     try:
-        if kind == "parquet" and _declared(path) > most:
+        if kind == "parquet" and _declared(pyarrow.parquet.read_metadata(path)) > most:
             raise large
         for batch in _batches(path, name, kind):
             count += sum(map(_decoded, batch.columns))
@@ -400,11 +389,8 @@ def _bounded_tables(path: Path, name: str, kind: str) -> Iterator[Row]:
         raise InputError(f"{name} holds what cannot be read: {' '.join(str(error).split())[:200]}") from error
 
 
-def _declared(path: Path) -> int:
-    """Bytes that a Parquet file declares for its values, unpacked; eight for each number."""
-    import pyarrow.parquet
-
-    found = pyarrow.parquet.read_metadata(path)
+def _declared(found: Any) -> int:
+    """Bytes that a Parquet file's metadata declares for its values, unpacked; eight for each number."""
     groups = [found.row_group(index) for index in range(found.num_row_groups)]
     each = [group.column(index) for group in groups for index in range(group.num_columns)]
     return sum(max(one.total_uncompressed_size, 8 * one.num_values) for one in each)
@@ -412,29 +398,20 @@ def _declared(path: Path) -> int:
 
 def _decoded(array: Any) -> int:
     """Bytes of the values of an array, where a value that stands once counts as often as it is used."""
-    import pyarrow
     import pyarrow.compute
 
     if pyarrow.types.is_dictionary(array.type):
-        lengths = pyarrow.compute.binary_length(array.dictionary) if _has_length(array.dictionary.type) else None
-        used = 0 if lengths is None else pyarrow.compute.sum(lengths.take(array.indices)).as_py()
-        return int(array.indices.nbytes + (used or 0))
+        known = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_binary)
+        if not any(one(array.dictionary.type) for one in known):
+            return int(array.indices.nbytes)
+        lengths = pyarrow.compute.binary_length(array.dictionary)
+        return int(array.indices.nbytes + (pyarrow.compute.sum(lengths.take(array.indices)).as_py() or 0))
     if pyarrow.types.is_list(array.type) or pyarrow.types.is_large_list(array.type):
         return int(array.offsets.nbytes) + _decoded(array.flatten())
-    if pyarrow.types.is_struct(array.type):
-        return sum(map(_decoded, array.flatten()))
-    return int(array.nbytes)
-
-
-def _has_length(kind: Any) -> bool:
-    import pyarrow
-
-    known = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_binary)
-    return any(one(kind) for one in known)
+    return sum(map(_decoded, array.flatten())) if pyarrow.types.is_struct(array.type) else int(array.nbytes)
 
 
 def _batches(path: Path, name: str, kind: str) -> Iterator[Any]:
-    import pyarrow
     import pyarrow.parquet
 
     if kind == "parquet":
@@ -449,14 +426,9 @@ def _batches(path: Path, name: str, kind: str) -> Iterator[Any]:
     with pyarrow.OSFile(str(path)) as source:
         with path.open("rb") as head:
             whole = head.read(len(_ARROW)) == _ARROW
-        if whole:
-            reader = pyarrow.ipc.open_file(source)
-            _refuse_twice(list(reader.schema.names), name)
-            yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
-        else:
-            reader = pyarrow.ipc.open_stream(source)
-            _refuse_twice(list(reader.schema.names), name)
-            yield from reader
+        reader = pyarrow.ipc.open_file(source) if whole else pyarrow.ipc.open_stream(source)
+        _refuse_twice(list(reader.schema.names), name)
+        yield from map(reader.get_batch, range(reader.num_record_batches)) if whole else reader
 
 
 def is_pattern(path: Path) -> bool:
@@ -512,8 +484,7 @@ def _folder(folder: Path, word: str) -> dict[str, Path]:
             raise NotFoundError(f"{word}: state.json names {lost}, which is not there; save the data set again")
         return together([folder / name for name in shards], word)
     found = [path for path in sorted(folder.rglob("*")) if path.is_file() and _counts(path.relative_to(folder))]
-    stranger = next((path for path in found if not _is_data(path.name)), None)
-    if stranger is not None:
+    if stranger := next((path for path in found if not _is_data(path.name)), None):
         raise InputError(
             f"{word}: a data set's folder must hold data only ({', '.join(SUFFIXES)}, with {' or '.join(PACKED)}), got"
             f" {stranger.relative_to(folder)}; take it away, or name the files: {_beside(word, '*.jsonl')}"
@@ -531,8 +502,7 @@ def _refuse_mixed(found: list[Path], folder: Path, word: str) -> None:
     splits = {path: _split(path.name) for path in found}
     if len(set(splits.values())) > 1:
         first = next(path for path, split in splits.items() if split)
-        name = re.sub(r"\d+-of-\d+", "*", first.name)
-        place = Path(folders[0], name).as_posix()
+        place = Path(folders[0], re.sub(r"\d+-of-\d+", "*", first.name)).as_posix()
         words = sorted({split or "others" for split in splits.values()})
         raise InputError(f"{word} holds the splits {_listed(words)}; name one: {_beside(word, place)}")
 
@@ -543,15 +513,15 @@ def _described(file: Path, key: str, word: str) -> list[Any]:
         found = json.loads(file.read_bytes())[key]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise InputError(f"{word}: {file.name} must say {key}: {error!r:.100}; save the data set again") from error
-    entries = found if isinstance(found, list) else []
-    if not entries or not all(isinstance(entry, str if key == "splits" else dict) for entry in entries):
+    wanted = str if key == "splits" else dict
+    if not found or not isinstance(found, list) or not all(isinstance(entry, wanted) for entry in found):
         raise InputError(f"{word}: {file.name} must list {key}, got {found!r:.60}; save the data set again")
-    return entries
+    return found
 
 
 def _counts(name: Path) -> bool:
-    hidden = any(_hidden(part) for part in name.parts)
-    return not hidden and name.name not in _DESCRIBES and not _TEXTS.fullmatch(name.name)
+    described = name.name in _DESCRIBES or _TEXTS.fullmatch(name.name)
+    return not described and not any(map(_hidden, name.parts))
 
 
 def _hidden(name: str) -> bool:

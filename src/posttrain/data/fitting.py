@@ -17,7 +17,6 @@ from typing import Any, cast
 from posttrain.data.rows import Row
 from posttrain.domain import rendering
 from posttrain.domain.errors import InputError
-from posttrain.domain.rendering import TimeLimitError, time_limit
 
 Read = Callable[[str], bytes | None]  # a file of the model's folder by name; None: there is no such file
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -44,12 +43,8 @@ class PlanTokenizer:
         self._tokenizer, self._special = tokenizer, special
         self._source, self._compiled = template, cast(Any, None)
         self._renders, self._spent = 0, 0.0
-        self._end = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
-
-    @property
-    def end(self) -> int | None:
-        """The token that ends a sequence; None where the files do not say."""
-        return self._end
+        # the token that ends a sequence; None where the files do not say
+        self.end: int | None = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
 
     @property
     def raised(self) -> tuple[type[Exception], ...]:
@@ -68,11 +63,13 @@ class PlanTokenizer:
         given = [_message(message) for message in messages]
         begun = time.monotonic()
         try:
-            with time_limit(_RENDER_SECONDS):
+            with rendering.time_limit(_RENDER_SECONDS):
                 if self._compiled is None:
                     self._compiled = _environment().from_string(self._source)
-                text = self._compiled.render(messages=given, add_generation_prompt=generate, **_ABSENT, **self._special)
-        except (TimeLimitError, MemoryError):
+                text = self._compiled.render(
+                    messages=given, add_generation_prompt=generate, tools=None, documents=None, **self._special
+                )
+        except (rendering.TimeLimitError, MemoryError):
             raise InputError(f"the chat template must render a row within {_RENDER_SECONDS:g} s; {_SIMPLER}") from None
         self._renders, self._spent = self._renders + 1, self._spent + time.monotonic() - begun
         if self._spent > _RENDER_SECONDS + _MEAN_SECONDS * self._renders:
@@ -100,7 +97,8 @@ def open_tokenizer(read: Read) -> PlanTokenizer | None:
         tokenizer = tokenizers.Tokenizer.from_str(data.decode())
         config = json.loads(read("tokenizer_config.json") or b"{}")
         template = _template(read, config)
-        special = _special_tokens({**json.loads(read("special_tokens_map.json") or b"{}"), **config})
+        known = {**json.loads(read("special_tokens_map.json") or b"{}"), **config}
+        special = {name: text for name in _SPECIAL for text in _texts([known.get(name)])}
         tokenizer.add_special_tokens([*special.values(), *_texts(config.get("extra_special_tokens"))])
     except Exception:  # tokenizers raises plain Exception for a file of a newer format
         return None
@@ -189,16 +187,20 @@ def check_demonstrations(
     Raises:
         InputError: a row that cannot be rendered, shows nothing or does not fit; names data set and row (from 1).
     """
-    limits = [(longest, "max_length"), (context, "the context")]
-    limit, what = min(((n, word) for n, word in limits if n is not None), default=(None, ""))
     for number, turns in enumerate(rendering.examples(tokenizer, rows, name=name), start=1):
         with rendering.row_errors(name, number):
             length = max(len(_begun(prompt)) + len(completion) for prompt, completion in turns)
-        if limit is not None and length > limit:
-            raise InputError(
-                f"{name} row {number}: prompt and completion of {length} tokens exceed {what} of {limit}; "
-                f"shorten or drop the row{', or raise max_length' if what == 'max_length' else ''}"
-            )
+        _refuse_longer(length, longest, context, f"{name} row {number}: prompt and completion")
+
+
+def _refuse_longer(length: int, longest: int | None, context: int | None, what: str) -> None:
+    limits = [(longest, "max_length"), (context, "the context")]
+    limit, word = min(((n, word) for n, word in limits if n is not None), default=(length, ""))
+    if length > limit:
+        raise InputError(
+            f"{what} of {length} tokens exceed {word} of {limit}; "
+            f"shorten or drop the row{', or raise max_length' if word == 'max_length' else ''}"
+        )
 
 
 def _begun(prompt: rendering.Ids) -> rendering.Ids:
@@ -239,22 +241,14 @@ def check_pairs(
         InputError: a row that cannot be rendered, does not fit, or whose responses are the same tokens; names data set
             and row (from 1).
     """
-    limits = [(longest, "max_length"), (context, "the context")]
-    limit, what = min(((n, word) for n, word in limits if n is not None), default=(None, ""))
     for number, (prompt, chosen, rejected) in enumerate(rendering.pairs(tokenizer, rows, name=name), start=1):
         with rendering.row_errors(name, number):
             length = len(_begun(prompt)) + max(len(chosen), len(rejected))
             refuse_equal(chosen, rejected)
-        if limit is not None and length > limit:
-            raise InputError(
-                f"{name} row {number}: prompt and response of {length} tokens exceed {what} of {limit}; "
-                f"shorten or drop the row{', or raise max_length' if what == 'max_length' else ''}"
-            )
+        _refuse_longer(length, longest, context, f"{name} row {number}: prompt and response")
 
 
 # --- what transformers reads and gives to a chat template -------------------------------------------------------------
-
-_ABSENT: dict[str, None] = {"tools": None, "documents": None}
 
 
 def _template(read: Read, config: Mapping[str, Any]) -> str | None:
@@ -265,10 +259,6 @@ def _template(read: Read, config: Mapping[str, Any]) -> str | None:
     if isinstance(found, list):  # several by name
         found = {entry["name"]: entry["template"] for entry in found}.get("default")
     return found or None
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    return {name: text for name in _SPECIAL for text in _texts([config.get(name)])}
 
 
 def _texts(tokens: Any) -> list[str]:

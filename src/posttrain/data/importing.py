@@ -46,8 +46,8 @@ class Imported:
 
     @property
     def named_only(self) -> list[str]:
-        """What it names without its bytes."""
-        return known_by_name(self.record)
+        """What it names without its bytes: `base model Qwen/Qwen3-0.6B`."""
+        return [f"{row['role']} {row['name']}" for row in self.record["named"] if "digest" not in row]
 
 
 def import_run(catalog: Catalog, blobs: BlobStore, cache: Path, run: OutsideRun, name: str | None) -> Imported:
@@ -80,9 +80,8 @@ def import_run(catalog: Catalog, blobs: BlobStore, cache: Path, run: OutsideRun,
             versions.append(catalog.version("history", name, history["digest"], "file", meta, parents))
             parents = (*parents, history["digest"])
         if run.model:
-            versions.append(
-                catalog.version("model", name, model["digest"], "tree", {**about, IMPORTED: digest}, parents)
-            )
+            meta = {**about, IMPORTED: digest}
+            versions.append(catalog.version("model", name, model["digest"], "tree", meta, parents))
         return Imported(tuple(catalog.add_together(*versions)), record, digest)
 
 
@@ -95,7 +94,7 @@ def _record(run: OutsideRun) -> dict[str, Any]:
         "tools": dict(run.tools),
         "parameters": dict(run.params),
         "withheld": list(run.withheld),
-        "read": {key: _described(path) for key, path in sorted(run.read.items())},
+        "read": {key: {"digest": file_digest(p), "size": p.stat().st_size} for key, p in sorted(run.read.items())},
         "left_out": dict(run.left_out),
         "notes": list(run.notes),
     }
@@ -107,10 +106,6 @@ def _name_from(source: str) -> str:
     if not found:
         raise InputError(f"{source!r} makes no name of an asset; say one with --name")
     return found
-
-
-def _described(path: Path) -> dict[str, Any]:
-    return {"digest": file_digest(path), "size": path.stat().st_size}
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -157,9 +152,8 @@ def _named(
         digest = put_files(blobs, files) if form == "tree" else blobs.put_file(*files.values())
         row |= {"digest": digest, "form": form}
         if digest not in versions and not catalog.has("dataset", digest):
-            taken = {version.name for version in versions.values()}
             own = _name_from(f"{name[:30]}-{Path(named.name).name.partition('.')[0][:28]}")
-            own = f"{own}-{number}" if own in taken else own
+            own = f"{own}-{number}" if own in {version.name for version in versions.values()} else own
             versions[digest] = catalog.version("dataset", own, digest, form, meta)
     return rows, versions
 
@@ -233,8 +227,8 @@ def recorded(data: bytes) -> Iterator[tuple[str, Any, Any]]:
     import numpy as np
     import pyarrow.parquet as pq
 
-    columns = ["metric", "step", "value"]
-    table = pq.ParquetFile(io.BytesIO(data)).read(columns, use_threads=False)  # threads may outlive the interpreter
+    # threads may outlive the interpreter
+    table = pq.ParquetFile(io.BytesIO(data)).read(["metric", "step", "value"], use_threads=False)
     column = table.column("metric").combine_chunks().dictionary_encode()
     place, names = column.indices.to_numpy(), column.dictionary.to_pylist()
     steps, values = table.column("step").to_numpy(), table.column("value").to_numpy()
@@ -253,11 +247,6 @@ def curves(data: bytes) -> Iterator[Curve]:
         finite = own[np.isfinite(own)]
         low, high = (float(finite.min()), float(finite.max())) if len(finite) else (float("nan"), float("nan"))
         yield Curve(name, len(own), (int(at[0]), int(at[-1])), float(own[0]), float(own[-1]), low, high)
-
-
-def known_by_name(record: Mapping[str, Any]) -> list[str]:
-    """What a record names without its bytes: `base model Qwen/Qwen3-0.6B`."""
-    return [f"{row['role']} {row['name']}" for row in record["named"] if "digest" not in row]
 
 
 def begins_at(record: Mapping[str, Any]) -> str:

@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from enum import StrEnum
 from importlib.machinery import PathFinder
+from itertools import accumulate
 from pathlib import Path
 
 from posttrain.data.files import PACKED, SUFFIXES, is_pattern
@@ -244,7 +245,7 @@ def imported_reward(word: str) -> ImportedReward:
             f"reward {word}: no installed package has a module {module}; install it beside posttrain, or give a file"
         )
     parsed = {path: _parsed(path, word) for path in files}
-    homes = [path for path, tree in parsed.items() if _defines(tree, function)]
+    homes = [p for p, tree in parsed.items() if not isinstance(definitions(tree).get(function), ast.alias | None)]
     known = {name for tree in parsed.values() for name in definitions(tree) if not name.startswith("_")}
     if not homes and not any(function in path.read_text(encoding="utf-8") for path in files):
         raise NotFoundError(f"reward {word}: {module} has no {function}{nearest(function, known)}")
@@ -263,8 +264,7 @@ def _files(module: str) -> list[Path]:
     """The Python files of a module: its own, or those at the top of its package."""
     path: list[str] | None = None
     found = None
-    for end in range(1, module.count(".") + 2):
-        name = ".".join(module.split(".")[:end])
+    for name in accumulate(module.split("."), "{}.{}".format):
         found = PathFinder.find_spec(name, path)
         if found is None:
             return []
@@ -279,11 +279,6 @@ def _parsed(path: Path, word: str) -> ast.Module:
         return ast.parse(path.read_bytes(), filename=path.name)
     except (OSError, SyntaxError, ValueError, RecursionError) as error:
         raise InputError(f"reward {word}: {path.name} cannot be read: {error}") from error
-
-
-def _defines(tree: ast.Module, name: str) -> bool:
-    node = definitions(tree).get(name)
-    return node is not None and not isinstance(node, ast.alias)
 
 
 @contextmanager
@@ -441,12 +436,11 @@ def _hub_ref(rest: str, kind: str, text: str) -> AssetRef:
     if not _HUB_NAME.fullmatch(name):
         raise InputError(f"ref {text!r}: must be hf:org/name@revision, got name {name!r}")
     file = None
-    if kind == "dataset":  # a repository holds several files: one is the data set
-        revision, slash, file = revision.partition("/")
-        file = file if slash else None
+    if kind == "dataset" and "/" in revision:  # a repository holds several files: one is the data set
+        revision, _, file = revision.partition("/")
     if not revision:
         raise InputError(f"ref {text!r}: a hub ref must name its revision, got none; write hf:{name}@COMMIT")
-    if file is not None and not all(part not in ("", ".", "..") for part in file.split("/")):
+    if file is not None and not {"", ".", ".."}.isdisjoint(file.split("/")):
         raise InputError(f"ref {text!r}: must name a file, got {file!r}; write hf:{name}@{revision}/PATH/IN/REPO.jsonl")
     return AssetRef(kind, Source.HUB, name, revision=revision, file=file)
 
@@ -468,19 +462,19 @@ def local_path(ref: AssetRef, base: Path, environment: Mapping[str, str] = os.en
     """
     if not ref.on_disk:
         raise InputError(f"ref {ref} names what is in the workspace, not a file")
-    if ref.source is Source.PATH:
-        try:
-            path = base / Path(ref.name).expanduser()
-            refuse_elsewhere(ref.name, path)
-            there = path.exists() or (ref.kind == "dataset" and is_pattern(path))
-        except (OSError, RuntimeError, ValueError) as error:  # too long a name, a folder closed to us, no such ~user
-            raise InputError(f"{ref.kind} {ref.name[:60]}: is no path that can be read: {error}") from error
-        if not there:
-            hub = ref.kind in _HUB_FOLDERS and ref.name.count("/") == 1 and _HUB_NAME.fullmatch(ref.name)
-            way = f"write hf:{ref.name}@REVISION for the hub's, or " if hub else ""
-            raise NotFoundError(f"{ref.kind} {ref.name}: no such file or folder ({path}); {way}check the path")
-        return path
-    return _hub_snapshot(ref, environment)
+    if ref.source is Source.HUB:
+        return _hub_snapshot(ref, environment)
+    try:
+        path = base / Path(ref.name).expanduser()
+        refuse_elsewhere(ref.name, path)
+        there = path.exists() or (ref.kind == "dataset" and is_pattern(path))
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, a folder closed to us, no such ~user
+        raise InputError(f"{ref.kind} {ref.name[:60]}: is no path that can be read: {error}") from error
+    if not there:
+        hub = ref.kind in _HUB_FOLDERS and ref.name.count("/") == 1 and _HUB_NAME.fullmatch(ref.name)
+        way = f"write hf:{ref.name}@REVISION for the hub's, or " if hub else ""
+        raise NotFoundError(f"{ref.kind} {ref.name}: no such file or folder ({path}); {way}check the path")
+    return path
 
 
 def _hub_snapshot(ref: AssetRef, environment: Mapping[str, str]) -> Path:

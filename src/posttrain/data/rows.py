@@ -30,6 +30,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +105,7 @@ def named(file: str, name: str, files: int) -> str:
 
 def stored_files(path: Path) -> dict[str, Path]:
     """The files of a data set as it is stored: one, or a folder that holds nothing else."""
-    if not path.is_dir():
-        return {path.name: path}
-    return {file.name: file for file in sorted(path.iterdir())}
+    return {file.name: file for file in (sorted(path.iterdir()) if path.is_dir() else [path])}
 
 
 def canonical_row(row: Mapping[str, Any], name: str, number: int) -> Row:
@@ -152,13 +151,12 @@ def _responses(row: Row) -> list[str]:
 def _split_preference(row: Row, place: str) -> None:
     """TRL's implicit prompt: `chosen` and `rejected` are whole conversations, and the prompt is what they share."""
     chosen, rejected = row.get("chosen"), row.get("rejected")
-    if any(row.get(key) is not None for key in ("prompt", "messages", "text")):
-        return
-    if not isinstance(chosen, list) or not isinstance(rejected, list):
+    prompted = any(row.get(key) is not None for key in ("prompt", "messages", "text"))
+    if prompted or not isinstance(chosen, list) or not isinstance(rejected, list):
         return
     pairs = zip(chosen, rejected, strict=False)
     shared = next((i for i, (a, b) in enumerate(pairs) if _without_nulls(a) != _without_nulls(b)), None)
-    if shared is None or shared == 0:
+    if not shared:
         raise InputError(f"{place}: chosen and rejected must share a prompt and then differ, got none; add prompt")
     row["prompt"], row["chosen"], row["rejected"] = chosen[:shared], chosen[shared:], rejected[shared:]
 
@@ -220,15 +218,10 @@ def prompt_text(row: Mapping[str, Any]) -> str:
 
     `row` is canonical. Of a conversation it is what comes before the first assistant message.
     """
-    prompt: Any
-    if row.get("prompt") is not None:
-        prompt = row["prompt"]
-    elif row.get("messages") is not None:
-        prompt = row["messages"]
-        turns = [message["role"] for message in prompt]
-        prompt = prompt[: turns.index("assistant")] if "assistant" in turns else prompt
-    else:
-        prompt = row["text"]
+    prompt: Any = row.get("prompt")
+    if prompt is None and row.get("messages") is not None:
+        prompt = list(takewhile(lambda message: message["role"] != "assistant", row["messages"]))
+    prompt = row["text"] if prompt is None else prompt
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message['role']}: {_content_text(message['content'])}" for message in prompt)
@@ -392,8 +385,4 @@ def _grams(texts: Iterable[str], length: int, most: int) -> Iterator[tuple[str, 
 
 def _ngrams(text: str, length: int) -> set[int]:
     words = _WORD.findall(text.casefold())
-    return set(map(hash, _runs(words, length)))
-
-
-def _runs(words: list[str], length: int) -> Iterator[tuple[str, ...]]:
-    return zip(*(words[i:] for i in range(length)), strict=False)
+    return set(map(hash, zip(*(words[i:] for i in range(length)), strict=False)))

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from posttrain._version import __version__
@@ -88,13 +88,10 @@ def _sources() -> str:
     """Sizes and times of the sources of this package: an upgrade changes them."""
     found = []
     for folder, _, names in os.walk(_SOURCES):
-        for name in names:
-            if name.endswith(".py"):
-                try:
-                    state = os.stat(os.path.join(folder, name))
-                except FileNotFoundError:
-                    continue
-                found.append(f"{folder}/{name}:{state.st_size}:{state.st_mtime_ns}")
+        for path in (f"{folder}/{name}" for name in names if name.endswith(".py")):
+            with suppress(FileNotFoundError):
+                state = os.stat(path)
+                found.append(f"{path}:{state.st_size}:{state.st_mtime_ns}")
     return "\n".join(sorted(found))
 
 

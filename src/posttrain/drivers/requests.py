@@ -100,8 +100,7 @@ class Request:
 
 def driven(run: RunRecord, now: float) -> bool:
     """Whether a live process holds the run's lease."""
-    held = run.lease_owner is not None and (run.lease_expires or 0.0) > now
-    return held and process_alive(str(run.lease_owner))
+    return run.lease_owner is not None and (run.lease_expires or 0.0) > now and process_alive(run.lease_owner)
 
 
 def _has_open(owner: str, root: Path) -> bool:

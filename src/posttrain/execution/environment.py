@@ -58,8 +58,7 @@ class Environment:
         """How this differs from what was pinned, in words; empty where it does not."""
         added = sorted(self.files.keys() - pinned.files.keys())
         gone = sorted(pinned.files.keys() - self.files.keys())
-        both = self.files.keys() & pinned.files.keys()
-        changed = sorted(path for path in both if self.files[path] != pinned.files[path])
+        changed = sorted(name for name, digest in pinned.files.items() if self.files.get(name, digest) != digest)
         told = ((changed, "changed"), (added, "is new"), (gone, "is gone"))
         named = [f"{path} {word}" for paths, word in told for path in paths]
         more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
@@ -79,9 +78,9 @@ def read_environment(
     places = _own_roots() if roots is None else tuple(roots)
     for attempt in range(_TRIES):
         try:
-            found = _read(places)
+            files = _read(places)
             others = _of_others(places, packages, set(known)) if packages else set()
-            kept = {path: digest for path, digest in found.files.items() if path not in others}
+            kept = {path: digest for path, digest in files.items() if path not in others}
             return Environment(places, kept, tuple(sorted(packages)))
         except FileNotFoundError:
             if attempt == _TRIES - 1:
@@ -119,12 +118,11 @@ def _recorded(place: str, folder: str) -> Iterator[str]:
     except (OSError, ValueError, csv.Error):
         return
     for name in names:
-        top = name.partition("/")[0]
-        if not name.endswith(".pth") and top.partition(".")[0] not in _AT_START:
+        if not name.endswith(".pth") and name.partition("/")[0].partition(".")[0] not in _AT_START:
             yield os.path.normpath(os.path.join(place, name))
 
 
-def _read(places: tuple[str, ...]) -> Environment:
+def _read(places: tuple[str, ...]) -> dict[str, str]:
     memory = _memory()
     known = _remembered(memory)
     files: dict[str, str] = {}
@@ -137,7 +135,7 @@ def _read(places: tuple[str, ...]) -> Environment:
         files[path] = str(entry[4])
     if fresh:
         _remember(memory, {**known, **fresh})
-    return Environment(places, files)
+    return files
 
 
 def marks_of(roots: Sequence[str]) -> str:

@@ -44,14 +44,12 @@ def answers(module: str, request: Mapping[str, Any], *, timeout: float) -> Itera
         PosttrainError: the one that the program ended with.
         InfrastructureError: it ended without a word. DeadlineError: it took longer than `timeout`.
     """
-    given = without_keys(os.environ)
-    environment = {name: value for name, value in given.items() if not name.startswith("PYTHON")}
-    command = [sys.executable, "-s", "-P", "-m", module]
+    environment = {name: value for name, value in without_keys(os.environ).items() if not name.startswith("PYTHON")}
     late = threading.Event()
     with tempfile.TemporaryFile("w+") as log:
         program = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
-            start_new_session=True,
+            [sys.executable, "-s", "-P", "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+            text=True, env=environment, start_new_session=True,
         )  # fmt: skip
         timer = threading.Timer(min(timeout, threading.TIMEOUT_MAX), _give_up, (program, late))
         timer.daemon = True  # a process that a signal ends anywhere here ends at once, and the program with it

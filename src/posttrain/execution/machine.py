@@ -13,12 +13,14 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -93,9 +95,7 @@ class Machine:
 def this_machine() -> Machine:
     """Look around. Asks `nvidia-smi` only where a device file says that there is a GPU."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limits = [int(text) for text in map(_read, _MEMORY_LIMITS) if text.isdigit()]
-    gpus = visible(_asked(), os.environ)[: allowed()] if gpu_visible() else ()
-    return Machine(cpus, min([psutil.virtual_memory().total, *limits]), gpus)
+    return Machine(cpus, _memory(), visible(_asked(), os.environ)[: allowed()] if gpu_visible() else ())
 
 
 def room_of(machine: Machine) -> Room:
@@ -147,11 +147,11 @@ def visible(answer: str | None, environment: Mapping[str, str]) -> tuple[Gpu, ..
         environment: whose CUDA_VISIBLE_DEVICES chooses among them, by index or by (the beginning of) a UUID.
     """
     if answer is None:
-        files = len(glob.glob("/dev/nvidia[0-9]*")) or 1
-        found = {str(index): Gpu() for index in range(files)}
+        found = {str(index): Gpu() for index in range(len(glob.glob("/dev/nvidia[0-9]*")) or 1)}
     else:
         rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.count(",") == 3]
-        found = {f"{index} {uuid}": Gpu(name, _mebibytes(size), uuid) for index, uuid, name, size in rows}
+        sizes = {text: int(text) * 2**20 for *_, text in rows if text.isdigit()}
+        found = {f"{index} {uuid}": Gpu(name, sizes.get(size), uuid) for index, uuid, name, size in rows}
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     return tuple(found.values()) if chosen is None else tuple(_chosen(chosen.split(","), found))
 
@@ -169,10 +169,6 @@ def _chosen(words: Iterable[str], found: Mapping[str, Gpu]) -> Iterable[Gpu]:
 def _is_named(key: str, word: str) -> bool:
     index, _, uuid = key.partition(" ")
     return word == index or (word.startswith("GPU-") and uuid.startswith(word))
-
-
-def _mebibytes(text: str) -> int | None:
-    return int(text) * 2**20 if text.isdigit() else None
 
 
 def _asked() -> str | None:
@@ -275,8 +271,7 @@ def read_machine(*, probe: bool = False) -> ClusterFacts:
         probe: also ask torch, in another process (seconds).
     """
     host = socket.gethostname()
-    shared = Path("/dev/shm")
-    usage = shutil.disk_usage(shared) if shared.is_dir() else None
+    usage = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     return ClusterFacts(
         python=platform.python_version(),
         packages=_packages(),
@@ -322,19 +317,16 @@ def _last_words(stderr: str) -> str:
     """What an exception said, on one line: the text after the last `SomeError:` that begins one."""
     lines = stderr.strip().splitlines()
     starts = [number for number, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*: ", line)]
-    said = lines[starts[-1] :] if starts else lines[-1:]
-    return " ".join(" ".join(said).split())
+    return " ".join(" ".join(lines[starts[-1] :] if starts else lines[-1:]).split())
 
 
 def _packages() -> dict[str, Package]:
     found = {}
     for name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             about = metadata.metadata(name)
-        except metadata.PackageNotFoundError:
-            continue
-        python = str(about.json.get("requires_python", ""))
-        found[name] = Package(about["Version"], python, tuple(metadata.requires(name) or ()))
+            python = str(about.json.get("requires_python", ""))
+            found[name] = Package(about["Version"], python, tuple(metadata.requires(name) or ()))
     return found
 
 
@@ -343,10 +335,8 @@ def _resolve(host: str) -> tuple[str, ...]:
     answers: list[str] = []
 
     def ask() -> None:
-        try:
+        with suppress(OSError):
             answers.extend(str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
-        except OSError:
-            return
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -382,30 +372,20 @@ def _process(pid: int | None) -> str:
 
 
 def _local_ports() -> tuple[int, int] | None:
-    try:
-        low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    except (OSError, ValueError):
-        return None
-    return int(low), int(high)
+    words = _read("/proc/sys/net/ipv4/ip_local_port_range").split()
+    return (int(words[0]), int(words[1])) if len(words) == 2 else None
 
 
 def _memory() -> int:
     """Bytes of this machine, or of the container if that has fewer."""
-    total: int = psutil.virtual_memory().total
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            total = min(total, int(Path(path).read_text()))
-        except (OSError, ValueError):  # not there, or "max"
-            continue
-    return total
+    limits = [int(text) for text in map(_read, _MEMORY_LIMITS) if text.isdigit()]  # not there: ""; none: "max"
+    return min([psutil.virtual_memory().total, *limits])
 
 
 def _gpus(probe: bool) -> Gpus:
     files = sum(1 for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit())
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not probe:
-        return Gpus(files, _listed_gpus(), visible)
-    return Gpus(files, _listed_gpus(), visible, *_torch_sees())
+    told = _torch_sees() if probe else ()
+    return Gpus(files, _listed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"), *told)
 
 
 def _listed_gpus() -> int | None:
@@ -434,11 +414,7 @@ def _torch_sees() -> tuple[int | None, str, str]:
     return count, name, ""
 
 
-def _limits() -> Limits | None:
-    if sys.platform == "win32":
-        return None
-    import resource
-
+def _limits() -> Limits:
     def of(kind: int) -> tuple[int | None, int | None]:
         soft, hard = resource.getrlimit(kind)
         return (None if soft == resource.RLIM_INFINITY else soft), (None if hard == resource.RLIM_INFINITY else hard)

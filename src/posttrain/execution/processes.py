@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -43,11 +43,6 @@ NEVER = (*_KEYS, "POSTTRAIN_", "PYTHON", *_CONTROLS)  # whoever names them
 _PR_SET_DUMPABLE = 4
 _PROC = Path("/proc")
 _DEAD = ("Z", "X", "x")  # zombie, dead: nothing of the program runs any more
-
-
-def supported() -> bool:
-    """Whether this machine has what the functions here read."""
-    return (_PROC / "self" / "stat").exists()
 
 
 def without_trackers(environment: Mapping[str, str]) -> dict[str, str]:
@@ -113,40 +108,35 @@ def kill_group(leader: int, expected: str) -> bool:
 
     A pid is not given away while a group of that number has members: if somebody else has it, the group is gone.
     """
-    found = identity(leader)
-    if found not in (None, expected):
+    if identity(leader) not in (None, expected) or not group(leader):
         return True
-    members = group(leader)
-    if members:
-        try:
-            os.killpg(leader, signal.SIGKILL)
-        except ProcessLookupError:
-            return True
-        members = group(leader)
-    return not members
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        return True
+    return not group(leader)
 
 
 def group(leader: int) -> list[int]:
     """The running processes of a group."""
-    found = []
-    for entry in _PROC.iterdir():
-        if entry.name.isdigit():
-            stat = _stat(int(entry.name))
-            if stat is not None and stat[1] == leader and stat[0] not in _DEAD:
-                found.append(int(entry.name))
-    return found
+    return [pid for pid, of in _running() if of == leader]
 
 
 def carrying(variable: str, value: str) -> list[int]:
     """The running processes that were started with this variable in their environment, as far as we may look."""
     wanted, found = f"{variable}={value}".encode(), []
-    for entry in _PROC.iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    stat = _stat(int(entry.name))
-                    found += [int(entry.name)] if stat is not None and stat[0] not in _DEAD else []
+    for pid, _ in _running():
+        with suppress(OSError):
+            found += [pid] if wanted in (_PROC / str(pid) / "environ").read_bytes().split(b"\0") else []
     return found
+
+
+def _running() -> Iterator[tuple[int, int]]:
+    """Every process, and its group."""
+    for entry in _PROC.iterdir():
+        stat = _stat(int(entry.name)) if entry.name.isdigit() else None
+        if stat is not None and stat[0] not in _DEAD:
+            yield int(entry.name), stat[1]
 
 
 @cache

@@ -60,12 +60,11 @@ def read_mlflow(where: str, run: str | None) -> OutsideRun:
         InputError: mlflow is not installed, no store, no such run, or several; an adapter among the artifacts.
     """
     try:
-        import mlflow.tracking  # noqa: F401
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
     except ImportError as error:
         raise InputError("import mlflow needs the mlflow package; pip install 'posttrain[mlflow]'") from error
-    with _client(where) as (client, base):
-        from mlflow.exceptions import MlflowException
-
+    with _client(where, MlflowClient) as (client, base):
         try:
             return _read(client, base, where, run)
         except MlflowException as error:
@@ -73,30 +72,27 @@ def read_mlflow(where: str, run: str | None) -> OutsideRun:
 
 
 @contextmanager
-def _client(where: str) -> Iterator[tuple[MlflowClient, Path | None]]:
+def _client(where: str, make: type[MlflowClient]) -> Iterator[tuple[MlflowClient, Path | None]]:
     """A client of the store, and the folder in which it lies."""
     for setting, value in _SETTINGS.items():
         os.environ.setdefault(setting, value)
-    from mlflow.tracking import MlflowClient
-
     for library in ("mlflow", "alembic"):
         logging.getLogger(library).setLevel(logging.ERROR)
     place = _place(where)
     with tempfile.TemporaryDirectory(prefix="posttrain-import-") as work:
         if place is None:
-            yield MlflowClient(tracking_uri=where, registry_uri=where), None
+            yield make(tracking_uri=where, registry_uri=where), None
             return
         if place.is_dir():
-            copy = Path(work, "mlruns")
-            copy.mkdir()
+            uri = f"{work}/mlruns"
+            os.mkdir(uri)
             for child in place.iterdir():
                 if child.name != ".trash":
-                    (copy / child.name).symlink_to(child)
-            uri = str(copy)
+                    Path(uri, child.name).symlink_to(child)
         else:
             _copied(place, Path(work, "mlflow.db"))
             uri = f"{_SQLITE}{work}/mlflow.db"
-        yield MlflowClient(tracking_uri=uri, registry_uri=uri), place if place.is_dir() else place.parent
+        yield make(tracking_uri=uri, registry_uri=uri), place if place.is_dir() else place.parent
 
 
 def _place(where: str) -> Path | None:
@@ -130,8 +126,7 @@ def _copied(file: Path, copy: Path) -> None:
             closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as source,
             closing(sqlite3.connect(copy)) as target,
         ):
-            found = source.execute("select 1 from sqlite_master where name = 'experiments'").fetchone()
-            if not found:
+            if not source.execute("select 1 from sqlite_master where name = 'experiments'").fetchone():
                 raise InputError(f"{file}: is no MLflow store: it has no table of experiments; check the path")
             source.backup(target)
     except sqlite3.Error as error:
@@ -143,17 +138,16 @@ def _read(client: MlflowClient, base: Path | None, where: str, wanted: str | Non
     points = Points()
     for metric in sorted(run.data.metrics):
         for entry in client.get_metric_history(run.info.run_id, metric):
-            at = entry.timestamp / 1000
-            points.add(metric, step_of(entry.step, f"{where}: metric {metric}"), float(entry.value), at)
+            step = step_of(entry.step, f"{where}: metric {metric}")
+            points.add(metric, step, float(entry.value), entry.timestamp / 1000)
     tags = {f"tag.{key}": value for key, value in run.data.tags.items() if key not in _PRIVATE_TAGS}
     params, withheld = public_params({**run.data.params, **tags})
     notes: list[str] = []
     model = _model(client, run, base, notes)
     version = run.data.params.get("transformers_version")
-    name = run.info.run_name or run.info.run_id
     return OutsideRun(
         format="mlflow",
-        source=str(name),
+        source=str(run.info.run_name or run.info.run_id),
         points=points,
         tools={"transformers": version} if version else {},
         params={**params, "mlflow.run_id": str(run.info.run_id), "mlflow.status": str(run.info.status)},
@@ -199,8 +193,7 @@ def _inputs(run: Run, base: Path | None) -> Iterator[Named]:
         source = source if isinstance(source, Mapping) else {}
         place = source.get("uri") or source.get("path") or ""
         said = ", ".join(filter(None, (context, f"MLflow's digest {data.digest}", f"source {data.source_type}")))
-        path = local_data(str(place), base) if place else None
-        yield Named("data set", str(data.name or place), path, said)
+        yield Named("data set", str(data.name or place), local_data(str(place), base) if place else None, said)
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

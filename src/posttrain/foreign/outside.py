@@ -75,6 +75,14 @@ class Points:
         self.value.append(value)
         self.strange += not math.isfinite(value)
 
+    def add_row(self, row: Mapping[str, Any], step: int, place: str, at: float = math.nan) -> int:
+        """The numbers of a row, metric → value; how many of its entries are none. Raises as `number_of`."""
+        found = {metric: number_of(value, place) for metric, value in row.items()}
+        for metric, number in found.items():
+            if number is not None:
+                self.add(metric, step, number, at)
+        return sum(number is None for number in found.values())
+
 
 @dataclass(frozen=True, slots=True)
 class Named:
@@ -116,7 +124,7 @@ def public_params(params: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str,
     """Parameters as text, nested ones by dotted names; and the names of those that may be secrets, which stay out."""
     kept: dict[str, str] = {}
     withheld = []
-    for name, value in _flat(params, ""):
+    for name, value in flat(params):
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         empty = value in (None, "", False)
         if (_SECRET_NAME.fullmatch(name) and not empty) or _SECRET_VALUE.search(text) or _SECRET_VALUE.search(name):
@@ -126,10 +134,11 @@ def public_params(params: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str,
     return kept, tuple(sorted(withheld))
 
 
-def _flat(value: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def flat(value: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """What stands in a map and the maps in it, by dotted names."""
     for key, item in value.items():
         if isinstance(item, Mapping) and item:
-            yield from _flat(item, f"{prefix}{key}.")
+            yield from flat(item, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", item
 
@@ -144,7 +153,7 @@ _SETS = (
 def named_in_params(params: Mapping[str, Any], base: Path | None) -> tuple[Named, ...]:
     """The base model and the data sets that a run's parameters name, by the usual words of trainers."""
     found: dict[tuple[str, str], Named] = {}
-    for key, value in _flat(params, ""):
+    for key, value in flat(params):
         word = re.split(r"[./]", key)[-1]
         role = "base model" if word in _BASES else "data set" if word in _SETS else ""
         for name in value if isinstance(value, list) else [value]:
@@ -171,9 +180,7 @@ def step_of(value: Any, place: str) -> int:
     Raises:
         InputError: it is none.
     """
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if isinstance(value, float) and value.is_integer():
-        value, whole = int(value), True
+    whole = isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
     if not whole or not 0 <= value < _MOST_STEP:
         raise InputError(f"{place}: step must be a whole number from 0, got {value!r:.40}; mend the file")
     return int(value)
@@ -278,8 +285,7 @@ def model_files(place: Path, folder: Path) -> dict[str, Path]:
     if "config.json" not in names:
         return {}
     if not any(name.endswith(".safetensors") and MODEL_FILES.fullmatch(name) for name in names):
-        pickle = next((name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")), "")
-        if pickle:
+        if pickle := next((name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")), ""):
             raise InputError(
                 f"{folder}: {where} has its weights as a pickle ({pickle}), which is never read; save them as"
                 " safetensors (save_pretrained does) and import again"

@@ -10,7 +10,8 @@ import ast
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -21,6 +22,7 @@ import yaml
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.rendering import stop_fault
+from posttrain.foreign.outside import flat
 
 _OVERRIDE = re.compile(r"^\+{0,2}([a-z_][\w.]*)=(.*)$", re.DOTALL)
 # a line that sets a variable and nothing else; before a command on the same line it is the command's environment
@@ -44,7 +46,6 @@ PLACES = {  # class → its first parameters in order, as of TRL 1.16; further p
 _IN_PLACE = ("update", "setdefault", "pop", "append")
 _READ = ("Config", "Arguments", "Trainer", "from_pretrained", "load_dataset")  # calls whose arguments are settings
 _DEEP = 8  # names that stand for names
-_WIDTH = 118
 _ABSENT: tuple[Any, ...] = (False, [], {}, "")  # what asks for nothing
 # what asks for the whole distribution, as training samples here
 WHOLE = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
@@ -138,16 +139,12 @@ def _of_yaml(text: str, source: str) -> Settings:
         raise InputError(f"{source}: is not YAML: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(raw, Mapping):
         raise InputError(f"{source}: must be a map of settings, got {type(raw).__name__}")
-    return Settings(source, dict(_flat(raw)))
+    return Settings(source, _flat(raw))
 
 
-def _flat(raw: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in raw.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{name}.")
-        elif not (isinstance(value, str) and value.startswith("${")):  # an interpolation repeats what stands elsewhere
-            yield name, value
+def _flat(raw: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """By dotted names; an interpolation repeats what stands elsewhere."""
+    return {name: said for name, said in flat(raw, prefix) if not (isinstance(said, str) and said.startswith("${"))}
 
 
 def _of_shell(text: str, source: str) -> Settings:
@@ -178,7 +175,7 @@ def _of_shell(text: str, source: str) -> Settings:
             plain.append(word)
     unknown = {name: str(value) for name, value in values.items() if "$" in str(value)}
     known = {k: v for k, v in values.items() if k not in unknown}
-    return Settings(source, dict(_flat(known)), unknown=unknown, words=tuple(plain))
+    return Settings(source, _flat(known), unknown=unknown, words=tuple(plain))
 
 
 def _expanded(text: str) -> str:
@@ -206,10 +203,8 @@ def _typed(text: str) -> Any:
     except (yaml.YAMLError, ValueError):
         return text
     if isinstance(value, str):  # YAML 1.1 reads 1e-6 as text
-        try:
+        with suppress(ValueError):
             return float(value)
-        except ValueError:
-            return value
     return value
 
 
@@ -366,10 +361,8 @@ def _starts(module: ast.Module) -> bool:
 
 def _literal(node: ast.expr, names: Mapping[str, ast.expr], depth: int = _DEEP, *, functions: bool = False) -> Any:
     """A literal, or the name of a function where one is wanted; None for what is computed."""
-    try:
+    with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        pass
     if isinstance(node, ast.List | ast.Tuple):
         parts = [_literal(part, names, depth, functions=functions) for part in node.elts]
         return parts if functions or None not in parts else None
@@ -491,7 +484,7 @@ class Draft:
         ):
             if items:
                 lines += [f"# {title}:", *(f"#   - {' '.join(item.split())}"[:300] for item in items)]
-        body = yaml.dump(self.run, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=_WIDTH)
+        body = yaml.dump(self.run, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=118)
         return "\n".join([*lines, "", body])
 
 
@@ -528,10 +521,8 @@ class _Plain(yaml.SafeDumper):
 
 def _number(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
     mantissa, mark, exponent = f"{value:.10g}".partition("e")
-    text = mantissa + (f"e{int(exponent)}" if mark else "")
-    if mark and "." not in mantissa:
-        text = f"{mantissa}.0e{int(exponent)}"  # YAML reads 1e-6 as text
-    return dumper.represent_scalar("tag:yaml.org,2002:float", text if "." in text or mark else f"{text}.0")
+    text = mantissa if "." in mantissa else f"{mantissa}.0"  # YAML reads 1e-6 as text
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text + (f"e{int(exponent)}" if mark else ""))
 
 
 _Plain.add_representer(float, _number)

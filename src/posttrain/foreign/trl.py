@@ -26,14 +26,12 @@ _AGGREGATIONS = {
     "dr_grpo": "seq-mean-token-sum-norm",
 }
 _BUILDERS = ("json", "csv", "parquet", "arrow")  # of `load_dataset`, which read `data_files`
-_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
 _REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # of trl.rewards
-_NO_ADAPTERS = "there are no adapters yet: all weights are trained, which takes more memory and other learning rates"
 _PROBE = "write probe: {data: NAME} into the stage, with keep_best: true or early_stopping"
 _PAIRS = "the loss of a pair is the sigmoid one, with beta and label_smoothing"
 _NEVER_CUT = "a longer row is refused by `plan`, never cut"
 _WHY = {  # what changes the result, or what a person sees: the reason → settings
-    _NO_ADAPTERS: (
+    "there are no adapters yet: all weights are trained, which takes more memory and other learning rates": (
         "use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters lora_modules_to_save "
         "lora_task_type use_rslora use_dora peft_config"
     ),
@@ -257,8 +255,7 @@ def _trainer(settings: Settings) -> str:
             by_hand = f"is kind: {kind} here, and not read from there yet; write the stage by hand"
             told = by_hand if other in OWN else KINDS.get(kind, "is not there yet")
             raise InputError(f"{settings.source}: trains by {other.upper()}, which {told}")
-    found = next((kind for kind in _TRAINERS if kind in named), None)
-    if found:
+    if found := next((kind for kind in _TRAINERS if kind in named), None):
         return found
     return "grpo" if settings.values.keys() & {"num_generations", "reward_funcs", "max_completion_length"} else "sft"
 
@@ -268,8 +265,8 @@ def _data(settings: Settings, draft: Draft) -> str:
     name = settings.take("dataset_name", "dataset", "train_file", "train_dataset")
     split = str(settings.values.get("dataset_train_split") or "train")
     files = _files(settings, split.partition("[")[0]) if name in _BUILDERS else [name]
-    if len(files) == 1 and isinstance(files[0], str) and (name in _BUILDERS or Path(files[0]).suffix in _SUFFIXES):
-        path = files[0]
+    path = files[0] if len(files) == 1 and isinstance(files[0], str) else ""
+    if path and (name in _BUILDERS or Path(path).suffix in (".json", ".jsonl", ".parquet", ".csv")):
         return path if path.startswith((".", "/", "~")) else f"./{path}"
     if settings.given("datasets"):
         draft.changed.append("datasets: a mixture is one data set here; write its rows into one file")
@@ -451,21 +448,20 @@ def _one_of_several(settings: Settings, draft: Draft, function: str | None, numb
 
 def _alone(settings: Settings) -> str:
     """Why a reward is copied out of its script."""
-    starts = f"importing {settings.source} would start the training"
-    return starts if settings.starts else "a reward is a file of its own, with what it needs"
+    if settings.starts:
+        return f"importing {settings.source} would start the training"
+    return "a reward is a file of its own, with what it needs"
 
 
 def _installed(draft: Draft, ref: str) -> str:
-    package = ref.partition(":")[0].partition(".")[0]
-    draft.fill_in.append(f"the reward {ref} comes from an installed package: pip install {package}")
+    draft.fill_in.append(f"the reward {ref} comes from an installed package: pip install {re.split('[:.]', ref)[0]}")
     return ref
 
 
 def _reward(settings: Settings, draft: Draft, function: str) -> str:
     module, _, name = function.rpartition(".")
     if function in _REWARDS or module:
-        ref = f"{module or 'trl.rewards'}:{name}"
-        return _installed(draft, ref)
+        return _installed(draft, f"{module or 'trl.rewards'}:{name}")
     if settings.source.endswith(".py"):
         draft.fill_in.append(f"copy {name or 'the reward'} into reward.py: {_alone(settings)}")
     entry = f" --entry {name}" if name else ""

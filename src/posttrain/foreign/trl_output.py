@@ -86,9 +86,8 @@ def read_trl_output(path: Path) -> OutsideRun:
 def _checkpoints(folder: Path) -> list[Path]:
     """By step."""
     found = [(int(m[1]), p) for p in folder.iterdir() if (m := _CHECKPOINT.fullmatch(p.name)) and p.is_dir()]
-    for _, path in found:
-        if not path.resolve().is_relative_to(folder):
-            raise InputError(f"{path.name} of {folder}: must not be a link out of the folder; put a copy there")
+    if odd := next((path for _, path in found if not path.resolve().is_relative_to(folder)), None):
+        raise InputError(f"{odd.name} of {folder}: must not be a link out of the folder; put a copy there")
     return [path for _, path in sorted(found)]
 
 
@@ -124,15 +123,8 @@ def _points(state: Mapping[str, Any], name: str, folder: Path, notes: list[str])
         place = f"{name} of {folder}: log_history[{number}]"
         if not isinstance(row, dict):
             raise InputError(f"{place} must be a map, got {type(row).__name__}; copy the folder again")
-        step = step_of(row.get("step"), place)
-        for metric, value in row.items():
-            if metric == "step":
-                continue
-            found = number_of(value, place)
-            if found is None:
-                others += 1
-            else:
-                points.add(metric, step, found)
+        metrics = {metric: value for metric, value in row.items() if metric != "step"}
+        others += points.add_row(metrics, step_of(row.get("step"), place), place)
     if others:
         notes.append(f"{others} entries of log_history are no numbers and were left out")
     return points
@@ -149,8 +141,7 @@ def _left_out(
     """What lies beside the model and is not taken."""
     for where in dict.fromkeys(filter(None, (folder, place))):
         for path in sorted(where.iterdir()):
-            taken = path == state or path == files.get(path.name) or path.name == CARD
-            if taken or path == place:
+            if path.name == CARD or path in (state, place, files.get(path.name)):
                 continue
             name = path.relative_to(folder).as_posix()
             if path.is_dir():
@@ -169,11 +160,9 @@ class _Card:
         self.stage = next((_STAGES[tag] for tag in tags if tag in _STAGES), "train")
         self.tools = {name.lower(): version for name, version in _VERSION.findall(_below(text, _VERSIONS_HEAD))}
         self.settings = dict(_SETTING.findall(_below(text, _SETTINGS_HEAD)))
-        bases = _texts(head.get("base_model"))
-        data = _texts(head.get("datasets"))
         self.named = (
-            *(Named("base model", name) for name in bases),
-            *(Named("data set", name) for name in data),
+            *(Named("base model", name) for name in _texts(head.get("base_model"))),
+            *(Named("data set", name) for name in _texts(head.get("datasets"))),
         )
 
 

@@ -16,11 +16,7 @@ from posttrain.foreign.settings import Draft, Settings, plainly, share_of_steps
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _ESTIMATORS = {"grpo": "grpo", "rloo": "rloo", "gae": "", "rloo_vectorized": "rloo", "grpo_vectorized": "grpo"}
-_AGGREGATIONS = {
-    "token-mean": "token-mean",
-    "seq-mean-token-mean": "seq-mean-token-mean",
-    "seq-mean-token-sum-norm": "seq-mean-token-sum-norm",
-}
+_AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 _ESTIMATES = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2", "kl": "k1", "k1": "k1"}
 _CHANGES = {
     **dict.fromkeys(
@@ -88,8 +84,9 @@ def from_verl(settings: Settings, rows: int | None = None) -> Draft:
     draft = Draft(settings.source, "verl", {"name": name, "owner": "me", "seed": 1})
     estimator = str(settings.take("algorithm.adv_estimator", default="gae"))
     if estimator not in _ESTIMATORS:
-        known = ", ".join(_ESTIMATORS)
-        raise InputError(f"{settings.source}: algorithm.adv_estimator: must be one of {known}, got {estimator!r}")
+        raise InputError(
+            f"{settings.source}: algorithm.adv_estimator: must be one of {', '.join(_ESTIMATORS)}, got {estimator!r}"
+        )
     kind = "grpo" if _ESTIMATORS[estimator] else "ppo"
     path = settings.take(f"{_MODEL}.path")
     draft.run["model"] = draft.model(settings, path, "main")
@@ -102,10 +99,10 @@ def from_verl(settings: Settings, rows: int | None = None) -> Draft:
         stage["advantage"] = _ESTIMATORS[estimator]
         if not settings.flag("algorithm.norm_adv_by_std_in_grpo", default=True) and estimator.startswith("grpo"):
             stage["advantage"] = "dr_grpo"
-        aggregation = str(settings.take(f"{_ACTOR}.loss_agg_mode", default="token-mean"))
-        stage["aggregation"] = _AGGREGATIONS.get(aggregation, "token-mean")
-        if aggregation not in _AGGREGATIONS:
-            draft.changed.append(f"loss_agg_mode: {aggregation}: is token-mean here")
+        stage["aggregation"] = str(settings.take(f"{_ACTOR}.loss_agg_mode", default="token-mean"))
+        if stage["aggregation"] not in _AGGREGATIONS:
+            draft.changed.append(f"loss_agg_mode: {stage['aggregation']}: is token-mean here")
+            stage["aggregation"] = "token-mean"
     else:
         _critic(settings, stage)
     _kl(settings, draft, stage, kind)
@@ -147,13 +144,15 @@ def _stage(settings: Settings, draft: Draft, kind: str) -> dict[str, Any]:
     prompts = settings.count("data.train_batch_size", "data.gen_batch_size", default=1024)
     group = settings.count(f"{_ROLLOUT}.n", default=1)
     mini = settings.count(f"{_ACTOR}.ppo_mini_batch_size", default=256)
-    stage: dict[str, Any] = {"kind": kind, "data": "train", "reward": "reward", "prompts_per_step": prompts}
-    stage["group_size"] = max(group, 2) if kind == "grpo" else group
+    stage: dict[str, Any] = {
+        **{"kind": kind, "data": "train", "reward": "reward", "prompts_per_step": prompts},
+        "group_size": max(group, 2) if kind == "grpo" else group,
+        "mini_batches": max(1, prompts // mini),
+        "max_new_tokens": settings.count("data.max_response_length", f"{_ROLLOUT}.response_length", default=512),
+        "temperature": settings.number(f"{_ROLLOUT}.temperature", default=1.0),
+    }
     if stage["group_size"] != group:
         draft.changed.append(f"{_ROLLOUT}.n: {group}: a group of one has no baseline, so it is 2 here")
-    stage["mini_batches"] = max(1, prompts // mini)
-    stage["max_new_tokens"] = settings.count("data.max_response_length", f"{_ROLLOUT}.response_length", default=512)
-    stage["temperature"] = settings.number(f"{_ROLLOUT}.temperature", default=1.0)
     draft.stops(settings, stage, f"{_ROLLOUT}.stop")
     both = settings.number(f"{_ACTOR}.clip_ratio", default=0.2)
     stage["clip_low"] = settings.number(f"{_ACTOR}.clip_ratio_low", default=both)
@@ -170,13 +169,15 @@ def _stage(settings: Settings, draft: Draft, kind: str) -> dict[str, Any]:
 
 
 def _critic(settings: Settings, stage: dict[str, Any]) -> None:
-    stage["gae"] = {
-        "gamma": settings.number("algorithm.gamma", default=1.0),
-        "lam": settings.number("algorithm.lam", default=1.0),
-    }
-    stage["critic"] = {
-        "clip": settings.number("critic.cliprange_value", default=0.5),
-        "warmup": settings.count("trainer.critic_warmup", default=0),
+    stage |= {
+        "gae": {
+            "gamma": settings.number("algorithm.gamma", default=1.0),
+            "lam": settings.number("algorithm.lam", default=1.0),
+        },
+        "critic": {
+            "clip": settings.number("critic.cliprange_value", default=0.5),
+            "warmup": settings.count("trainer.critic_warmup", default=0),
+        },
     }
 
 
@@ -190,8 +191,8 @@ def _kl(settings: Settings, draft: Draft, stage: dict[str, Any], kind: str) -> N
         stage["kl"] = None
     if settings.flag(f"{_ACTOR}.use_kl_loss"):
         estimator = "k3" if estimator == "k1" else estimator  # k1 has no gradient as a loss
-        place = {"place": "loss"} if kind == "ppo" else {}
-        stage["kl"] = {"coefficient": coefficient, "estimator": estimator, **place}
+        stage["kl"] = {"coefficient": coefficient, "estimator": estimator}
+        stage["kl"] |= {"place": "loss"} if kind == "ppo" else {}
         draft.carry(f"{_ACTOR}.kl_loss_coef", coefficient, "kl.coefficient", coefficient)
     elif settings.flag("algorithm.use_kl_in_reward"):
         if kind == "grpo":
@@ -236,10 +237,9 @@ def _optimizer(settings: Settings, draft: Draft, place: str, rate: float, steps:
 
 
 def _runtime(settings: Settings) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if settings.flag(f"{_MODEL}.enable_gradient_checkpointing"):
-        found["activation_checkpointing"] = True
+    recomputed = settings.flag(f"{_MODEL}.enable_gradient_checkpointing")
     parallel = settings.count(f"{_ACTOR}.ulysses_sequence_parallel_size", default=1)
-    if parallel > 1:
-        found["sequence_parallel"] = parallel
-    return found
+    return {
+        **({"activation_checkpointing": True} if recomputed else {}),
+        **({"sequence_parallel": parallel} if parallel > 1 else {}),
+    }

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -81,28 +81,20 @@ def read_wandb_export(path: Path) -> OutsideRun:
     folder = _the_run(run_folder(path, "a W&B run, or of its exported history"))
     notes: list[str] = []
     logs = sorted(folder.glob("*.wandb"))
-    tools: dict[str, str] = {}
-    name = folder.name
-    if logs:
-        log = _Log(inside(logs[0], folder), folder)
-        rows, config, source = log.rows, log.config, logs[0]
-    else:
-        source = _table(folder)
-        rows, config = _rows(source, folder), {}
-    points = _points(rows, f"{source.name} of {folder}", notes)
-    if logs:
-        name, tools = log.name or name, log.tools
-        notes += [] if log.ended else [f"{source.name} has no end: the run was killed, or goes on"]
+    log = _Log(inside(logs[0], folder), folder) if logs else None
+    source = logs[0] if logs else _table(folder)
+    points = _points(log.rows if log else _rows(source, folder), f"{source.name} of {folder}", notes)
+    if log and not log.ended:
+        notes.append(f"{source.name} has no end: the run was killed, or goes on")
     written, config_file = _config(folder)
-    config = {**written, **config}
+    config = {**written, **(log.config if log else {})}
     params, withheld = public_params({key: value for key, value in config.items() if key != "_wandb"})
-    tools = tools or _tools(config)
     read = {p.relative_to(folder).as_posix(): p for p in (source, config_file) if p}
     return OutsideRun(
         format="wandb-export",
-        source=name,
+        source=(log and log.name) or folder.name,
         points=points,
-        tools=tools,
+        tools=(log and log.tools) or _tools(config),
         params=params,
         withheld=withheld,
         model=_model(folder, notes),
@@ -154,14 +146,12 @@ def _points(rows: Iterator[Row], place: str, notes: list[str]) -> Points:
                 f"{where}: must have {_STEP}, got {', '.join(map(str, row))[:80]}; export it with its steps"
             )
         step, at = step_of(row[_STEP], where), number_of(row.get(_TIME), where)
-        for metric, value in row.items():
-            if metric in _OWN or value is None:
-                continue
-            found = number_of(_WORDS.get(value, value) if isinstance(value, str) else value, where)
-            if found is None:
-                others += 1
-            else:
-                points.add(metric, step, found, math.nan if at is None else at)
+        said = {
+            metric: _WORDS.get(value, value) if isinstance(value, str) else value
+            for metric, value in row.items()
+            if metric not in _OWN and value is not None
+        }
+        others += points.add_row(said, step, where, math.nan if at is None else at)
     if others:
         notes.append(f"{others} entries of its history are no numbers and were left out")
     return points
@@ -208,14 +198,10 @@ def _cell(text: str) -> Any:
     """A cell of CSV: a number if it is one, nothing if it is empty."""
     if not text:
         return None
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 class _Log:
@@ -244,7 +230,7 @@ class _Log:
                 record = self._record.FromString(data)
                 kind = record.WhichOneof("record_type")
                 if kind == "history":
-                    yield self._row(record.history)
+                    yield {_STEP: record.history.step.num, **_items(record.history.item)}
                 elif kind == "run":
                     self.name = record.run.display_name or record.run.run_id
                     version = record.run.telemetry.cli_version
@@ -260,18 +246,15 @@ class _Log:
                 f"{self._path.name} of {self._folder}: is damaged ({type(error).__name__}); copy the folder again"
             ) from error
 
-    @staticmethod
-    def _row(history: Any) -> Row:
-        found = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in history.item}
-        found.setdefault(_STEP, history.step.num)
-        return found
-
     def _update(self, config: Any) -> None:
-        for item in config.update:
-            self.config[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
+        self.config |= _items(config.update)
 
 
 # --- what is beside ---------------------------------------------------------------------------------------------------
+
+
+def _items(found: Iterable[Any]) -> dict[str, Any]:
+    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in found}
 
 
 def _config(folder: Path) -> tuple[dict[str, Any], Path | None]:

@@ -29,7 +29,6 @@ from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from resource import RUSAGE_SELF, getrusage
-from types import FrameType
 from typing import Any, NoReturn
 
 from posttrain.domain.canonical import digest_bytes, digest_json
@@ -178,7 +177,8 @@ def run(attempt_dir: str, body: Body) -> int:
 
             def work() -> JobResult:
                 _refuse_other_package(order)
-                return body(job(blobs=_inputs(attempt, order)))
+                # its server, or with its user's own rights the store
+                return body(job(blobs=ServedBlobs(attempt.path) if order.served else open_blobs(order.store_url)))
 
             result = _guarded(work)
         if attempt.outputs.is_dir():
@@ -218,11 +218,6 @@ def lazily(name: str) -> Callable[[Any], Any]:
         return found(given)
 
     return call
-
-
-def _inputs(attempt: AttemptFolder, order: JobOrder) -> BlobStore:
-    """Where the job reads what it needs: its server, or with its user's own rights the store."""
-    return ServedBlobs(attempt.path) if order.served else open_blobs(order.store_url)
 
 
 def _begins(attempt: AttemptFolder, order: JobOrder) -> bool:
@@ -266,9 +261,7 @@ def loading() -> Iterator[None]:
 
 def failure_of(error: BaseException) -> Failure:
     """Classify an exception: what happens next depends on the class, and on whether the same signature comes twice."""
-    kind = _class_of(error)
-    message = _one_line(error)
-    where = _innermost(error)
+    kind, message, where = _class_of(error), _one_line(error), _innermost(error)
     if kind is FailureClass.BUG and not isinstance(error, PosttrainError):
         message = f"{type(error).__name__} at {where}: {message}; see log.txt"
     worker = worker_of(error)
@@ -350,11 +343,7 @@ def _innermost(error: BaseException) -> str:
 def _sigterm_noted() -> Iterator[Callable[[], bool]]:
     """SIGTERM asks for a stop instead of killing; yields whether it came."""
     asked: list[int] = []
-
-    def note(number: int, _: FrameType | None) -> None:
-        asked.append(number)
-
-    before = signal.signal(signal.SIGTERM, note)
+    before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     try:
         yield lambda: bool(asked)
     finally:

@@ -16,7 +16,6 @@ _GIVEN = os.environ.get("OMP_NUM_THREADS", "")  # of the job that it is started 
 _THREADS = int(_GIVEN) if _GIVEN.isdigit() and int(_GIVEN) > 0 else 1
 settle_environment(_THREADS)
 
-import transformers  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 import posttrain.engine.recipes.grpo  # noqa: E402
@@ -26,7 +25,7 @@ import posttrain.engine.recipes.sft  # noqa: E402
 import posttrain.jobs.bodies.evaluation  # noqa: E402
 import posttrain.jobs.bodies.training  # noqa: E402,F401
 
-_LOADED = (transformers, AutoModelForCausalLM, AutoTokenizer)  # lazy names of transformers: touched, so imported
+_LOADED = (AutoModelForCausalLM, AutoTokenizer)  # lazy names of transformers: touched, so imported
 
 
 def ready(attempt_dir: str) -> bool:

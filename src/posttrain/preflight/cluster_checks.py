@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -50,8 +51,7 @@ def cluster_checks(facts: ClusterFacts) -> list[Check]:
 
 def check_versions(facts: ClusterFacts) -> Check:
     """Whether what we, torch, transformers and Ray declare about each other holds of what is installed."""
-    troubles = list(_misfits(facts))
-    if troubles:
+    if troubles := list(_misfits(facts)):
         return Check("versions", "fail", "; ".join(troubles), "install versions that fit: pip install posttrain")
     ray = facts.packages.get("ray")
     note = f"ray {ray.version}" if ray else "ray is not installed (only needed for placement over several processes)"
@@ -78,23 +78,25 @@ def check_gloo(facts: ClusterFacts) -> Check:
     remedy = f"GLOO_SOCKET_IFNAME={real[0].name}" if real else "bring up a network interface"
     if told:
         return _told("gloo", "GLOO_SOCKET_IFNAME", told.split(","), facts, remedy)
+    warn, host = partial(Check, "gloo", "warn"), f"host name {facts.host}"
     if not facts.resolved:
-        finding = (
-            f"host name {facts.host} does not resolve, so gloo falls back to loopback; other machines cannot reach it"
+        return warn(
+            f"{host} does not resolve, so gloo falls back to loopback; other machines cannot reach it",
+            f"name {facts.host} in /etc/hosts, or set {remedy}",
         )
-        return Check("gloo", "warn", finding, f"name {facts.host} in /etc/hosts, or set {remedy}")
     owners = {address: i.name for i in facts.interfaces for address in i.addresses}
     address = next((a for a in facts.resolved if a in owners or is_loopback(a)), "")
     if not address:
-        finding = (
-            f"host name {facts.host} resolves to {facts.resolved[0]}, which no interface here has: loopback is used"
+        return warn(
+            f"{host} resolves to {facts.resolved[0]}, which no interface here has: loopback is used",
+            f"correct the name's address, or set {remedy}",
         )
-        return Check("gloo", "warn", finding, f"correct the name's address, or set {remedy}")
     if is_loopback(address) and real:
-        finding = f"host name {facts.host} resolves to loopback ({address}); other machines cannot reach these ranks"
-        return Check("gloo", "warn", finding, f"for several machines: set {remedy}, or correct /etc/hosts")
-    where = owners.get(address, "loopback")
-    return Check("gloo", "ok", f"{where} ({address}), where host name {facts.host} resolves to")
+        return warn(
+            f"{host} resolves to loopback ({address}); other machines cannot reach these ranks",
+            f"for several machines: set {remedy}, or correct /etc/hosts",
+        )
+    return Check("gloo", "ok", f"{owners.get(address, 'loopback')} ({address}), where {host} resolves to")
 
 
 def check_nccl(facts: ClusterFacts) -> Check:
@@ -107,10 +109,11 @@ def check_nccl(facts: ClusterFacts) -> Check:
     if not real:
         return Check("nccl", "warn", "no interface but loopback is up", "for several machines: bring one up")
     chosen = min(real, key=lambda i: (not i.name.startswith("ib"), i.name.startswith(_VIRTUAL)))
-    if chosen.name.startswith(_VIRTUAL):
-        finding = f"{chosen.name} ({chosen.addresses[0]}): only virtual interfaces are up"
-        return Check("nccl", "warn", finding, "for several machines: bring a real one up, or set NCCL_SOCKET_IFNAME")
-    return Check("nccl", "ok", f"{chosen.name} ({chosen.addresses[0]})")
+    shown = f"{chosen.name} ({chosen.addresses[0]})"
+    if not chosen.name.startswith(_VIRTUAL):
+        return Check("nccl", "ok", shown)
+    remedy = "for several machines: bring a real one up, or set NCCL_SOCKET_IFNAME"
+    return Check("nccl", "warn", f"{shown}: only virtual interfaces are up", remedy)
 
 
 def _real_interfaces(facts: ClusterFacts) -> list[Interface]:
@@ -149,17 +152,18 @@ def check_ports(facts: ClusterFacts) -> Check:
     listening = facts.listening or {}
     taken = {port: by for port, by in listening.items() if port in _RAY_PORTS}
     strangers = [f"{port} ({_RAY_PORTS[port]}) by {by}" for port, by in taken.items() if not _RAY_PROCESSES.search(by)]
+    warn = partial(Check, "ports", "warn")
     if strangers:
-        finding = f"of Ray's ports are taken: {', '.join(sorted(strangers))}"
-        return Check("ports", "warn", finding, "end that process, or give `ray start` another port")
-    low, high = _RAY_WORKERS
-    ephemeral = facts.local_ports
-    if ephemeral and ephemeral[0] <= high and ephemeral[1] >= low:
-        finding = (
-            f"outgoing connections take ports {ephemeral[0]}-{ephemeral[1]}, Ray's workers {low}-{high}: they collide"
+        return warn(
+            f"of Ray's ports are taken: {', '.join(sorted(strangers))}",
+            "end that process, or give `ray start` another port",
         )
-        remedy = "sysctl -w net.ipv4.ip_local_port_range='32768 60999', or `ray start --min-worker-port`"
-        return Check("ports", "warn", finding, remedy)
+    (low, high), ephemeral = _RAY_WORKERS, facts.local_ports
+    if ephemeral and ephemeral[0] <= high and ephemeral[1] >= low:
+        return warn(
+            f"outgoing connections take ports {ephemeral[0]}-{ephemeral[1]}, Ray's workers {low}-{high}: they collide",
+            "sysctl -w net.ipv4.ip_local_port_range='32768 60999', or `ray start --min-worker-port`",
+        )
     if facts.listening is None:
         return Check("ports", "ok", "who listens here may not be asked; Ray needs 6379, 8265, 10001 and 10002-19999")
     used = sum(low <= port <= high for port in listening)
@@ -172,14 +176,14 @@ def check_master_port(facts: ClusterFacts) -> Check:
     written = facts.environ["MASTER_PORT"]
     port = int(written) if written.isdecimal() else 0
     remedy = "unset MASTER_PORT, or set a free port below the outgoing connections' range"
+    warn = partial(Check, "master port", "warn", remedy=remedy)
     if not 1 <= port <= 65535:
-        return Check("master port", "warn", f"MASTER_PORT must be in 1..65535, got {written!r}", remedy)
+        return warn(f"MASTER_PORT must be in 1..65535, got {written!r}")
     if facts.listening and port in facts.listening:
-        return Check("master port", "warn", f"MASTER_PORT={port} is taken by {facts.listening[port]}", remedy)
+        return warn(f"MASTER_PORT={port} is taken by {facts.listening[port]}")
     low, high = facts.local_ports or (0, 0)
     if low <= port <= high:
-        finding = f"MASTER_PORT={port} can be taken by any outgoing connection ({low}-{high})"
-        return Check("master port", "warn", finding, remedy)
+        return warn(f"MASTER_PORT={port} can be taken by any outgoing connection ({low}-{high})")
     return Check("master port", "ok", f"MASTER_PORT={port} is free")
 
 
@@ -215,14 +219,13 @@ def check_devices(gpus: Gpus) -> Check:
     if gpus.listed is not None and gpus.files and gpus.listed != gpus.files:
         finding = f"nvidia-smi lists {gpus.listed} device(s), /dev has {gpus.files}"
         return Check("devices", "warn", finding, "restart the driver, or give the container all its devices (--gpus)")
-    hidden = _hidden(gpus.visible, there)
-    if hidden:
+    if hidden := _hidden(gpus.visible, there):
         return Check("devices", "warn", hidden, "correct or unset CUDA_VISIBLE_DEVICES")
     expected = there if gpus.visible is None else sum(bool(word.strip()) for word in gpus.visible.split(","))
     seen = "" if gpus.torch is None else f"; torch sees {gpus.torch}" + (f" ({gpus.torch_name})" if gpus.torch else "")
     if gpus.torch is not None and gpus.torch < expected:
-        finding = f"{expected} NVIDIA device(s) to be used{seen}"
-        return Check("devices", "warn", finding, "install a CUDA build of torch that fits the driver")
+        remedy = "install a CUDA build of torch that fits the driver"
+        return Check("devices", "warn", f"{expected} NVIDIA device(s) to be used{seen}", remedy)
     if not there and not gpus.torch:
         return Check("devices", "ok", f"no NVIDIA device, ranks compute on the CPU{seen}")
     chosen = "" if gpus.visible is None else f", of which CUDA_VISIBLE_DEVICES={gpus.visible} are used"

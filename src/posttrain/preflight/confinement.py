@@ -10,14 +10,13 @@ executed (`data.refs`).
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,7 @@ def confinement(cache: Path | None = None) -> Confinement:
     if known is None:
         known = _ask()
         if memory:
-            with contextlib.suppress(WorkspaceError):  # read-only: it is asked again next time
+            with suppress(WorkspaceError):  # read-only: it is asked again next time
                 make_folder(memory.parent)
                 write_json(memory, known)
     return Confinement(bool(known["whole"]), tuple(known["notes"]))
@@ -124,7 +123,7 @@ def check_imports(planned: Planned, workspace: OpenWorkspace, source: Path) -> N
     for (stage, _), line in zip(asked, found, strict=True):
         if line:
             raise InputError(f"{source}: stages.{stage}: {line}; mend it, or install what it imports")
-    with contextlib.suppress(WorkspaceError):  # read-only: they are imported again next time
+    with suppress(WorkspaceError):  # read-only: they are imported again next time
         make_folder(memory)
         for place in asked:
             write_json(keys[place], {})
@@ -188,9 +187,8 @@ def _machine() -> str:
     return digest_json([booted, *spaces, os.getuid(), sys.executable, sys.prefix]).removeprefix("sha256:")
 
 
-def _ask() -> dict[str, Any]:
-    found: dict[str, Any] = _answer([], "", _SECONDS)
-    return found
+def _ask() -> Any:
+    return _answer([], "", _SECONDS)
 
 
 def _answer(words: list[str], given: str, seconds: float) -> Any:
@@ -290,9 +288,8 @@ def registered_otherwise(workspace: OpenWorkspace, ref: InputRef, called: Called
     if not called or not ref.name.startswith("reward:"):
         return ""
     meta = workspace.catalog.find(ref.name, "reward").meta
-    both = [(str(meta[key]), str(ref.meta[key])) for key in ("entry", "dialect")]
-    (entry, used), (dialect, spoken) = both
-    if all(one == other for one, other in both):
+    (entry, used), (dialect, spoken) = ((str(meta[key]), str(ref.meta[key])) for key in ("entry", "dialect"))
+    if (entry, dialect) == (used, spoken):
         return ""
     return f"{ref.name} is registered with entry {entry}, dialect {dialect}; this run calls {used}, dialect {spoken}"
 
@@ -303,9 +300,9 @@ def _source(workspace: OpenWorkspace, ref: InputRef, word: str, folder: Path, so
         path = local_path(parsed, folder)
         return (path / source if path.is_dir() else path).read_bytes()
     with bytes_of(ref):
-        if ref.form == "file":
-            return workspace.blobs.get(str(ref.digest))
-        return workspace.blobs.get(tree_listing(workspace.blobs, str(ref.digest))[source].digest)
+        whole = ref.form == "file"
+        digest = ref.digest if whole else tree_listing(workspace.blobs, str(ref.digest))[source].digest
+        return workspace.blobs.get(str(digest))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,12 +94,9 @@ class _Shelf:
             return _Base(None, context=_context_of(ref))
         if str(ref.digest) not in self.bases:
             with located(f"{self.source}: model"), bytes_of(ref):
-                read = self._reader(ref)
+                read = model_files(self.workspace, ref, self.spec.model, self.source.parent).read
                 self.bases[str(ref.digest)] = _Base(ref, open_tokenizer(read), context_length(read))
         return self.bases[str(ref.digest)]
-
-    def _reader(self, ref: InputRef) -> Read:
-        return model_files(self.workspace, ref, self.spec.model, self.source.parent).read
 
     def data(self, ref: InputRef, word: str) -> Rows:
         if str(ref.digest) not in self.rows:
@@ -201,8 +198,8 @@ def located(place: str) -> Iterator[None]:
         raise type(error)(f"{place}: {error}") from error
 
 
-def check_fit(planned: Planned, spec: RunSpec, workspace: OpenWorkspace, source: Path) -> Iterator[str]:
-    """Check every data set against what its stage needs; what could not be checked, in words.
+def check_fit(planned: Planned, spec: RunSpec, workspace: OpenWorkspace, source: Path) -> list[str]:
+    """Check every data set against what its stage needs; what could not be checked, in words, each once.
 
     Args:
         source: the run file.
@@ -211,21 +208,17 @@ def check_fit(planned: Planned, spec: RunSpec, workspace: OpenWorkspace, source:
         InputError: naming file, field, data set, row, constraint and value.
         NotFoundError, IntegrityError: bytes of an asset are missing or corrupt; names file, field and asset.
     """
-    shelf, said = _Shelf(workspace, spec, source), set()
+    shelf, found = _Shelf(workspace, spec, source), list[str]()
     for stage in planned.manifest.stages:
-        contract = planned.contracts.get(stage.name)
-        if contract is None or _starts_from_channel(stage):  # the candidate's evaluation has the same data
+        contract, model = planned.contracts.get(stage.name), stage.inputs.get("model")
+        if contract is None or (model and model.source == "channel"):  # the candidate's evaluation has the same data
             continue
         base = origin(planned.manifest, stage, "model")
         for slot, needs in contract.rows.items():
             place = f"{source}: stages.{stage.name}.{slot}"
-            warnings = list(_check(shelf, base, stage.inputs[slot], contract.inputs[slot][1], needs, place))
-            yield from (warning for warning in warnings if warning not in said)
-            said.update(warnings)
-        for warning in _check_rewards(shelf, stage, contract.inputs):
-            if warning not in said:
-                yield warning
-            said.add(warning)
+            found += _check(shelf, base, stage.inputs[slot], contract.inputs[slot][1], needs, place)
+        found += _check_rewards(shelf, stage, contract.inputs)
+    return [*dict.fromkeys(found)]
 
 
 def _check_rewards(shelf: _Shelf, stage: StageManifest, inputs: Mapping[str, tuple[str, str]]) -> Iterator[str]:
@@ -236,8 +229,7 @@ def _check_rewards(shelf: _Shelf, stage: StageManifest, inputs: Mapping[str, tup
         with located(f"{shelf.source}: rewards.{word}"):
             written, ref = shelf.spec.rewards[word], stage.inputs[slot]
             used = read_reward(shelf.workspace, ref, written.ref, shelf.source.parent)
-            otherwise = registered_otherwise(shelf.workspace, ref, written.called)
-            if otherwise:
+            if otherwise := registered_otherwise(shelf.workspace, ref, written.called):
                 yield f"rewards.{word}: {otherwise}"
             if used.unknown:
                 yield f"rewards.{word}: {used.unknown}"
@@ -264,23 +256,19 @@ def _check(
         rows = shelf.data(data, word)
     used = rows[: needs.first]
     base, looked_at = shelf.base(begun), used[:_LOOKED_AT]
-    with located(place), _in_files(rows, data.name):
-        _check_rows(looked_at, base, data.name, needs)
+    with located(place):
+        try:
+            _check_rows(looked_at, base, data.name, needs)
+        except InputError as error:  # say in which of a data set's files a row is that does not fit
+            raise type(error)(rows.located(str(error), data.name)) from error
     if len(looked_at) < len(used):
         yield f"{data.name}: rows beyond {_LOOKED_AT} are checked when the job starts"
     elif base.ref and not base.tokenizer:
         yield f"{base.ref.name} has no tokenizer.json, so the lengths of {data.name} are checked when the job starts"
     else:
-        _remember(memory)
-
-
-@contextmanager
-def _in_files(rows: Rows, name: str) -> Iterator[None]:
-    """Say in which of a data set's files a row is that does not fit."""
-    try:
-        yield
-    except InputError as error:
-        raise type(error)(rows.located(str(error), name)) from error
+        with suppress(WorkspaceError):  # a plan needs no place to write
+            make_folder(memory.parent)
+            write_atomic(memory, b"")
 
 
 def _context_of(stage: StageManifest) -> int | None:
@@ -304,18 +292,6 @@ def _check_rows(rows: list[Row], base: _Base, name: str, needs: RowNeeds) -> Non
         check_prompts(rows, base.tokenizer, name=name, context=base.context, reserve=needs.reserve)
     elif base.ref is None and base.context and not (needs.pairs or needs.learn):
         check_characters(rows, name=name, context=base.context, reserve=needs.reserve)
-
-
-def _remember(memory: Path) -> None:
-    try:
-        make_folder(memory.parent)
-        write_atomic(memory, b"")
-    except WorkspaceError:  # a plan needs no place to write
-        return
-
-
-def _starts_from_channel(stage: StageManifest) -> bool:
-    return "model" in stage.inputs and stage.inputs["model"].source == "channel"
 
 
 def base_model(manifest: Manifest, stage: StageManifest) -> InputRef | None:
@@ -461,9 +437,7 @@ class Dataset:
     @property
     def answered(self) -> int | None:
         """Of these the items with an answer to compare with."""
-        if self.read is None:
-            return self.rows
-        return len({prompt_text(row) for row in self.read if has_answer(row)})
+        return self.rows if self.read is None else len({prompt_text(row) for row in self.read if has_answer(row)})
 
 
 def read_datasets(planned: Planned, spec: RunSpec | None, workspace: OpenWorkspace, source: Path) -> dict[str, Dataset]:
@@ -483,8 +457,8 @@ def _dataset(workspace: OpenWorkspace, ref: InputRef, word: str | None, base: Pa
     rows = registered_rows(workspace, ref)
     if rows is not None and rows > READ_AT_MOST:
         return Dataset(rows, None)
-    read = read_dataset(workspace, ref, word, base)
-    return Dataset(len(read), tuple(read))
+    read = tuple(read_dataset(workspace, ref, word, base))
+    return Dataset(len(read), read)
 
 
 def unanswered(planned: Planned, datasets: Mapping[str, Dataset]) -> Iterator[str]:

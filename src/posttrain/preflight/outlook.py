@@ -99,8 +99,7 @@ def _looked(rule: GateRule, items: int, possible: ItemRange, empty: bool, look: 
         )
     if look.number == 1 or note.test == NOT_TESTED:
         return note
-    corrected = replace(look, budget="corrected").rule(rule)
-    needed = _forecast(corrected, items, possible, empty).needed
+    needed = _forecast(replace(look, budget="corrected").rule(rule), items, possible, empty).needed
     said = (
         f"gate {rule.name}: this is {look.words}: with each judged at confidence {rule.confidence:g} alone, one of "
         f"{look.number} models on the threshold passes with a chance of up to {look.inflated(rule.confidence):.0%}; "
@@ -212,11 +211,17 @@ def look_ahead(
     rows = {name: record for name, record in cached.items() if record}
     written = {digest: dataset.ids for digest, dataset in datasets.items()}
     looks = gate_looks(workspace.stores, manifest, planned.policy, rows, written=written)
-    power = tuple(gates_power(planned, datasets, empty, looks))
-    known = tuple(c for c in concerns if c is not None)
-    chosen = tuple(selected_on(manifest, {digest: dataset.read for digest, dataset in datasets.items()}))
-    unknown, stops = tuple(unanswered(planned, datasets)), tuple(other_stops(manifest))
-    return Outlook(datasets, cached, estimates, sure, power, known, unknown, chosen, stops)
+    return Outlook(
+        datasets,
+        cached,
+        estimates,
+        least=sure,
+        power=tuple(gates_power(planned, datasets, empty, looks)),
+        concerns=tuple(concern for concern in concerns if concern is not None),
+        unanswered=tuple(unanswered(planned, datasets)),
+        selected=tuple(selected_on(manifest, {digest: dataset.read for digest, dataset in datasets.items()})),
+        stops=tuple(other_stops(manifest)),
+    )
 
 
 def refuse_hopeless(manifest: Manifest, outlook: Outlook, source: Path) -> None:
@@ -227,12 +232,10 @@ def refuse_hopeless(manifest: Manifest, outlook: Outlook, source: Path) -> None:
             give would pass a gate.
     """
     kinds = {stage.name: stage.kind for stage in manifest.stages}
-    short = certain_shortfall(manifest.budget.tokens, outlook.least, kinds)
-    if short is not None:
+    if short := certain_shortfall(manifest.budget.tokens, outlook.least, kinds):
         raise InputError(f"{source}: {short}")
-    for note in outlook.power:
-        if note.refusal is not None:
-            raise InputError(f"{source}: gates.{note.gate}: {note.refusal}")
+    if refused := next((note for note in outlook.power if note.refusal is not None), None):
+        raise InputError(f"{source}: gates.{refused.gate}: {refused.refusal}")
 
 
 def _least(planned: Planned, stage: StageManifest, datasets: Mapping[str, Dataset]) -> int:

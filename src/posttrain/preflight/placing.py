@@ -82,7 +82,7 @@ def refuse_infeasible(
         if load.ray_address is None:
             found = infeasible(load.placement, machine.resources(), roles=load.roles) + found
             settled = settle(load, shapes, room_of(machine))
-            peaks = stage_residency(settled.load, shapes, machine).peaks
+            peaks = resident(settled.load, shapes, gpu_there=bool(machine.gpus)).peaks
             found += too_large(peaks, device=machine.gpu_memory, machine=machine.memory)
             found += too_much_to_load(load, shapes, machine.memory, gpu_there=bool(machine.gpus))
             found += [settled.short] if settled.short else []
@@ -105,7 +105,7 @@ def refuse_oversized(manifest: Manifest, source: Path) -> None:
         InputError: naming its parameters, its bytes and this machine's memory.
     """
     for stage in manifest.stages:
-        shape = _made_from_nothing(stage.params) if kind_of(stage.kind).from_nothing else None
+        shape = _made(stage)
         memory = this_machine().memory if shape else None
         if shape and memory is not None and 4 * shape.parameters > memory:
             raise InputError(
@@ -113,13 +113,6 @@ def refuse_oversized(manifest: Manifest, source: Path) -> None:
                 f"intermediate_size {shape.intermediate} has {shape.parameters:.3g} parameters, "
                 f"{gib(4 * shape.parameters)} in float32, this machine has {gib(memory)}; make it smaller"
             )
-
-
-def stage_residency(
-    load: Load, shapes: Mapping[str, Shape], machine: Machine, typical: int = 0, longest: int = 0
-) -> Residency:
-    """What the stage keeps resident, on this machine where it names no cluster; prompts of so many tokens."""
-    return resident(load, shapes, prompt_tokens=typical, longest_prompt=longest, gpu_there=bool(machine.gpus))
 
 
 def memory_warnings(settled: Settled, residency: Residency, machine: Machine) -> list[str]:
@@ -165,22 +158,17 @@ def residencies(
         shapes = role_shapes(planned.manifest, stage, load, workspace, path, spec.model)
         if shapes and machine:
             rows = workload(stage, planned.contracts[name].work, datasets, lengths)
-            typical, longest = round(rows.length or 0), round(rows.longest or 0)
-            room = _room(load, machine)
-            settled = settle(load, shapes, room, prompt_tokens=typical, longest_prompt=longest)
-            residency = stage_residency(settled.load, shapes, machine, typical, longest)
+            room = Room() if load.ray_address is not None else room_of(machine)
+            prompts = {"prompt_tokens": round(rows.length or 0), "longest_prompt": round(rows.longest or 0)}
+            settled = settle(load, shapes, room, **prompts)
+            residency = resident(settled.load, shapes, **prompts, gpu_there=bool(machine.gpus))
             yield name, Seen(residency, settled.sizes, tuple(memory_warnings(settled, residency, machine)))
-
-
-def _room(load: Load, machine: Machine) -> Room:
-    return Room() if load.ray_address is not None else room_of(machine)
 
 
 def slower(planned: Planned, spec: RunSpec, workspace: OpenWorkspace, path: Path) -> Iterator[str]:
     """One warning for every fall-back of a stage's model."""
     for stage in planned.manifest.stages:
-        contract = planned.contracts.get(stage.name)
-        if contract is not None:
+        if contract := planned.contracts.get(stage.name):
             roles = contract.load.roles if contract.load else ("rollout",)
             for warning in fallback_warnings(planned.manifest, stage, roles, workspace, path, spec.model):
                 yield f"{stage.name}: {warning}"
@@ -190,13 +178,10 @@ def role_shapes(
     manifest: Manifest, stage: StageManifest, load: Load, workspace: OpenWorkspace, source: Path, model: str | None
 ) -> dict[str, Shape]:
     """The shape of the model behind each role; roles without a model, or with one of unknown shape, are left out."""
-    found: dict[str, Shape] = {}
-    for role in load.roles:
-        slot = role if role in NAMED_MODELS and role in stage.inputs else "model"
-        shape = _shape(manifest, stage, slot, workspace, source, model) if role != "reward" else None
-        if shape is not None:
-            found[role] = shape
-    return found
+    slots = {role: role if role in NAMED_MODELS and role in stage.inputs else "model" for role in load.roles}
+    slots.pop("reward", None)
+    found = {role: _shape(manifest, stage, slot, workspace, source, model) for role, slot in slots.items()}
+    return {role: shape for role, shape in found.items() if shape is not None}
 
 
 def _shape(
@@ -204,9 +189,8 @@ def _shape(
 ) -> Shape | None:
     found = origin(manifest, stage, slot)
     if isinstance(found, StageManifest):
-        return _made_from_nothing(found.params) if kind_of(found.kind).from_nothing else None
-    config, stored = stored_config(found, workspace, source, model)
-    return Shape.of_files(config, stored)
+        return _made(found)
+    return Shape.of_files(*stored_config(found, workspace, source, model))
 
 
 def stored_config(
@@ -243,28 +227,19 @@ def fallback_warnings(
         if slot not in stage.inputs or isinstance(began, StageManifest):  # what `init_model` makes goes the fast ways
             continue
         config, _ = stored_config(began, workspace, source, model)
-        whose = "" if slot == "model" else f"{slot}: "
-        known = {**config, **_text(config)}
+        whose, text = "" if slot == "model" else f"{slot}: ", config.get("text_config")
+        known = {**config, **text} if isinstance(text, dict) else config  # a part, of one of several modalities
         found += [f"{whose}falls back to {name}: {why}" for name, why in expected(known, readers).items()]
     return found
 
 
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text part of a configuration of several modalities."""
-    part = config.get("text_config")
-    return part if isinstance(part, dict) else {}
-
-
-def vocabulary_of(stage: StageManifest) -> int | None:
-    """Tokens of the model that a stage makes from nothing; None: it makes none."""
-    shape = _made_from_nothing(stage.params) if kind_of(stage.kind).from_nothing else None
-    return shape.vocabulary if shape else None
-
-
-def _made_from_nothing(params: Mapping[str, Any]) -> Shape | None:
+def _made(stage: StageManifest) -> Shape | None:
+    """The shape of the model that a stage makes from nothing; None: it makes none."""
+    if not kind_of(stage.kind).from_nothing:
+        return None
     names = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
-    config = {names.get(name, name): value for name, value in params.items()}
-    words = len(str(params.get("characters", ""))) + _SPECIAL_TOKENS
+    config = {names.get(name, name): value for name, value in stage.params.items()}
+    words = len(str(stage.params.get("characters", ""))) + _SPECIAL_TOKENS
     return Shape.of_config({**config, "vocab_size": words, "tie_word_embeddings": True})
 
 
@@ -300,15 +275,10 @@ def refuse_image(image: str | None, workspace: OpenWorkspace, source: Path) -> N
             f"{source}: image: needs an executor that runs jobs in images, and this workspace has {executor.name}, got "
             f"{image}; leave image out, or choose one that does: posttrain init --executor podman"
         )
-    why = executor.trouble() if isinstance(executor, LocalExecutor) else ""
-    if why:
+    if isinstance(executor, LocalExecutor) and (why := executor.trouble()):
         raise InputError(f"{source}: image: {image} cannot be run here: {why}")
-    if urlsplit(workspace.blobs.url).scheme != "file" or workspace.channel_address:
-        _refuse_without_server(workspace, source, image)
-
-
-def _refuse_without_server(workspace: OpenWorkspace, source: Path, image: str) -> None:
-    if not is_served(workspace.root):
+    away = urlsplit(workspace.blobs.url).scheme != "file" or workspace.channel_address
+    if away and not is_served(workspace.root):
         raise InputError(
             f"{source}: image: a job in an image has no network, so it reaches artifacts in {workspace.blobs.url} only "
             f"through a server, got {image} without one; run posttrain serve"
@@ -368,8 +338,7 @@ def check_teachers(
     for stage in manifest.stages:
         if _SLOT in stage.inputs:
             asked = _Asked(manifest, stage, workspace, source, model)
-            fault = asked.scores() or asked.speaks_otherwise() or asked.has_fewer()
-            if fault:
+            if fault := asked.scores() or asked.speaks_otherwise() or asked.has_fewer():
                 raise InputError(f"{source}: stages.{stage.name}.{fault}")
             yield from asked.is_the_student()
 
@@ -423,7 +392,8 @@ class _Asked:
     def _size(self, slot: str) -> int | None:
         began = origin(self._manifest, self._stage, slot)
         if isinstance(began, StageManifest):
-            return vocabulary_of(began)
+            made = _made(began)
+            return made.vocabulary if made else None
         config, _ = stored_config(began, self._workspace, self._source, self._model)
         size = {**config, **(config.get("text_config") or {})}.get("vocab_size")
         return size if isinstance(size, int) else None

@@ -11,10 +11,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -53,8 +52,7 @@ from posttrain.server.limits import (
     weight,
 )
 from posttrain.server.logs import facts, logged_problem
-from posttrain.server.metering import MEDIA_TYPE as METRICS_TYPE
-from posttrain.server.metering import Observing, verb_of
+from posttrain.server.metering import METRICS_TYPE, Observing, verb_of
 from posttrain.server.underway import (
     LaterError,
     Once,
@@ -89,8 +87,7 @@ def build(server: Server) -> FastAPI:
     for room in (blobs, attempts, streams, underway, console):
         room.add_routes(app, server)
     for path, answer in _PLACES.items():
-        name = path.rpartition("/")[2].removesuffix(".json")
-        app.add_api_route(path, answer, methods=["GET"], name=name)
+        app.add_api_route(path, answer, methods=["GET"], name=path.rpartition("/")[2].removesuffix(".json"))
     app.add_exception_handler(HTTPException, _http_problem)
     app.add_middleware(_Around)
     app.add_middleware(
@@ -117,8 +114,10 @@ def _answering(server: Server, operation: Verb[..., Any]) -> Callable[[Request],
             )
             if elsewhere is not None:
                 return elsewhere
-        given, key = _given(server, operation, request, who, body)
-        lane, number, size = HEAVY if operation.heavy else light, request.state.id, len(body)
+        given = sent(operation, request, body)
+        key = request.headers.get("idempotency-key", "") if operation.unsafe else ""
+        number = request_id(key, who.project, who.identity.principal, server.workspace.ledger.entropy)
+        request.state.id, lane, size = number, HEAVY if operation.heavy else light, len(body)
 
         async def carry(asking: Asking) -> bytes:
             async with server.limits.taken(who.identity.principal, lane, size):
@@ -128,8 +127,7 @@ def _answering(server: Server, operation: Verb[..., Any]) -> Callable[[Request],
         if operation.streams and "text/event-stream" in request.headers.get("accept", ""):
             return await streams.answers(request, carry)
         if wait is not None:
-            known = await in_thread(READ, _elsewhere, server, who, number, asked_of(operation.name, given))
-            if known is not None:
+            if known := await in_thread(READ, _elsewhere, server, who, number, asked_of(operation.name, given)):
                 return accepted(who.project, number, as_now(known))
             one = server.underway.begin(who, number, operation.name, given, carry)
             if not (await asyncio.wait({one.task}, timeout=wait))[0]:
@@ -154,16 +152,6 @@ def _response(operation: Verb[..., Any], request: Request, found: bytes) -> Resp
     return Response(found, media_type="application/json", headers=headers)
 
 
-def _given(
-    server: Server, operation: Verb[..., Any], request: Request, who: Asker, body: bytes
-) -> tuple[dict[str, Any], str]:
-    """A request's parameters and its key, which its id follows from."""
-    given = sent(operation, request, body)
-    key = request.headers.get("idempotency-key", "") if operation.unsafe else ""
-    request.state.id = request_id(key, who.project, who.identity.principal, server.workspace.ledger.entropy)
-    return given, key
-
-
 def _elsewhere(server: Server, who: Asker, number: str, body: str) -> Begun | None:
     """The operation that another server makes of the same request at this moment; None: none does.
 
@@ -186,8 +174,8 @@ def _asked(
     def carried_out(number: str) -> bytes:
         if operation.heavy:
             return server.workers.ask(who.to_json(), operation.name, given, number, asking)
-        control = server.entrance.control(who, number)
-        return to_json(call(control, operation.name, arguments(operation, given), project=who.project))
+        named = arguments(operation, given)
+        return to_json(call(server.entrance.control(who, number), operation.name, named, project=who.project))
 
     if not key:
         return carried_out(number)
@@ -270,8 +258,7 @@ async def _healthy() -> Response:
 
 
 async def _ready(request: Request) -> Response:
-    server: Server = request.app.state.server
-    why = await in_thread(READ, server.ready)
+    why = await in_thread(READ, request.app.state.server.ready)
     return JSONResponse({"status": why or "ok"}, 503 if why else 200)
 
 
@@ -285,16 +272,15 @@ async def _metrics(request: Request) -> Response:
         request.state.asker, request.state.principal = who, server.entrance.known_as(who)
         return server.meters.page()
 
-    body = await in_thread(READ, page)
-    return Response(body, headers={"content-type": METRICS_TYPE, "cache-control": "no-store"})
+    headers = {"content-type": METRICS_TYPE, "cache-control": "no-store"}
+    return Response(await in_thread(READ, page), headers=headers)
 
 
 async def _interface(request: Request) -> Response:
     """The OpenAPI document: made once, by a worker, which loads what this process does not."""
     state = request.app.state
     if getattr(state, "interface", None) is None:
-        server: Server = state.server
-        state.interface = await in_thread(HEAVY, server.workers.ask, {}, INTERFACE, {}, request.state.id)
+        state.interface = await in_thread(HEAVY, state.server.workers.ask, {}, INTERFACE, {}, request.state.id)
     return Response(state.interface, media_type="application/json")
 
 

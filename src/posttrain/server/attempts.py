@@ -6,18 +6,16 @@ A job shows its attempt's token. No verb takes it, and no token of a person is t
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import secrets
-import threading
 import time
-from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from fastapi import FastAPI
-from starlette.requests import Request
+from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
 from posttrain.domain.canonical import digest_bytes, is_digest
@@ -41,15 +39,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("posttrain.driver")
 PREFIX = "posttrain_job_"
 RENEW_SECONDS = 60.0  # between two renewals
-_BYTES = 32
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 BLOB = "/v1/attempt/blobs/{digest}"
-_CHANNEL = "/v1/attempt/channel/{key:path}"
 _NAME = "[A-Za-z0-9][A-Za-z0-9_.-]{0,80}"
 _KEY = re.compile(f"{_NAME}(/{_NAME}){{0,3}}")  # no part begins with a dot
 MOST_PUT = 64 << 30  # bytes of all that an attempt puts into its channel, also what it puts again or deletes
 LEAST_COUNTED = 4 << 10  # bytes that an object counts as at least
-_THERE = 409
 _SCHEME = "bearer "
 _DIGITS = 16  # of a size
 _MOST = 256  # attempts whose inputs are kept in memory
@@ -77,7 +72,7 @@ class Granting:
             InfrastructureError: the server does not say where it is.
         """
         url, certificate = self._server()
-        secret = PREFIX + secrets.token_urlsafe(_BYTES)
+        secret = PREFIX + secrets.token_urlsafe(32)
         self._grants.add(attempt, digest_bytes(secret.encode()))
         JobAccess(url, secret, certificate, f"{INSIDE}/{SOCKET}" if boxed else "").write(folder)
 
@@ -103,8 +98,8 @@ class Granting:
                 self._damaged.discard(name)
             except (PosttrainError, OSError) as error:
                 if name not in self._damaged:
-                    self._damaged.add(name)
                     log.warning("a job cannot be told where the server is: %s", error)
+                self._damaged.add(name)
 
     def _server(self) -> tuple[str, str]:
         said = read_json(self._root / PLACE)
@@ -122,7 +117,8 @@ class Granting:
 def add_routes(app: FastAPI, server: Server) -> None:
     """GET and HEAD of an input's bytes; GET, PUT and DELETE of the channel's objects, and GET of their numbers."""
     all_of = _Jobs(server.workspace, server.limits)
-    app.add_api_route(_CHANNEL, all_of.talk, methods=["GET", "PUT", "DELETE"], name="attempt_channel")
+    channel = "/v1/attempt/channel/{key:path}"
+    app.add_api_route(channel, all_of.talk, methods=["GET", "PUT", "DELETE"], name="attempt_channel")
     app.add_api_route(BLOB, all_of.fetch, methods=["GET", "HEAD"], name="attempt_blob")
 
 
@@ -130,7 +126,8 @@ class _Jobs:
     """What is answered to running jobs."""
 
     def __init__(self, workspace: OpenWorkspace, limits: Limits) -> None:
-        self._workspace, self._inputs, self._limits = workspace, _Inputs(workspace), limits
+        self._workspace, self._limits = workspace, limits
+        self._inputs = functools.lru_cache(_MOST)(functools.partial(_reached, workspace))
         self._grants = Grants(workspace.ledger.database, workspace.ledger.clock)
         self._direct = open_direct(workspace.blobs.url)
 
@@ -169,7 +166,7 @@ class _Jobs:
         return found, digest
 
     def _size(self, digest: str, who: Granted) -> int:
-        if not is_digest(digest) or digest not in self._inputs.of(who):
+        if not is_digest(digest) or digest not in self._inputs(who):
             raise NotFoundError(f"{digest[:80]!r} is no input of this attempt")
         return self._workspace.blobs.size(digest)
 
@@ -194,7 +191,7 @@ class _Jobs:
         if request.headers.get("if-none-match") != "*":
             channel.overwrite(key, body)
         elif not channel.create(key, body):
-            return Response(status_code=_THERE)
+            return Response(status_code=409)
         return Response(status_code=204)
 
 
@@ -204,31 +201,13 @@ def _size(request: Request, most: int) -> int:
     return min(int(said), most) if said.isascii() and said.isdecimal() and len(said) < _DIGITS else most
 
 
-class _Inputs:
-    """What the inputs of attempts reach: their digests, and those of the files of trees."""
-
-    def __init__(self, workspace: OpenWorkspace) -> None:
-        self._workspace, self._lock = workspace, threading.Lock()
-        self._known: OrderedDict[Granted, frozenset[str]] = OrderedDict()
-
-    def of(self, who: Granted) -> frozenset[str]:
-        with self._lock:
-            if who in self._known:
-                return self._known[who]
-        found = self._reached(who)
-        with self._lock:
-            self._known[who] = found
-            while len(self._known) > _MOST:
-                self._known.popitem(last=False)
-        return found
-
-    def _reached(self, who: Granted) -> frozenset[str]:
-        seen = self._workspace.seen_by(self._workspace.actor, who.project, "job")
-        [stage] = [one for one in seen.ledger.stages(who.run_id) if one.name == who.stage]
-        named: list[Any] = [*stage.inputs.values()]
-        named += [{"digest": who.resume, "form": "tree"}] if who.resume else []
-        found = {str(blob["digest"]) for blob in named}
-        for blob in named:
-            if blob["form"] == "tree":
-                found |= {file.digest for file in tree_listing(seen.blobs, str(blob["digest"])).values()}
-        return frozenset(found)
+def _reached(workspace: OpenWorkspace, who: Granted) -> frozenset[str]:
+    """What the inputs of an attempt reach: their digests, and those of the files of trees."""
+    seen = workspace.seen_by(workspace.actor, who.project, "job")
+    [stage] = [one for one in seen.ledger.stages(who.run_id) if one.name == who.stage]
+    named: list[Any] = [*stage.inputs.values(), *([{"digest": who.resume, "form": "tree"}] if who.resume else [])]
+    found = {str(blob["digest"]) for blob in named}
+    for blob in named:
+        if blob["form"] == "tree":
+            found |= {file.digest for file in tree_listing(seen.blobs, str(blob["digest"])).values()}
+    return frozenset(found)

@@ -12,7 +12,7 @@ import queue
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.requests import ClientDisconnect, Request
@@ -21,15 +21,13 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 from posttrain.api.guarding import refuse
 from posttrain.api.verbs import PREFIX
 from posttrain.domain.errors import DeadlineError, InputError, NotFoundError, PartSizeError, SlowError
+from posttrain.server.entrance import Asker
 from posttrain.server.limits import ADOPT, READ, UPLOAD, in_thread, whole
+from posttrain.server.underway import Server
 from posttrain.server.uploads import MOST_BYTES, Arriving, Uploads, checked
 from posttrain.store.direct import LARGE, open_direct
 from posttrain.store.operations import PartStore
-
-if TYPE_CHECKING:
-    from posttrain.server.entrance import Asker
-    from posttrain.server.underway import Server
-    from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.opened import OpenWorkspace
 
 _PATH = PREFIX + "/blobs/{digest}"
 _UNKEPT = {"cache-control": "no-store"}
@@ -58,7 +56,9 @@ class _Blobs:
     """What is answered at the paths of blobs."""
 
     def __init__(self, server: Server) -> None:
-        self._server, self._adoptions = server, _Adoptions()
+        self._server = server
+        # one look at a time at the bytes of one digest that a project's client sent; it takes no thread to wait for it
+        self._adopting: weakref.WeakValueDictionary[tuple[str, str], asyncio.Lock] = weakref.WeakValueDictionary()
         self._direct, self._parts = open_direct(server.workspace.blobs.url), PartStore(server.workspace.blobs.url)
 
     async def state(self, request: Request) -> Response:
@@ -72,7 +72,8 @@ class _Blobs:
 
     async def add(self, request: Request) -> Response:
         who, mine = await in_thread(READ, self._seen, request, "add_dataset")  # before anything of the body is read
-        start, total = _number(request, "upload-offset"), _number(request, "upload-length")
+        names = ("upload-offset", "upload-length")
+        start, total = (_digits(request.headers.get(name, ""), f"header {name}") for name in names)
         async with self._server.limits.taken(who.identity.principal, UPLOAD, _weight(request)):
             return await _added(request, Arriving(mine, self._parts), start, total)
 
@@ -90,8 +91,7 @@ class _Blobs:
 
         size = await in_thread(UPLOAD, found)
         if self._direct is not None and size >= LARGE and request.query_params.get("direct") == "yes":
-            url = await in_thread(UPLOAD, self._direct.download, digest)
-            return RedirectResponse(url, headers=_UNKEPT)
+            return RedirectResponse(await in_thread(UPLOAD, self._direct.download, digest), headers=_UNKEPT)
         headers = {"content-length": str(size)}  # an answer that breaks off is seen to
         return StreamingResponse(blobs.stream(digest), media_type="application/octet-stream", headers=headers)
 
@@ -120,7 +120,7 @@ class _Blobs:
 
         async with self._server.limits.taken(who.identity.principal, ADOPT):
             size = await _size(request)
-            async with self._adoptions.alone(who.project, digest):
+            async with self._adopting.setdefault((who.project, digest), asyncio.Lock()):
                 await in_thread(ADOPT, adopted, size)
         return JSONResponse({"held": True, "offset": size})
 
@@ -156,17 +156,6 @@ async def _added(request: Request, mine: Arriving, start: int, total: int) -> Re
         await pieces.put(None)
     have = await writer
     return JSONResponse({"held": have == total, "offset": have})
-
-
-class _Adoptions:
-    """One look at a time at the bytes of one digest that a project's client sent to the store."""
-
-    def __init__(self) -> None:
-        self._held: weakref.WeakValueDictionary[tuple[str, str], asyncio.Lock] = weakref.WeakValueDictionary()
-
-    def alone(self, project: str, digest: str) -> asyncio.Lock:
-        """What to hold meanwhile. It takes no thread to wait for it."""
-        return self._held.setdefault((project, digest), asyncio.Lock())
 
 
 class _Pieces:
@@ -215,10 +204,6 @@ async def _size(request: Request) -> int:
     if type(size) is not int or not 0 <= size <= MOST_BYTES:
         raise InputError(f"upload: size must be 0 to {MOST_BYTES} bytes, got {str(size)[:40]!r}")
     return size
-
-
-def _number(request: Request, name: str) -> int:
-    return _digits(request.headers.get(name, ""), f"header {name}")
 
 
 def _digits(value: str, what: str) -> int:

@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_origin
+from typing import Any, get_origin
 
 import pydantic_core
 from pydantic import ValidationError
 
 from posttrain.api.codec import adapter
-from posttrain.api.control import OPERATIONS
+from posttrain.api.control import OPERATIONS, Control
 from posttrain.api.verbs import (
     CURSOR,
     LIMIT,
@@ -34,10 +35,7 @@ from posttrain.api.verbs import (
 )
 from posttrain.domain.errors import CursorError, InputError, PosttrainError
 from posttrain.domain.ids import Role
-
-if TYPE_CHECKING:
-    from posttrain.api.control import Control
-    from posttrain.server.uploads import Bundles
+from posttrain.server.uploads import Bundles
 
 ASKED, ANSWER, PROGRESS = "asked", "answer", "progress"
 Told = Callable[[str, Any], None]  # kind and value
@@ -62,8 +60,7 @@ def page(
     limit = int(named.get(LIMIT, USUAL))
     behind = place(named[CURSOR], project, verb, named) if named.get(CURSOR) else None
     if verb.newest is not None:
-        more = {"before": behind[0]} if behind else {}
-        found = ask({**named, LIMIT: limit + 1, **more})
+        found = ask({**named, LIMIT: limit + 1, **({"before": behind[0]} if behind else {})})
         keys = [(verb.newest(one),) for one in found[:limit]]
     else:
         found, key = ask(named), verb.key
@@ -91,8 +88,7 @@ def telling(told: Told) -> Iterator[None]:
 
 def tell(kind: str, value: Any) -> None:
     """Tell it to whoever waits; nobody may."""
-    told = _TOLD.get()
-    if told is not None:
+    if told := _TOLD.get():
         told(kind, value)
 
 
@@ -189,7 +185,9 @@ def _call(control: Control, verb: str, named: Mapping[str, Any], bundles: Bundle
         if declared.writes:
             Path(_OUT).mkdir()
             given[declared.writes] = Path(_OUT, declared.file) if given.get(declared.writes, True) else None
-        given |= {name: _tell for name, one in taken.items() if get_origin(one.annotation) is Callable}
+        given |= {
+            name: partial(tell, PROGRESS) for name, one in taken.items() if get_origin(one.annotation) is Callable
+        }
         known = OrderedDict((name, given[name]) for name in taken if name in given)
         bound = inspect.BoundArguments(declared.signature, known)
         found = getattr(control, verb)(*bound.args, **bound.kwargs)
@@ -198,10 +196,6 @@ def _call(control: Control, verb: str, named: Mapping[str, Any], bundles: Bundle
                 raise PosttrainError("a verb that writes files was asked of the server itself")
             return _written(declared, found, bundles)
         return _streamed(declared, found) if declared.streams else found
-
-
-def _tell(text: str) -> None:
-    tell(PROGRESS, text)
 
 
 def _laid_down(value: Any, bundles: Bundles | None) -> Any:

@@ -213,12 +213,9 @@ def quiet(otherwise: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]
 
 def is_loopback(host: str) -> bool:
     """Whether nobody but this machine reaches it."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    with suppress(ValueError):
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    return False
 
 
 def checked_advertised(url: str) -> str:

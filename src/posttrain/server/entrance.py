@@ -10,26 +10,24 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from posttrain.access.authenticators.token import TokenAuthenticator
 from posttrain.access.ports import OS, Identity
 from posttrain.access.roles import role_of
+from posttrain.api.codec import adapter
 from posttrain.api.control import Control
 from posttrain.api.guarding import Guard
+from posttrain.api.verbs import Verb
 from posttrain.app.control import Local
+from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import AccessError, AuthenticationError, InputError, NotFoundError, PosttrainError
-from posttrain.domain.ids import Role
 from posttrain.domain.records import DEFAULT_PROJECT
+from posttrain.drivers.requests import RunDriver
+from posttrain.store.ledger import Ledger
 from posttrain.views.status import RunStatus, RunWatcher
-
-if TYPE_CHECKING:
-    from posttrain.api.verbs import Verb
-    from posttrain.app.workspace import Workspace
-    from posttrain.drivers.requests import RunDriver
-    from posttrain.store.ledger import Ledger
-    from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.opened import OpenWorkspace
 
 MOST = 256  # runs
 _SHARED = 0.4  # seconds that a look serves everybody who watches
@@ -37,13 +35,14 @@ _SCHEME = "bearer "
 _NAMES, _NAMED_SECONDS = 10_000, 60.0  # kept, so that a line of the log costs no statement
 
 
+@dataclass
 class _Known:
     """One run."""
 
-    def __init__(self, watcher: RunWatcher) -> None:
-        self.watcher, self.alone = watcher, threading.Lock()
-        self.status: RunStatus | None = None
-        self.at = -_SHARED
+    watcher: RunWatcher
+    alone: threading.Lock = field(default_factory=threading.Lock)
+    status: RunStatus | None = None
+    at: float = 0.0
 
 
 class Watchers:
@@ -71,8 +70,7 @@ class Watchers:
         known = known or _Known(RunWatcher(workspace, run_id))
         with known.alone:
             if known.status is None or time.monotonic() - known.at >= age:
-                known.status = known.watcher.read()
-                known.at = time.monotonic()
+                known.status, known.at = known.watcher.read(), time.monotonic()
             status = known.status
         with self._lock:  # only what is there is kept
             self._known.setdefault(key, known)
@@ -101,16 +99,12 @@ class Asker:
 
     def to_json(self) -> dict[str, Any]:
         """For a worker."""
-        scopes = self.identity.scopes
-        said = None if scopes is None else {name: str(role) for name, role in scopes.items()}
-        return {"principal": self.identity.principal, "auth": self.identity.auth, "scopes": said, "in": self.project}
+        return {**asdict(self.identity), "in": self.project}
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Asker:
         """What `to_json` made."""
-        scopes = said["scopes"]
-        limits = None if scopes is None else {name: Role(role) for name, role in scopes.items()}
-        return cls(Identity(said["principal"], said["auth"], limits), said["in"])
+        return cls(adapter(Identity).validate_python(said), said["in"])
 
 
 class _Kept(Local):

@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from starlette.background import BackgroundTask
@@ -28,12 +27,9 @@ from posttrain.control.owners import process_alive, process_name
 from posttrain.domain.errors import LimitError, PosttrainError
 from posttrain.server.connections import is_loopback
 from posttrain.server.limits import PASS_ON, READ, in_thread
-from posttrain.store.hosts import host_of
+from posttrain.store.hosts import Host, Hosts, host_of
+from posttrain.store.ledger import Ledger
 from posttrain.store.reaching import connected
-
-if TYPE_CHECKING:
-    from posttrain.store.hosts import Host, Hosts
-    from posttrain.store.ledger import Ledger
 
 log = logging.getLogger("posttrain.server")
 MARK = "posttrain-forwarded"  # of a request that another server sent on
@@ -64,8 +60,7 @@ class Peers:
     def look(self) -> None:
         """See who there is."""
         if self._hosts is not None:
-            mine = self._hosts.id
-            others = [one for one in self._hosts.all() if one.id != mine and not one.gone]
+            others = [one for one in self._hosts.all() if one.id != self._hosts.id and not one.gone]
             self._known = {one.id: one for one in others if is_sure(one)}
 
     def keep_looking(self, over: threading.Event) -> None:
@@ -94,9 +89,7 @@ class Peers:
         Raises:
             LimitError: others answer too much of theirs already.
         """
-        if who.auth == OS:
-            return None
-        if not self._known or MARK in request.headers:
+        if who.auth == OS or not self._known or MARK in request.headers:
             return None
         found: str | None = await in_thread(READ, _host_of, ledger, run_id)
         host = self._known.get(found or "")

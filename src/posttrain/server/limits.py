@@ -19,8 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import anyio
-from anyio.to_thread import run_sync
+import anyio.to_thread
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive
 
@@ -34,11 +33,7 @@ PIECE_SECONDS = 30.0  # within which something of a body must come
 
 
 READ, HEAVY, UPLOAD, ADOPT, FOLLOW, PASS_ON = "read", "heavy", "upload", "adopt", "follow", "pass on"
-
-
 LOOK = "look"  # what only looks: who is turned away asks again, and nothing of a run waits for it
-
-
 # Looks are computed under the interpreter's lock: more threads only wait for each other, and each look takes longer.
 _THREADS = {LOOK: 4, READ: 32, HEAVY: 16, UPLOAD: 16, ADOPT: 8, FOLLOW: 128, PASS_ON: 64}
 
@@ -81,11 +76,10 @@ async def in_thread(lane: str, does: Callable[..., T], *words: Any) -> T:
     Raises:
         BusyError: too many wait already, or it waited too long.
     """
-    limit = _limits.get(lane)
-    if limit is None:
-        limit = _limits[lane] = anyio.CapacityLimiter(_THREADS[lane])
-    async with _turn(limit, lane):
-        return await run_sync(does, *words, limiter=_any_thread())
+    if lane not in _limits:
+        _limits[lane] = anyio.CapacityLimiter(_THREADS[lane])
+    async with _turn(_limits[lane], lane):
+        return await anyio.to_thread.run_sync(does, *words, limiter=_any_thread())
 
 
 @functools.cache
@@ -222,8 +216,7 @@ def sent(operation: Verb[..., Any], request: Request, body: bytes) -> dict[str, 
             found.setdefault(name, values[0])
         return found
     named = _object(body) if body else {}
-    twice = next((name for name in named if name in found), None)
-    if twice is not None:
+    if twice := next((name for name in named if name in found), None):
         raise InputError(f"{operation.name}: {twice} is named by the path, and must not be in the body")
     return found | named
 
@@ -321,8 +314,7 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    inside = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
     if isinstance(value, str):
         yield value
-    for one in inside:
+    for one in [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from _texts(one)

@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from types import TracebackType
 from typing import Any
 
 from posttrain.api.problems import SERVER_ERRORS, problem
@@ -76,17 +75,14 @@ def begin(how: Logging, *, held: bool = False) -> None:
     Args:
         held: whether a thread writes the lines, so that nobody who says something waits for whoever reads them.
     """
-    form = how.words()[0]
     handler: logging.Handler = _Held() if held else _Direct()
-    handler.setFormatter(_Lines(Veil(os.environ), text=form == TEXT))
+    handler.setFormatter(_Lines(Veil(os.environ), text=how.words()[0] == TEXT))
     root = logging.getLogger()
-    for old in list(root.handlers):
-        root.removeHandler(old)
-    root.addHandler(handler)
+    root.handlers = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger(OURS).setLevel(how.level.upper())
     logging.captureWarnings(True)
-    sys.excepthook = _fell
+    sys.excepthook = lambda *error: logging.getLogger(OURS).critical("the process ends by an error", exc_info=error)
     threading.excepthook = _thread_fell
 
 
@@ -136,8 +132,8 @@ def traced(error: BaseException) -> list[str]:
     for one in reversed(list(_causes(error))):
         said = f": {os.strerror(one.errno)}" if isinstance(one, OSError) and one.errno else ""
         found.append(f"{type(one).__module__}.{type(one).__qualname__}{said}")
-        frames = traceback.extract_tb(one.__traceback__)[-_FRAMES:]
-        found += [f"  {frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+        for frame in traceback.extract_tb(one.__traceback__)[-_FRAMES:]:
+            found.append(f"  {frame.filename}:{frame.lineno} {frame.name}")
     return found
 
 
@@ -150,9 +146,9 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
             continue
         seen.append(one)
         yield one
-        inside = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
         cause = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
-        waiting += [*inside, *([cause] if cause else [])]
+        waiting += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+        waiting += [cause] if cause else []
 
 
 class _Lines(logging.Formatter):
@@ -169,9 +165,9 @@ class _Lines(logging.Formatter):
         known: Mapping[str, Any] = getattr(record, _FACTS, {})
         if self._text:
             more = " ".join(f"{name}={value}" for name, value in known.items())
-            line = f"{at} {record.levelname.lower():7} {record.name}: {self._message(record)}"
             below = "".join(f"\n    {one}" for one in traced(error)) if error else ""
-            return f"{line}{' ' if more else ''}{more}{below}"
+            line = f"{at} {record.levelname.lower():7} {record.name}: {self._message(record)}{' ' if more else ''}"
+            return line + more + below
         said: dict[str, Any] = {
             "time": at,
             "level": record.levelname.lower(),
@@ -242,10 +238,6 @@ def _write(line: str) -> None:
     data = (line + "\n").encode("utf-8", errors="replace")
     while data:
         data = data[os.write(2, data) :]
-
-
-def _fell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    logging.getLogger(OURS).critical("the process ends by an error", exc_info=(kind, error, trace))
 
 
 def _thread_fell(said: threading.ExceptHookArgs) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
@@ -45,12 +45,10 @@ if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace
     from posttrain.server.entrance import Asker
 
-MEDIA_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+METRICS_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 AGE = 10.0  # seconds that an answer of database and store is shown
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)  # seconds
-_UPLOAD = "blob_add"
 _PROBE = digest_bytes(b"is anybody there?")
-_STATUSES = range(100, 600)
 _BYTES, _HEAD = 4096, 8
 _TRIES = 5
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second line for each, which nobody asked for
@@ -58,7 +56,6 @@ Processes = Callable[[], Mapping[str, list[int]]]
 log = logging.getLogger("posttrain.server.access")
 UNKNOWN, CONSOLE = "none", "console"  # verbs of a request that no route takes, and of a page
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-_STREAM = "text/event-stream"
 _NO_STATUS = 499  # whoever asked left before there was one
 
 
@@ -89,27 +86,26 @@ class Meters:
         self._uploaded = Counter("posttrain_uploaded_bytes", "Bytes of uploads that came.", registry=registry)
         self._sent = Counter("posttrain_sent_bytes", "Bytes of answers' bodies.", registry=registry)
         about = {"version": __version__, "schema": SCHEMA_VERSION, "python": platform.python_version()}
-        build = Gauge("posttrain_build_info", "What runs here.", list(about), registry=registry)
-        build.labels(**about).set(1)
+        Gauge("posttrain_build_info", "What runs here.", list(about), registry=registry).labels(**about).set(1)
         registry.register(_Asked(workspace, driver, processes))
 
     def begun(self) -> None:
-        """See `observing.Meter`."""
+        """A request came."""
         self._in_flight.inc()
 
     def follows(self, number: int) -> None:
-        """See `observing.Meter`."""
+        """So many more follow a stream."""
         self._followers.inc(number)
 
     def ended(self, verb: str, seen: Seen, seconds: float) -> None:
-        """See `observing.Meter`."""
+        """It was answered, or broken off."""
         self._in_flight.dec()
-        self._requests.labels(verb, str(seen.status) if seen.status in _STATUSES else "other").inc()
+        self._requests.labels(verb, str(seen.status) if 100 <= seen.status < 600 else "other").inc()
         if not seen.follows:
             self._seconds.labels(verb).observe(seconds)
         self._received.inc(seen.received)
         self._sent.inc(seen.sent)
-        if verb == _UPLOAD:
+        if verb == "blob_add":
             self._uploaded.inc(seen.received)
 
     def page(self) -> bytes:
@@ -169,9 +165,7 @@ class _Asked:
             took.add_metric([name], time.perf_counter() - began)
             failed.add_metric([name], self._failures[name])
         yield from (up, took, failed)
-        free = GaugeMetricFamily("posttrain_disk_free_bytes", "Of the workspace's folder.")
-        free.add_metric([], _free(workspace.root))
-        yield free
+        yield GaugeMetricFamily("posttrain_disk_free_bytes", "Of the workspace's folder.", value=_free(workspace.root))
         for one in found:
             yield from _stood(one, self._waited(one))
 
@@ -183,8 +177,7 @@ class _Asked:
 
 
 def _driven(shown: Mapping[str, float]) -> Iterator[Metric]:
-    up = GaugeMetricFamily("posttrain_driver_up", "Whether a driver has made a pass.", value=float(bool(shown)))
-    yield up
+    yield GaugeMetricFamily("posttrain_driver_up", "Whether a driver has made a pass.", value=float(bool(shown)))
     if not shown:
         return
     yield CounterMetricFamily("posttrain_driver_passes", "Passes over all runs.", value=shown["passes"])
@@ -306,19 +299,6 @@ class Seen:
     request: str = ""
 
 
-class Meter(Protocol):
-    """Counts requests."""
-
-    def begun(self) -> None:
-        """A request came."""
-
-    def follows(self, number: int) -> None:
-        """So many more follow a stream."""
-
-    def ended(self, verb: str, seen: Seen, seconds: float) -> None:
-        """It was answered, or broken off."""
-
-
 class Observing:
     """Around everything else.
 
@@ -329,7 +309,7 @@ class Observing:
     """
 
     def __init__(
-        self, app: ASGIApp, meter: Meter, may_name: Callable[[Asker], bool], behind_proxy: bool = False
+        self, app: ASGIApp, meter: Meters, may_name: Callable[[Asker], bool], behind_proxy: bool = False
     ) -> None:
         self._app, self._meter, self._may_name, self._behind_proxy = app, meter, may_name, behind_proxy
 
@@ -365,7 +345,7 @@ class Observing:
     def _started(self, seen: Seen, message: Message) -> None:
         named = {bytes(name).lower(): bytes(value).decode("latin-1") for name, value in message.get("headers", ())}
         seen.status, seen.request = message["status"], named.get(b"posttrain-request", "")
-        seen.follows = named.get(b"content-type", "").startswith(_STREAM)
+        seen.follows = named.get(b"content-type", "").startswith("text/event-stream")
         self._meter.follows(int(seen.follows))
 
     def _told(self, scope: Scope, verb: str, seen: Seen, seconds: float) -> Mapping[str, Any]:

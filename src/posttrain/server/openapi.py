@@ -95,8 +95,7 @@ def document() -> dict[str, Any]:
 
 
 def _described(operation: Verb[..., Any], schemas: dict[str, Any]) -> dict[str, Any]:
-    text = inspect.getdoc(operation.function) or ""
-    first, _, rest = text.partition("\n\n")
+    first, _, rest = (inspect.getdoc(operation.function) or "").partition("\n\n")
     asked = operation.parameters
     inside = operation.method in ("GET", "DELETE")
     named = [name for name in asked if inside or name in operation.in_path]
@@ -104,7 +103,7 @@ def _described(operation: Verb[..., Any], schemas: dict[str, Any]) -> dict[str, 
         "operationId": operation.name,
         "summary": " ".join(first.split()),
         "description": f"Needs the role {operation.needs}." + (f"\n\n{rest}" if rest else ""),
-        "parameters": [_project(), *(_parameter(operation, name, asked[name], schemas) for name in named)],
+        "parameters": [_PROJECT, *(_parameter(operation, name, asked[name], schemas) for name in named)],
         "responses": _responses(_json(_answer(operation, schemas)), cached=operation.method == "GET"),
     }
     if not inside:
@@ -150,6 +149,9 @@ _OPERATION = {
 }
 
 
+_PROJECT = {"name": "project", "in": "path", "required": True, "schema": {"type": "string"}}
+
+
 def _responses(content: dict[str, Any], *, cached: bool = False) -> dict[str, Any]:
     """What a request is answered with, errors too."""
     told = {"content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}}
@@ -158,6 +160,10 @@ def _responses(content: dict[str, Any], *, cached: bool = False) -> dict[str, An
         **({"304": {"description": "what `If-None-Match` names is still so"}} if cached else {}),
         **{str(status): {"description": words, **told} for status, words in _WRONG.items()},
     }
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
 
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +177,7 @@ def _answer(operation: Verb[..., Any], schemas: dict[str, Any]) -> dict[str, Any
     if not operation.paged:
         return found
     behind = {"type": ["string", "null"], "description": "`cursor` of the next page; null: there is none"}
-    return {"type": "object", "properties": {"items": found, "next": behind}, "required": ["items", "next"]}
+    return _object(items=found, next=behind)
 
 
 def _schema(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
@@ -185,18 +191,13 @@ def _taken(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parameter(operation: Verb[..., Any], name: str, one: inspect.Parameter, schemas: dict[str, Any]) -> dict[str, Any]:
-    in_path = name in operation.in_path
-    required = in_path or (one.default is inspect.Parameter.empty and not _optional(one))
-    place = "path" if in_path else "query"
+    place = "path" if name in operation.in_path else "query"
+    required = place == "path" or (one.default is inspect.Parameter.empty and not _optional(one))
     return {"name": name, "in": place, "required": required, "schema": _schema(one.annotation, schemas)}
 
 
 def _optional(one: inspect.Parameter) -> bool:
     return type(None) in getattr(one.annotation, "__args__", ())
-
-
-def _project() -> dict[str, Any]:
-    return {"name": "project", "in": "path", "required": True, "schema": {"type": "string"}}
 
 
 def _stream(name: str, text: str, in_query: tuple[str, ...]) -> dict[str, Any]:
@@ -205,7 +206,7 @@ def _stream(name: str, text: str, in_query: tuple[str, ...]) -> dict[str, Any]:
         "operationId": name,
         "summary": text,
         "parameters": [
-            _project(),
+            _PROJECT,
             {"name": "run_id", "in": "path", "required": True, **words},
             *({"name": one, "in": "query", "required": False, **words} for one in in_query),
         ],
@@ -216,12 +217,7 @@ def _stream(name: str, text: str, in_query: tuple[str, ...]) -> dict[str, Any]:
 def _bytes() -> dict[str, Any]:
     digest = {"name": "digest", "in": "path", "required": True, "schema": {"type": "string"}}
     path = PREFIX + "/blobs/{digest}"
-    state = {
-        "type": "object",
-        "properties": {"held": {"type": "boolean"}, "offset": {"type": "integer"}},
-        "required": ["held", "offset"],
-    }
-    stands = _responses(_json(state))
+    stands = _responses(_json(_object(held={"type": "boolean"}, offset={"type": "integer"})))
     numbers = [
         {"name": name, "in": "header", "required": True, "schema": {"type": "integer"}}
         for name in ("upload-offset", "upload-length")
@@ -233,13 +229,13 @@ def _bytes() -> dict[str, Any]:
             "get": {
                 "operationId": "blob",
                 "summary": "The bytes of a digest that the project holds.",
-                "parameters": [_project(), digest],
+                "parameters": [_PROJECT, digest],
                 "responses": _responses(octets),
             },
             "patch": {
                 "operationId": "add_to_blob",
                 "summary": "Add to an upload, where it stopped; with the last byte it is held.",
-                "parameters": [_project(), digest, *numbers],
+                "parameters": [_PROJECT, digest, *numbers],
                 "requestBody": {"required": True, "content": octets},
                 "responses": stands,
             },
@@ -248,7 +244,7 @@ def _bytes() -> dict[str, Any]:
             "get": {
                 "operationId": "blob_state",
                 "summary": "Whether the project holds the bytes, and how many of an upload have come.",
-                "parameters": [_project(), digest, size],
+                "parameters": [_PROJECT, digest, size],
                 "responses": stands,
             }
         },
@@ -257,13 +253,8 @@ def _bytes() -> dict[str, Any]:
 
 def _itself() -> dict[str, Any]:
     """How the server stands, and what it speaks: asked without a token. And what a token is of."""
-    status = {"type": "object", "properties": {"status": {"type": "string"}}, "required": ["status"]}
-    numbers = {"type": "array", "items": {"type": "integer"}}
-    version = {
-        "type": "object",
-        "properties": {"version": {"type": "string"}, "api": numbers},
-        "required": ["version", "api"],
-    }
+    status = _object(status={"type": "string"})
+    version = _object(version={"type": "string"}, api={"type": "array", "items": {"type": "integer"}})
     ready = {"description": "why no run is driven", "content": _json(status)}
     asked: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "/healthz": ("healthy", "Whether the process lives.", status, {}),
@@ -287,13 +278,11 @@ def _itself() -> dict[str, Any]:
 
 def _token() -> dict[str, Any]:
     roles = {"type": "object", "additionalProperties": {"type": "string"}}
-    properties = {"principal": {"type": "string"}, "projects": roles}
-    schema = {"type": "object", "properties": properties, "required": ["principal", "projects"]}
     return {
         "operationId": "token",
         "summary": "Whose the token is that is shown; of its projects, the most that may be done there with it.",
         "parameters": [],
-        "responses": _responses(_json(schema)),
+        "responses": _responses(_json(_object(principal={"type": "string"}, projects=roles))),
     }
 
 
@@ -309,7 +298,7 @@ def _operations() -> dict[str, Any]:
             method: {
                 "operationId": name,
                 "summary": text,
-                "parameters": [_project(), words],
+                "parameters": [_PROJECT, words],
                 "responses": _responses(_json(_OPERATION)),
             }
             for method, (name, text) in told.items()

@@ -64,7 +64,6 @@ from posttrain.server.connections import (
 )
 from posttrain.server.entrance import Entrance
 from posttrain.server.forwarding import Peers
-from posttrain.server.logs import Logging
 from posttrain.server.metering import Board, Meters
 from posttrain.server.underway import Server
 from posttrain.server.workers import Workers
@@ -81,17 +80,15 @@ _LOOK = 5.0  # seconds between two looks at a store that does not answer
 _SOCKET, _EVERY, _PROCESS = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"
 log = logging.getLogger("posttrain.server")
 FIRST_TOKEN_SECONDS = 30 * 86400.0
-_DRIVER = "posttrain.server.driver"
 _AGAIN = (0.2, 1.0, 5.0, 30.0)  # seconds until a driver that died is started again
 _STEADY = 60.0  # seconds after which a driver has lived long enough
 _TIDY = 30.0  # seconds between two looks at idle workers
 _FORGET = 120  # of them between two looks at requests that need not be known any more
-_KEY_BYTES = 32
 _EVERYWHERE = ("0.0.0.0", "::", "")
 
 
 class StoreLook:
-    """Asks a store until it answers once."""
+    """Asks a store until it answers once; `trouble` says why it cannot be used, and is empty once it has answered."""
 
     def __init__(self, probe: Callable[[], None], over: threading.Event) -> None:
         self._probe, self._over = probe, over
@@ -213,8 +210,8 @@ class Bind:
 
     def near(self, port: int) -> str:
         """The URL by which this machine's own commands and jobs reach it."""
-        named = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"{self.scheme}://{_shown(named)}:{port}"
+        named = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}.get(self.host, _shown(self.host))
+        return f"{self.scheme}://{named}:{port}"
 
     def advertised(self, port: int) -> str:
         """The URL by which servers of other hosts reach it that listens at this port; empty: by none."""
@@ -240,7 +237,7 @@ class Bind:
 class Telling:
     """What a server tells of itself."""
 
-    log: Logging = field(default_factory=Logging)
+    log: logs.Logging = field(default_factory=logs.Logging)
     token: bool = True  # the first one, once: not where what is said is kept
 
 
@@ -264,11 +261,10 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
     room = Room(most_of(raise_files()))
     with ExitStack() as stack:
         stack.enter_context(_alone(workspace.root))
-        listening = stack.enter_context(_listen(bind))
-        listening.room = room
+        listening = stack.enter_context(_listen(bind, room))
         port = listening.getsockname()[1]
         url = f"{bind.scheme}://{_shown(bind.host)}:{port}"
-        key = workspace.ledger.entropy(_KEY_BYTES).hex()
+        key = workspace.ledger.entropy(32).hex()
         first = _first_token(workspace, how.token)
         words = how.log.words()
         workers = Workers(workspace.root, words)
@@ -380,7 +376,7 @@ def _alone(root: Path) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _listen(bind: Bind) -> Iterator[Door]:
+def _listen(bind: Bind, room: Room) -> Iterator[Door]:
     family = socket.AF_INET6 if ":" in bind.host else socket.AF_INET
     # with its protocol named, asyncio sends what is written at once: else an answer waits 40 ms for an ACK
     listening = Door(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -394,6 +390,7 @@ def _listen(bind: Bind) -> Iterator[Door]:
                 f"serve: cannot listen at {bind.host} port {bind.port}: {error.strerror or error}; name another --port"
             ) from error
         listening.set_inheritable(False)
+        listening.room = room
         yield listening
     finally:
         listening.close()
@@ -455,7 +452,7 @@ class _Driver:
         while not self.over.is_set():
             try:
                 words = [str(self._root), *self._words, str(self.board.descriptor)]
-                process, lifeline = start(_DRIVER, words, 0, passed=(self.board.descriptor,))
+                process, lifeline = start("posttrain.server.driver", words, 0, passed=(self.board.descriptor,))
             except OSError as error:
                 self._trouble = f"the driver cannot be started: {error.strerror}"
                 self.over.wait(_AGAIN[-1])

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastapi import FastAPI
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from fastapi import FastAPI, Request, Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from posttrain.api.verbs import PREFIX
 from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.lifecycle import is_final
+from posttrain.domain.records import RunRecord
 from posttrain.server.calling import ANSWER, ASKED, to_json
 from posttrain.server.limits import FOLLOW, READ, in_thread
 from posttrain.server.logs import logged_problem
+from posttrain.server.underway import Server
 from posttrain.server.workers import Asking, Refused
-
-if TYPE_CHECKING:
-    from posttrain.domain.records import RunRecord
-    from posttrain.server.underway import Server
 
 _EVERY = 0.5  # seconds between two looks at a run
 _AGAIN = 5.0  # seconds between two looks whether whoever follows still may
@@ -41,8 +37,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
     async def watch(request: Request) -> Response:
         run_id = request.path_params["run_id"]
         who, asked = await in_thread(READ, server.admitted, request, "status")
-        elsewhere = await server.peers.answer(request, lambda: server.entrance.ledger(who), run_id, who.identity)
-        if elsewhere is not None:
+        if elsewhere := await server.peers.answer(request, lambda: server.entrance.ledger(who), run_id, who.identity):
             return elsewhere
         watcher = await in_thread(READ, asked.watcher, run_id)
         await in_thread(READ, watcher.read)  # an unknown run is a problem document, and no stream
@@ -60,8 +55,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
         if follow not in ("true", "false"):
             raise InputError(f"logs: follow must be true or false, got {follow[:40]!r}")
         who, asked = await in_thread(READ, server.admitted, request, "logs")
-        elsewhere = await server.peers.answer(request, lambda: server.entrance.ledger(who), run_id, who.identity)
-        if elsewhere is not None:
+        if elsewhere := await server.peers.answer(request, lambda: server.entrance.ledger(who), run_id, who.identity):
             return elsewhere
         await in_thread(READ, asked.run, run_id)  # an unknown run is a problem document, and no stream
         vigil = _WhileRead(lambda: asked.run(run_id)) if follow == "true" else None
@@ -110,9 +104,8 @@ async def _looks(request: Request, look: Any, leave: _Leave) -> AsyncIterator[by
         except PosttrainError as error:
             yield _event("problem", json.dumps(logged_problem(error, request.state.id)).encode())
             return
-        mark = hashlib.sha256(body).digest()
-        if mark != told:
-            told, quiet = mark, 0.0
+        if body != told:
+            told, quiet = body, 0.0
             yield _event("status", body)
         if over:
             yield _event("end", b"{}")

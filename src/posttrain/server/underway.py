@@ -28,9 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import FastAPI, Request, Response
 
 from posttrain.api.control import Control
 from posttrain.api.guarding import refuse
@@ -122,7 +120,7 @@ class Once:
             LaterError: it is being answered. InputError: the key was another request's.
             ConflictError: it was carried out, and its answer cannot be given any more.
         """
-        body = digest_bytes(json.dumps([verb, sent], sort_keys=True).encode())
+        body = asked_of(verb, sent)
         known = self._repeats.begin(key, verb, body, self._me)
         if known is not None:
             if known.body != body:
@@ -232,15 +230,14 @@ class Running:
 
     def to_json(self) -> bytes:
         """As it stands, with what came of it."""
-        until = self.ended or time.monotonic()
         said: dict[str, Any] = {"id": self.id, "verb": self.verb, "state": RUNNING, "progress": self.progress}
-        said["seconds"] = round(until - self.began, 1)
+        said["seconds"] = round((self.ended or time.monotonic()) - self.began, 1)
         if not self.task.done():
             return json.dumps(said).encode()
         error = self.task.exception() if not self.task.cancelled() else StoppedError("the operation was cancelled")
         if error is None:
-            body = json.dumps({**said, "state": SUCCEEDED}).encode()
-            return body[:-1] + b', "answer": ' + self.task.result() + b"}"
+            whole = json.dumps({**said, "state": SUCCEEDED}).encode()
+            return whole[:-1] + b', "answer": ' + self.task.result() + b"}"
         said["state"] = CANCELLED if self.asking.over or self.task.cancelled() else FAILED
         told = error.document if isinstance(error, Refused) else logged_problem(error, self.id, self.verb)
         return json.dumps({**said, "problem": told}).encode()
@@ -302,8 +299,7 @@ class Underway:
         Raises:
             BusyError: the server keeps too many. InputError: one that asks something else is known by this id.
         """
-        known = self._all.get(number)
-        if known is not None:
+        if known := self._all.get(number):
             if (known.verb, known.sent) != (verb, sent):
                 raise used_key()
             known.looked = time.monotonic()
@@ -463,19 +459,15 @@ class _Looking:
         self._server = server
 
     async def look(self, request: Request) -> Response:
-        who, _ = await in_thread(READ, self._server.admitted, request, "whoami")
-        one = self._server.underway.find(request.path_params["operation_id"], who.identity.principal, who.project)
+        who, one = await self._asked(request)
         if one is not None:
-            await in_thread(READ, self._server.admitted, request, one.verb)  # a role that was taken away meanwhile
             return _shown(_said(one))
         return _shown(as_now(await in_thread(READ, self._elsewhere, request, who)))
 
     async def cancel(self, request: Request) -> Response:
         """What is carried out elsewhere is looked at until it ended, for so long as a request waits."""
-        who, _ = await in_thread(READ, self._server.admitted, request, "whoami")
-        one = self._server.underway.find(request.path_params["operation_id"], who.identity.principal, who.project)
+        who, one = await self._asked(request)
         if one is not None:
-            await in_thread(READ, self._server.admitted, request, one.verb)
             if not one.task.done():
                 one.asking.end()
                 await asyncio.wait({one.task})
@@ -487,6 +479,14 @@ class _Looking:
             await asyncio.sleep(_LOOK)
             found = await in_thread(READ, self._elsewhere, request, who)
         return _shown(as_now(found))
+
+    async def _asked(self, request: Request) -> tuple[Asker, Running | None]:
+        """Who asks, and their operation if this server carries it out."""
+        who, _ = await in_thread(READ, self._server.admitted, request, "whoami")
+        one = self._server.underway.find(request.path_params["operation_id"], who.identity.principal, who.project)
+        if one is not None:
+            await in_thread(READ, self._server.admitted, request, one.verb)  # a role that was taken away meanwhile
+        return who, one
 
     def _elsewhere(self, request: Request, who: Asker) -> Begun:
         """An operation that another server carries out, or did.

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from posttrain.api.verbs import FileRef, RunFile
 from posttrain.data.refs import confined
@@ -21,9 +21,7 @@ from posttrain.domain.canonical import digest_bytes, is_digest
 from posttrain.domain.errors import ConflictError, DeadlineError, InputError, NotFoundError, PartSizeError, UploadError
 from posttrain.store.operations import LEAST, PART, Noted, Parts, PartStore
 from posttrain.store.trees import scratch, tree_listing
-
-if TYPE_CHECKING:
-    from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.opened import OpenWorkspace
 
 MOST_BYTES = 1 << 40  # of one file
 _LONGEST_NAME = 255
@@ -44,8 +42,7 @@ class Uploads:
 
     def held(self, digest: str) -> bool:
         """Whether the project has these bytes, so that nobody needs to send them again."""
-        sent = self._noted.has(checked(digest)) and self._workspace.blobs.has(digest)
-        return sent or self.registered(digest)
+        return (self._noted.has(checked(digest)) and self._workspace.blobs.has(digest)) or self.registered(digest)
 
     def keep(self, path: Path, *, to_viewers: bool) -> str:
         """A file of this machine as if it had been uploaded; its digest.
@@ -260,18 +257,17 @@ class Bundles:
         blobs = self._workspace.blobs
         if ref.form == "file":
             blobs.fetch(ref.digest, path)
-            return path.relative_to(self._folder)
-        if ref.form != "tree":
+        elif ref.form == "tree":
+            listing = tree_listing(blobs, ref.digest)
+            whole = self._uploads.registered(ref.digest, "tree")  # then its files are the project's too
+            path.mkdir(exist_ok=True)
+            for inner, file in listing.items():
+                if not whole:
+                    self._refuse_foreign(file.digest)
+                (path / inner).parent.mkdir(parents=True, exist_ok=True)
+                blobs.fetch(file.digest, path / inner)
+        else:
             raise InputError(f"file {name!r}: form must be file or tree, got {ref.form!r}")
-        listing = tree_listing(blobs, ref.digest)
-        whole = self._uploads.registered(ref.digest, "tree")  # then its files are the project's too
-        path.mkdir(exist_ok=True)
-        for inner, file in listing.items():
-            if not whole:
-                self._refuse_foreign(file.digest)
-            target = path / inner
-            target.parent.mkdir(parents=True, exist_ok=True)
-            blobs.fetch(file.digest, target)
         return path.relative_to(self._folder)
 
     def _refuse_foreign(self, digest: str) -> None:

@@ -8,7 +8,6 @@ ends a worker and not the server. It ends when the server does.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import select
 import socket
@@ -25,7 +24,6 @@ from posttrain.server.entrance import Asker, Entrance
 from posttrain.server.logs import Logging, Printed, begin, logged_problem
 from posttrain.server.uploads import Bundles, Uploads
 
-log = logging.getLogger("posttrain.worker")
 DESCRIPTOR = 3
 PIECE = "2"  # in the place of 0 and 1, before what is told meanwhile
 INTERFACE = "openapi"  # no verb: what the server looks like

@@ -24,7 +24,6 @@ from posttrain.server.worker import DESCRIPTOR, PIECE
 REQUEST_SECONDS = 900.0  # that a request may take whose connection waits for it
 OPERATION_SECONDS = 21600.0  # that an operation may take
 IDLE_SECONDS = 300.0  # without a request, after which a worker ends
-_MODULE = "posttrain.server.worker"
 _LOOK = 0.5  # seconds between two looks whether a request that waits was ended
 
 
@@ -39,13 +38,8 @@ class Asking:
     def __init__(self, told: Callable[[bytes], None] = lambda _: None, deadline: float = REQUEST_SECONDS) -> None:
         self.told, self.deadline = told, deadline
         self._kill: Callable[[], None] | None = None
-        self._over = False
+        self.over = False  # somebody ended it
         self._lock = threading.Lock()
-
-    @property
-    def over(self) -> bool:
-        """Whether somebody ended it."""
-        return self._over
 
     def held_by(self, kill: Callable[[], None] | None) -> None:
         """A worker carries it out, or none any more.
@@ -54,14 +48,14 @@ class Asking:
             StoppedError: somebody ended it before.
         """
         with self._lock:
-            if self._over and kill is not None:
+            if self.over and kill is not None:
                 raise StoppedError("the request was cancelled before it was carried out")
             self._kill = kill
 
     def end(self) -> None:
         """Carry it out no further: its worker is killed, and what it had not committed is not there."""
         with self._lock:
-            self._over = True
+            self.over = True
             if self._kill is not None:
                 self._kill()
 
@@ -149,15 +143,13 @@ class Workers:
     def tidy(self) -> None:
         """End workers that had nothing to do for long."""
         kept = []
-        while True:
-            try:
+        with suppress(queue.Empty):
+            while True:
                 one = self._free.get_nowait()
-            except queue.Empty:
-                break
-            if one is not None and time.monotonic() - one.used > IDLE_SECONDS:
-                self._end(one)
-                one = None
-            kept.append(one)
+                if one is not None and time.monotonic() - one.used > IDLE_SECONDS:
+                    self._end(one)
+                    one = None
+                kept.append(one)
         for one in sorted(kept, key=lambda one: one.used if one else 0.0):
             self._free.put(one)
 
@@ -195,15 +187,11 @@ class _Process:
 
     def __init__(self, root: Path, words: Sequence[str]) -> None:
         try:
-            self._process, self._ours = start(_MODULE, [str(root), *words], DESCRIPTOR)
+            self._process, self._ours = start("posttrain.server.worker", [str(root), *words], DESCRIPTOR)
         except OSError as error:
             raise InfrastructureError(f"a worker of the server cannot be started ({error}); ask again") from error
-        self._stream = self._ours.makefile("rwb")
+        self._stream, self.id = self._ours.makefile("rwb"), self._process.pid
         self.used = time.monotonic()
-
-    @property
-    def id(self) -> int:
-        return self._process.pid
 
     @property
     def alive(self) -> bool:
@@ -232,10 +220,10 @@ class _Process:
     def kill(self) -> None:
         """While it is asked: whoever asks it is told that it died."""
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.id, signal.SIGKILL)
 
     def end(self) -> None:
         self._ours.close()
         if self.alive:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.id, signal.SIGKILL)
         self._process.wait()

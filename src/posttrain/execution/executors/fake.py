@@ -181,20 +181,17 @@ class FakeExecutor:
 
     def _arrive(self) -> None:
         now = self._now()
-        arrived = [spec for at, spec in self._coming if at <= now]
-        self._coming = [(at, spec) for at, spec in self._coming if at > now]
-        for spec in arrived:
-            if not self._jobs.get(spec.name) or not self.hostility.idempotent:
+        coming, self._coming = self._coming, [(at, spec) for at, spec in self._coming if at > now]
+        for at, spec in coming:
+            if at <= now and not (self._jobs.get(spec.name) and self.hostility.idempotent):
                 self._start(spec, now)
 
     def _look(self, name: str) -> Observation:
         now, purges = self._now(), self.hostility.purges_after
-        known = self._jobs.get(name, [])
-        kept = [j for j in known if j.ended is None or purges is None or now < j.ended + purges]
+        kept = [j for j in self._jobs.get(name, []) if j.ended is None or purges is None or now < j.ended + purges]
         visible = [job for job in kept if job.visible <= now]
         if not visible:
-            asked = self._asked.get(name, self._born)
-            settled = not kept and now >= asked + self.hostility.settles_after
+            settled = not kept and now >= self._asked.get(name, self._born) + self.hostility.settles_after
             return Observation(JobState.UNKNOWN, absent=Absence.AUTHORITATIVE if settled else Absence.NOT_VISIBLE_YET)
         job = next((job for job in visible if job.seen.live), visible[-1])
         seconds = job.before + (now if job.ended is None else job.ended) - job.begun
@@ -224,7 +221,6 @@ def _pods(job: _Job) -> tuple[PodSeen, ...]:
     whole = [PodSeen(name, seen.state, seen.exit_code, seen.cause, seen.incarnation, _NODE) for name in names]
     if not job.culprit:
         return tuple(whole)
-    ended = [replace(pod, state=JobState.EXITED, exit_code=_TERMINATED, cause=None) for pod in whole]
-    return tuple(
-        sorted(whole, key=lambda pod: pod.name != job.culprit)[:1] + [p for p in ended if p.name != job.culprit]
-    )
+    others = [pod for pod in whole if pod.name != job.culprit]
+    ended = [replace(pod, state=JobState.EXITED, exit_code=_TERMINATED, cause=None) for pod in others]
+    return (*(pod for pod in whole if pod.name == job.culprit), *ended)

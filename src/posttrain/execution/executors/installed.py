@@ -30,13 +30,8 @@ class InstalledExecutor:
     """
 
     def __init__(self, name: str, own: Sequence[str], runs: Path) -> None:
-        self._name, self._own, self._runs = name, own, runs
+        self.name, self._own, self._runs = name, own, runs
         self._made: tuple[Plugin, Executor] | None = None
-
-    @property
-    def name(self) -> str:
-        """See `Executor.name`."""
-        return self._name
 
     def load(self) -> Executor:
         """Find the package and make its executor.
@@ -130,12 +125,12 @@ class InstalledExecutor:
 
     def _load(self) -> tuple[Plugin, Executor]:
         if self._made is None:
-            plugin = find_plugin(EXECUTORS, self._name)
+            plugin = find_plugin(EXECUTORS, self.name)
             if plugin is None:
-                known = (*self._own, *plugin_names(EXECUTORS))
+                near = nearest(self.name, (*self._own, *plugin_names(EXECUTORS)))
                 raise InputError(
-                    f"executor {self._name!r} must be installed{nearest(self._name, known)}; install its package, or "
-                    "choose another: posttrain init --executor"
+                    f"executor {self.name!r} must be installed{near}; install its package, or choose another: "
+                    "posttrain init --executor"
                 )
             self._made = plugin, _make(plugin, self._runs)
         return self._made
@@ -151,8 +146,7 @@ def _make(plugin: Plugin, runs: Path) -> Executor:
         lacks += [flag for flag in _FLAGS if not isinstance(getattr(made, flag, None), bool)]
     if lacks:
         raise InputError(f"{plugin}: an executor must have {', '.join((*_VERBS, *_FLAGS))}, lacks {', '.join(lacks)}")
-    if getattr(made, "name", None) != plugin.name:
-        called = getattr(made, "name", None)
+    if (called := getattr(made, "name", None)) != plugin.name:
         raise InputError(f"{plugin}: its executor must have the entry point's name, got {called!r}")
     return made
 

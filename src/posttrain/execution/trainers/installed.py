@@ -31,23 +31,16 @@ class InstalledTrainer:
     """
 
     def __init__(self, plugin: Plugin) -> None:
-        self.plugin = plugin
+        self.plugin, self.name = plugin, plugin.name
         make = plugin.load()
         if not callable(make):
             raise InputError(f"{plugin}: must name a class or a function that makes a trainer, got {make!r:.80}")
         with plugin.calling("making it"):
             self._trainer: Trainer = make()
-        lacks = [verb for verb in _VERBS if not callable(getattr(self._trainer, verb, None))]
-        if lacks:
+        if lacks := [verb for verb in _VERBS if not callable(getattr(self._trainer, verb, None))]:
             raise InputError(f"{plugin}: a trainer must have {', '.join(_VERBS)}, this one lacks {', '.join(lacks)}")
-        if getattr(self._trainer, "name", None) != plugin.name:
-            called = getattr(self._trainer, "name", None)
+        if (called := getattr(self._trainer, "name", None)) != plugin.name:
             raise InputError(f"{plugin}: its trainer must have the entry point's name, got {called!r}")
-
-    @property
-    def name(self) -> str:
-        """See `Trainer.name`."""
-        return self.plugin.name
 
     def code_digest(self) -> str:
         """See `Trainer.code_digest`: what it says, and its package."""

@@ -89,10 +89,9 @@ class NativeTrainer:
             config: StageConfig = model.model_validate(dict(params))
         except ValidationError as error:
             raise explain(error, kind, model) from error
-        inputs = config.inputs()
         return StageContract(
             params=_name_by_slot(config),
-            inputs=inputs,
+            inputs=config.inputs(),
             outputs=_outputs(config),
             metrics=_metrics(config),
             work=_work(config),
@@ -109,8 +108,7 @@ class NativeTrainer:
         threads = str(order.params.get("runtime", {}).get("threads", 1))
         environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
         environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
-        wanted = self.devices(order.kind, order.params)
-        return JobSpec(order.name, kind.module, str(attempt_dir), environment, wanted)
+        return JobSpec(order.name, kind.module, str(attempt_dir), environment, self.devices(order.kind, order.params))
 
     def devices(self, kind: str, params: Mapping[str, Any]) -> int:
         """One for a process that computes alone, else those of its pools; none for a stage that names a cluster, or is
@@ -121,9 +119,7 @@ class NativeTrainer:
         if unasked or kind_of(kind).from_nothing or runtime.get("device") == "cpu" or runtime.get("ray_address"):
             return 0
         placement = Placement.model_validate(params.get("placement", COLLOCATED))
-        if placement.is_inline:
-            return 1
-        return sum(pool.resources.gpus for pool in placement.pools().values())
+        return 1 if placement.is_inline else sum(pool.resources.gpus for pool in placement.pools().values())
 
     def collect(self, attempt: AttemptFolder) -> JobResult | None:
         """The job's own word on how it ended; None while there is none."""
@@ -145,8 +141,7 @@ def _installed_contract(kind: str, params: Mapping[str, Any]) -> StageContract:
         except ValidationError as error:
             raise explain(error, kind, BaseModel) from error
     refuse_malformed(contract, str(found.plugin))
-    lacks = [name for name, form in found.kind.outputs.items() if contract.outputs.get(name) != form]
-    if lacks:
+    if lacks := [name for name, form in found.kind.outputs.items() if contract.outputs.get(name) != form]:
         raise InputError(f"{found.plugin}: its contract must leave {', '.join(lacks)} as the kind does")
     return contract
 
@@ -221,8 +216,8 @@ def _name_by_slot(config: StageConfig) -> dict[str, Any]:
 def _outputs(config: StageConfig) -> dict[str, str]:
     if isinstance(config, EvaluateConfig):
         return {"metrics": "file", "items": "file"}
-    best = isinstance(config, TrainingConfig) and config.keep_best
-    return {"model": "tree", **({"best": "tree"} if best else {})}
+    keeps = isinstance(config, TrainingConfig) and config.keep_best
+    return {"model": "tree", "best": "tree"} if keeps else {"model": "tree"}
 
 
 def _metrics(config: StageConfig) -> dict[str, ItemRange | None]:
@@ -241,11 +236,11 @@ def _row_needs(config: StageConfig) -> dict[str, RowNeeds]:
             f"suites.{n}": RowNeeds(reserve=s.max_new_tokens, answer=not s.reward, distinct=True, whole=bool(s.reward))
             for n, s in config.suites.items()
         }
-    if not isinstance(config, SamplingConfig):
-        return {}
-    found = {"data": RowNeeds(reserve=config.response_tokens)}
-    if config.probe:
-        found["probe"] = RowNeeds(reserve=config.max_new_tokens, answer=True, first=config.probe.items)
+    found: dict[str, RowNeeds] = {}
+    if isinstance(config, SamplingConfig):
+        found["data"] = RowNeeds(reserve=config.response_tokens)
+        if config.probe:
+            found["probe"] = RowNeeds(reserve=config.max_new_tokens, answer=True, first=config.probe.items)
     return found
 
 
@@ -292,10 +287,9 @@ def _work(config: StageConfig) -> dict[str, float]:
             "least": before + last,
         }
     if isinstance(config, EvaluateConfig):
-        most = max(suite.max_new_tokens for suite in config.suites.values())
         return {
             "steps": len(config.suites),
             "samples": sum(1 + s.samples for s in config.suites.values()),
-            "max_new_tokens": most,
+            "max_new_tokens": max(suite.max_new_tokens for suite in config.suites.values()),
         }
     return {"steps": 1}

@@ -51,8 +51,7 @@ def _as(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
         raise InputError(f"{name}: is quantised ({tensor.dtype}), which is not converted; export it as it is")
     other = tensor.to(dtype)
     if bool((other.isfinite() != tensor.isfinite()).any()):
-        most = float(tensor[tensor.isfinite()].abs().max())
-        kind = str(dtype).removeprefix("torch.")
+        most, kind = float(tensor[tensor.isfinite()].abs().max()), str(dtype).removeprefix("torch.")
         raise InputError(
             f"{name}: its largest weight, {most:.4g}, must fit {kind}, which ends before it; export bfloat16 or float32"
         )
@@ -64,6 +63,5 @@ def _name_type(path: Path, name: str) -> None:
     config = json.loads(path.read_bytes())
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
-            key = "torch_dtype" if "torch_dtype" in part else "dtype"
-            part[key] = name
+            part["torch_dtype" if "torch_dtype" in part else "dtype"] = name
     path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")

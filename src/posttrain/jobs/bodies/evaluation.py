@@ -106,9 +106,8 @@ def _judges(
             if timeout == "auto":
                 timeout = reward_seconds(ROWS_PER_CALL, suite.max_new_tokens)
             reward = open_rewards(job, f"{JUDGES}{name}", suite.reward, stack, timeout=timeout)
-            judge = RewardJudge(reward, name, suite.worth)
+            judges[name] = judge = RewardJudge(reward, name, suite.worth)
             judge.smoke_test(suites[name])
-            judges[name] = judge
     return judges
 
 
@@ -133,11 +132,10 @@ def _answer(
 
     results = []
     for name, items in suites.items():
-        suite, seed = config.suites[name], job.order.seed
-        judge = judges.get(name)
         result = evaluate_suite(
-            name, suite, items, rollout, tokenizer, seed=seed, meter=meter, between=between, judge=judge
-        )
+            *(name, config.suites[name], items, rollout, tokenizer),
+            seed=job.order.seed, meter=meter, between=between, judge=judges.get(name),
+        )  # fmt: skip
         if result is None:
             return None
         results.append(result)
@@ -169,10 +167,10 @@ def write_tables(results: Sequence[SuiteResult], folder: Path) -> dict[str, floa
     return means
 
 
-_METRIC_TYPES = {"metric": "string", "item_id": "string", "value": "float64"}
-
-
-_METRIC_TYPES |= {"binary": "bool", "low": "float64", "high": "float64"}  # the declared range
+_METRIC_TYPES = {
+    **{"metric": "string", "item_id": "string", "value": "float64"},
+    **{"binary": "bool", "low": "float64", "high": "float64"},  # the declared range
+}
 
 
 _ITEM_TYPES = {
@@ -214,8 +212,7 @@ def _item_columns(results: Sequence[SuiteResult]) -> dict[str, list[Any]]:
 
 
 def _write(columns: Mapping[str, list[Any]], types: Mapping[str, str], path: Path) -> None:
-    import pyarrow  # here: it starts a thread, and the process that jobs are forked from may have one only
-    import pyarrow.parquet
+    import pyarrow.parquet  # here: it starts a thread, and the process that jobs are forked from may have one only
 
     schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in types.items()])
     pyarrow.parquet.write_table(pyarrow.table(dict(columns), schema=schema), path, compression="zstd")
@@ -231,11 +228,11 @@ def sample(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Answers, prompt by prompt."""
     runtime, folder = InferenceRuntimeConfig.model_validate(request["runtime"]), Path(request["folder"])
     limit, samples, temperature = request["max_new_tokens"], request["samples"], request["temperature"]
-    device = settled_device(runtime)
-    tokenizer = load_tokenizer(folder)
+    device, tokenizer = settled_device(runtime), load_tokenizer(folder)
     model = ModelSource(folder, runtime.dtype).open(device)
-    rows, name = request["rows"], request["name"]
-    prompts = encode_prompts(tokenizer, rows, name=name, limit=model.context_length, reserve=limit or 1)
+    prompts = encode_prompts(
+        tokenizer, request["rows"], name=request["name"], limit=model.context_length, reserve=limit or 1
+    )
     most = limit or min(_USUAL_TOKENS, model.context_length - min(map(len, prompts)))
     seed = derive_seed(request["seed"], "sample")
     among, stop = {name: request[name] for name in ("top_k", "top_p", "min_p")}, tuple(request["stop"])

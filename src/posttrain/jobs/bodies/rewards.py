@@ -32,14 +32,12 @@ def open_rewards(
     Raises:
         InputError, RewardError, InfrastructureError: see `sandbox.process.open_reward`.
     """
-    opened = {
-        place: _open(job, place, name, stack, timeout, ranks) for place, (_, name) in reward_slots(slot, reward).items()
-    }
+    slots = reward_slots(slot, reward).items()
+    opened = {name: _open(job, place, name, stack, timeout, ranks) for place, (_, name) in slots}
     if isinstance(reward, str):
         [found] = opened.values()
     else:
-        places = {name: place for place, (_, name) in reward_slots(slot, reward).items()}
-        found = WeightedReward({name: (weight, opened[places[name]]) for name, weight in reward.items()})
+        found = WeightedReward({name: (weight, opened[name]) for name, weight in reward.items()})
     for note in found.notes:
         job.sink(Note(note, time.time(), "warning"))
     return found
@@ -47,9 +45,9 @@ def open_rewards(
 
 def _open(job: Job, slot: str, name: str, stack: ExitStack, timeout: float, ranks: int) -> RewardFunction:
     meta, label = job.order.inputs[slot].meta, job.label(slot)
-    files = {other.removeprefix(f"{slot}/"): job.input(other) for other in job.order.inputs if _beside(other, slot)}
-    lacking = [one for one in meta.get("secrets", ()) if one not in job.secrets]
-    if lacking:
+    beside = [other for other in job.order.inputs if other.startswith(f"{slot}/")]
+    files = {other.removeprefix(f"{slot}/"): job.input(other) for other in beside}
+    if lacking := [one for one in meta.get("secrets", ()) if one not in job.secrets]:
         raise InputError(f"{label} needs {', '.join(lacking)} in the environment of whoever drives the run; export it")
     secrets = {one: job.secrets[one] for one in meta.get("secrets", ())}
     provision = Provision(files, tuple(meta.get("network", ())), secrets)
@@ -71,10 +69,6 @@ def _open(job: Job, slot: str, name: str, stack: ExitStack, timeout: float, rank
     reward = ParallelReward(functions)
     stack.callback(reward.close)
     return reward
-
-
-def _beside(other: str, slot: str) -> bool:
-    return other.startswith(f"{slot}/")
 
 
 def _workspace(job: Job) -> list[Path]:

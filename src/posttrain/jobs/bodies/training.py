@@ -115,8 +115,7 @@ def open_pools(config: TrainingConfig, recorder: Recorder, costs: CostModel = TO
             yield lambda role: pool
         return
     with ExitStack() as stack:
-        opened = _open_cluster_pools(config, recorder, costs, stack)
-        yield lambda role: opened[role]
+        yield _open_cluster_pools(config, recorder, costs, stack).__getitem__
 
 
 def _open_cluster_pools(
@@ -129,11 +128,9 @@ def _open_cluster_pools(
     to = f"asking the Ray cluster at {address}" if address else "starting Ray on this machine"
     recorder.sink(Note(f"{to} for the ranks of {ranks}; each loads its packages, which may take a minute", time.time()))
     cpus = sum(pool.resources.cpus or 0 for pool in pools.values())
-    store = config.runtime.object_store
-    size = None if store == "auto" else store
+    size = None if config.runtime.object_store == "auto" else config.runtime.object_store
     cluster = stack.enter_context(open_cluster(address, cpus=None if address else max(cpus, 1), store_bytes=size))
-    lines = infeasible(config.placement, cluster.resources(), roles=roles, where="the Ray cluster")
-    if lines:
+    if lines := infeasible(config.placement, cluster.resources(), roles=roles, where="the Ray cluster"):
         raise InputError("; ".join(lines))
     opened: dict[str, ResourcePool] = {}
     deadlines = _deadlines(config)
@@ -154,8 +151,7 @@ def _open_cluster_pools(
             collective=not _ALONE.issuperset(pool.roles),
         )
         made = ResourcePool(backend, recorder, costs=costs, sequence_parallel=shared, deadlines=deadlines)
-        home = stack.enter_context(made)
-        opened |= dict.fromkeys(pool.roles, home)
+        opened |= dict.fromkeys(pool.roles, stack.enter_context(made))
     return opened
 
 
@@ -176,12 +172,10 @@ def roles_of(config: TrainingConfig) -> tuple[str, ...]:
 def settled(job: Job, config: TrainingConfig) -> tuple[TrainingConfig, dict[str, float]]:
     """The stage's configuration with every size settled, which the job's facts tell; and the metrics `sizes/NAME`."""
     found = choose(job, config)
-    load, runtime = found.load, config.runtime
-    chosen: dict[str, Any] = {"activation_checkpointing": bool(load.activation_checkpointing)}
-    for name in ("micro_batch_tokens", "kv_cache", "object_store", "start_timeout", "call_timeout"):
-        if getattr(load, name) is not None:
-            chosen[name] = getattr(load, name)
-    changes: dict[str, Any] = {"runtime": runtime.model_copy(update=chosen)}
+    load, names = found.load, ("micro_batch_tokens", "kv_cache", "object_store", "start_timeout", "call_timeout")
+    chosen = {name: value for name in names if (value := getattr(load, name)) is not None}
+    chosen["activation_checkpointing"] = bool(load.activation_checkpointing)
+    changes: dict[str, Any] = {"runtime": config.runtime.model_copy(update=chosen)}
     if isinstance(config, SamplingConfig) and load.reward_timeout is not None:
         changes["reward_timeout"] = load.reward_timeout
     return config.model_copy(update=changes), tell_sizes(job, found)
@@ -210,15 +204,20 @@ def choose(job: Job, config: TrainingConfig | EvaluateConfig) -> Settled:
 def _shape(job: Job, role: str) -> Shape | None:
     if role == "reward":
         return None
-    slot = role if role in NAMED_MODELS and role in job.order.inputs else "model"
-    folder = job.input(slot)
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):  # whoever opens the model says what is wrong with it
-        return None
-    if not isinstance(config, dict):
+    folder = job.input(role if role in NAMED_MODELS and role in job.order.inputs else "model")
+    config = _config(folder)
+    if config is None:
         return None
     return Shape.of_files(config, sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+
+
+def _config(folder: Path) -> dict[str, Any] | None:
+    """A model's configuration; None where there is none, of which whoever opens the model says what is wrong."""
+    try:
+        written = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return written if isinstance(written, dict) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +263,7 @@ def body(job: Job) -> JobResult:
 def _load(job: Job, config: TrainingConfig, stack: ExitStack) -> tuple[Trained, Controller, dict[str, float]]:
     """Open what the stage works with; also the slower ways that its models must go."""
     recorder = Recorder(job.sink)
-    pool_of = stack.enter_context(open_pools(config, recorder, _costs(job)))
-    trained = _open(job, config, pool_of, stack)
+    trained = _open(job, config, stack.enter_context(open_pools(config, recorder, _costs(job))), stack)
     slower = job.tell_fallbacks(trained.recipe.roles.fallbacks())
     return trained, _controller(job, trained, config, recorder), slower
 
@@ -283,11 +281,8 @@ def _leave_best(job: Job, controller: Controller) -> dict[str, Output]:
 
 def _costs(job: Job) -> CostModel:
     """What a document costs the model; by tokens alone where its configuration does not tell its sizes."""
-    try:
-        written = json.loads((job.input("model") / "config.json").read_bytes())
-    except (OSError, ValueError):  # whoever opens the model says what is wrong with it
-        return TOKENS
-    shape = Shape.of_config(written) if isinstance(written, dict) else None
+    written = _config(job.input("model"))
+    shape = None if written is None else Shape.of_config(written)
     if shape is None:
         return TOKENS
     return CostModel.of_model(
@@ -306,9 +301,9 @@ def _open(job: Job, config: TrainingConfig, pool_of: PoolOf, stack: ExitStack) -
 
 def _algorithm(job: Job, config: TrainingConfig) -> Any:
     """What the stage trains by: a user's own, or that of its kind."""
-    spec = kind_of(job.order.kind).algorithm
     if isinstance(config, DataflowConfig):
         return _dataflow(job)(config)
+    spec = kind_of(job.order.kind).algorithm
     assert spec is not None, "a kind with a training configuration has an algorithm"
     return named(spec.algorithm)(config)
 
@@ -345,8 +340,7 @@ def _on_policy(
     pool_of: PoolOf,
     stack: ExitStack,
 ) -> Trained:
-    dtype, judged = config.runtime.dtype, "reward_model" in job.order.inputs
-    taught = "teacher" in job.order.inputs
+    dtype, judged, taught = config.runtime.dtype, "reward_model" in job.order.inputs, "teacher" in job.order.inputs
     if taught:
         _check_teacher(job.input("model"), job.input("teacher"), job.label("teacher"))
     if judged:
@@ -374,13 +368,11 @@ def _on_policy(
         scorer = _reward_function(
             job, config, config.reward, tokenizer, train, stack, placed=algorithm.reads_token_scores
         )
-    probe = _probe(job, config, tokenizer, context)
-    environment = _environment(config, algorithm, tokenizer)
     recipe = OnPolicy(
-        *(config, algorithm, roles, train, scorer, job.order.seed, probe),
+        *(config, algorithm, roles, train, scorer, job.order.seed, _probe(job, config, tokenizer, context)),
         phase=job.order.kind,
         text=partial(response_text, tokenizer),
-        environment=environment,
+        environment=_environment(config, algorithm, tokenizer),
     )
     return Trained(recipe, lambda folder: roles.made.each(TrainWorker.save_model, folder), tokenizer)
 
@@ -396,17 +388,12 @@ def _reward_function(
     placed: bool,
 ) -> Scorer:
     ranks = config.placement.pool_of("reward").resources.rank_count if config.placement.reward else 1
-    timeout = float(config.reward_timeout)  # settled (`bodies.pools`)
+    timeout = float(config.reward_timeout)  # settled (`settled`)
     opened = open_rewards(job, "reward", reward, stack, timeout=timeout, ranks=ranks)
-
-    def tell(line: str) -> None:
-        job.sink(Note(line, time.time(), "warning"))
-
-    share = config.reward_errors_max
     name = ", ".join(job.label(place) for place in reward_slots("reward", reward))
     scorer = RewardScorer(
-        *(opened, tokenizer), errors_max=share, processes=ranks, placed=placed, turns=config.turns_most, name=name,
-        tell=tell,
+        *(opened, tokenizer), errors_max=config.reward_errors_max, processes=ranks, placed=placed,
+        turns=config.turns_most, name=name, tell=lambda line: job.sink(Note(line, time.time(), "warning")),
     )  # fmt: skip
     scorer.smoke_test(train)
     return scorer
@@ -423,17 +410,14 @@ def _environment(
         name = f"recipe {config.recipe}" if isinstance(config, DataflowConfig) else type(algorithm).__name__
         there = "no observe(row, responses); define it" if observe is None else "an observe; set turns to 2 or more"
         raise InputError(f"{name} has turns {config.turns_most}, got {there}")
-    if observe is None:
-        return None
-    return TextEnvironment(observe, tokenizer, config.observed_most)
+    return None if observe is None else TextEnvironment(observe, tokenizer, config.observed_most)
 
 
 def _dataflow(job: Job) -> Entry:
     """The user's algorithm; its source is put under its own name, for this process and the workers' to import."""
     meta = job.order.inputs["recipe"].meta
-    folder = job.folder / "recipe"
-    folder.mkdir(exist_ok=True)
-    file = folder / str(meta["source"])
+    file = job.folder / "recipe" / str(meta["source"])
+    file.parent.mkdir(exist_ok=True)
     file.write_bytes(job.input("recipe").read_bytes())
     return load_dataflow(file, str(meta["entry"]))
 
@@ -547,6 +531,6 @@ def init_model(job: Job) -> JobResult:
     tokenizer = character_tokenizer(config.characters)
     model = initial_model(config, tokenizer, derive_seed(job.order.seed, "init_model", "weights"))
     save_model(adopt_module(model), tokenizer, job.folder / "outputs" / "model")
-    parameters = sum(p.numel() for p in model.parameters())
     job.sink(Progress(1, 1, "init_model", 0, time.time()))
-    return JobResult("succeeded", {"model": Output("outputs/model", "tree")}, {"parameters": float(parameters)})
+    metrics = {"parameters": float(sum(p.numel() for p in model.parameters()))}
+    return JobResult("succeeded", {"model": Output("outputs/model", "tree")}, metrics)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from posttrain.api.control import Control
 from posttrain.domain.errors import NotFoundError
 from posttrain.web.pages import template
 from posttrain.web.report import render_compare_page, render_run_report
-
-if TYPE_CHECKING:
-    from posttrain.api.control import Control
 
 _LINES = 400  # of a log that are shown
 
@@ -29,20 +27,12 @@ def drawn(control: Control, sent: Mapping[str, Any]) -> str:
     return draw(control, **words)
 
 
-def _report(control: Control, run_id: str, stages: bool) -> str:
-    return render_run_report(control.report(run_id), "_run.html", stages=stages)
-
-
-def _compare(control: Control, words: Sequence[str]) -> str:
-    return render_compare_page(control.comparison(words), "_compare.html")
-
-
 def _card(control: Control, run_id: str) -> str:
     """What an approver reads of a run: regressions, verdicts, scores."""
     found = control.why(run_id)
     gates = found.report.verdicts if found.report else ()
-    words = {"regressions": found.scores.regressions, "gates": gates, "scores": found.scores.rows}
-    return template("console/_card.html").render(**words)
+    shown = template("console/_card.html")
+    return shown.render(regressions=found.scores.regressions, gates=gates, scores=found.scores.rows)
 
 
 def _log(control: Control, run_id: str) -> str:
@@ -50,10 +40,14 @@ def _log(control: Control, run_id: str) -> str:
     found: dict[tuple[str, int], deque[str]] = {}
     for log, text in control.logs(run_id, None):
         lines = found.setdefault((log.stage, log.attempt), deque(maxlen=_LINES))
-        whole = (lines.pop() if lines else "") + text
-        lines.extend(whole.split("\n"))
+        lines.extend(((lines.pop() if lines else "") + text).split("\n"))
     parts = [(stage, attempt, "\n".join(lines)) for (stage, attempt), lines in found.items()]
     return template("console/_log.html").render(parts=parts, most=_LINES)
 
 
-_PARTS: Mapping[str, Callable[..., str]] = {"report": _report, "compare": _compare, "card": _card, "log": _log}
+_PARTS: Mapping[str, Callable[..., str]] = {
+    "report": lambda control, run_id, stages: render_run_report(control.report(run_id), "_run.html", stages=stages),
+    "compare": lambda control, words: render_compare_page(control.comparison(words), "_compare.html"),
+    "card": _card,
+    "log": _log,
+}

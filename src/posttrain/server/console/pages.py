@@ -31,8 +31,7 @@ def run_list(visit: Visit) -> Response:
             return visit.goes_to(f"/runs/{visit.control.run(wanted).id}")
         except (NotFoundError, InputError) as error:
             note = str(error)
-    before = words.get("before") or None
-    tag = words.get("tag") or None
+    before, tag = words.get("before") or None, words.get("tag") or None
     newest = visit.control.ls(PAGE, before, tag)
     queue = newest if tag is not None else [] if before else visit.control.queue(_QUEUE)
     ended = [one for one in newest if is_final("run", one.state)]
@@ -64,9 +63,7 @@ def report(visit: Visit) -> Response:
     run_id = visit.control.run(visit.named("run")).id  # what is not there keeps no worker busy
     part = "part" in visit.request.query_params  # of the page of the run, which shows the stages itself
     drawn = visit.drawn("report", run_id=run_id, stages=not part)
-    if part:
-        return visit.page("part", drawn=drawn)
-    return visit.page("report", run_id=run_id, drawn=drawn)
+    return visit.page("part" if part else "report", run_id=run_id, drawn=drawn)
 
 
 def card(visit: Visit) -> Response:
@@ -84,8 +81,7 @@ def compare(visit: Visit) -> Response:
     """Runs side by side."""
     chosen = [one[:200] for one in visit.request.query_params.getlist("runs") if one][:COMPARED]
     if len(chosen) < 2:
-        newest = visit.control.ls(PAGE)
-        ended = [one for one in newest if is_final("run", one.state)]
+        ended = [one for one in visit.control.ls(PAGE) if is_final("run", one.state)]
         scored = [one for one in ended if one.score]
         return visit.page("choose", newest=scored, chosen=chosen, others=len(ended) - len(scored))
     return visit.page("compare", chosen=chosen, drawn=visit.drawn("compare", words=chosen))
@@ -114,7 +110,7 @@ def channel(visit: Visit) -> Response:
         before=before,
         older=moves[-1].entry.sequence if moves and moves[-1].entry.sequence > 1 else "",
         target=ReleaseState.SUPERSEDED in found.states.values(),
-        frozen_why=_why(found.frozen) if found.frozen else "",
+        frozen_why=str(found.frozen.payload.get("why") or "") if found.frozen else "",
     )
 
 
@@ -130,9 +126,9 @@ def roll_back(visit: Visit) -> Response:
     to, since, reason = form.get("to", ""), form.get("since", ""), form.get("reason", "").strip()
     if not reason:
         return _confirmation(visit, found, to, "a rollback needs a reason: who comes next will want to know")
-    lift = reason if form.get("barred") else ""  # the page showed the quarantine, and asked why it ends
     sent = {"channel": found.record.name, "to": to or None, "since": _number(since), "reason": reason}
-    visit.worker("rollback", {**sent, "lift_quarantine": lift})
+    sent["lift_quarantine"] = reason if form.get("barred") else ""  # the page showed it, and asked why it ends
+    visit.worker("rollback", sent)
     return visit.goes_to(f"/channels/{_quoted(found.record.name)}")
 
 
@@ -186,23 +182,16 @@ def _confirmation(visit: Visit, found: ChannelView, to: str, trouble: str = "") 
         raise NotFoundError("the channel has no such release")
     quarantined = [one.model_digest for one in found.quarantine]
     digest = rollback_target(history, found.live, quarantined, wanted.model_digest if wanted else None)
-    target = next(entry for entry in reversed(history) if entry.model_digest == digest)
-    barred = [one for one in found.quarantine if one.model_digest == digest]
     return visit.page(
         "rollback",
         status=422 if trouble else 200,
         wrong=trouble,
         name=found.record.name,
         live_release=found.live,
-        target=target,
+        target=next(entry for entry in reversed(history) if entry.model_digest == digest),
         to=to,
-        barred=barred,
+        barred=[one for one in found.quarantine if one.model_digest == digest],
     )
-
-
-def _why(event: object) -> str:
-    payload = getattr(event, "payload", {})
-    return str(payload.get("why") or "")
 
 
 def _number(word: str) -> int | None:

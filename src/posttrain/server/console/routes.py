@@ -15,32 +15,29 @@ Many who look at the same page cost what one of them does.
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from fastapi import FastAPI
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import FastAPI, Request, Response
 
+from posttrain.api.control import Control
 from posttrain.domain.errors import AuthenticationError, BusyError, InputError, NotFoundError, PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.server.console import pages, visiting
-from posttrain.server.console.pages import PAGE
 from posttrain.server.console.visiting import ASSETS, HEADERS, Visit, asset, failed, html, redirect
 from posttrain.server.limits import FOLLOW, HEAVY, LOGIN, LOOK, READ, in_thread
 from posttrain.server.streams import Followed, is_ending
+from posttrain.server.underway import Server
 
 if TYPE_CHECKING:
-    from posttrain.api.control import Control
     from posttrain.api.values import RunSummary
-    from posttrain.server.underway import Server
 
 MOST = 200  # browsers that follow at a time; the others ask again and again
 _EVERY = 1.0  # seconds between two looks
@@ -110,14 +107,8 @@ class Live:
         """A stream of events `changed`."""
         of = request.query_params.get("of", "")
         visit = await in_thread(READ, enter, request)
-        if of.startswith(_RUN):
-            run_id = of.removeprefix(_RUN)
-            found = await visit.server.peers.answer(
-                request, lambda: visit.server.entrance.ledger(visit.asker), run_id, visit.asker.identity
-            )
-            if found is not None:
-                found.headers.update(HEADERS)
-                return found
+        if of.startswith(_RUN) and (found := await _elsewhere(visit, of.removeprefix(_RUN))):
+            return found
         told = await in_thread(READ, self.mark, visit, of)
         if self.followers >= MOST:
             raise BusyError("too many follow pages of this server; reload instead")
@@ -170,7 +161,7 @@ def _run(control: Control, run_id: str) -> Any:
 
 # each asks what whoever is logged in may look at, which is why nobody is asked again where a mark is known
 _LOOKS: dict[str, Callable[[Control, str], Any]] = {
-    "runs": lambda control, _: [_brief(one) for one in (*control.queue(PAGE), *control.ls(PAGE))],
+    "runs": lambda control, _: [_brief(one) for one in (*control.queue(pages.PAGE), *control.ls(pages.PAGE))],
     "run": _run,
     "channels": lambda control, _: (control.channels(), control.live()),
     "channel": lambda control, name: (control.channel(name), control.approval_requests(name)),
@@ -179,19 +170,21 @@ _LOOKS: dict[str, Callable[[Control, str], Any]] = {
 
 def add_routes(app: FastAPI, server: Server) -> None:
     """All of the console."""
-    live = Live()
     for name in ASSETS:
-        app.add_route(f"/{name}", functools.partial(_asset, name), methods=["GET"])
-    app.add_route("/", functools.partial(_first, server), methods=["GET"])
-    app.add_route("/login", functools.partial(_login_page, server), methods=["GET"])
-    app.add_route("/login", functools.partial(_log_in, server), methods=["POST"])
+        app.add_route(f"/{name}", partial(_asset, name), methods=["GET"])
+    for path, method, answer in (
+        ("/", "GET", _first),
+        ("/login", "GET", _login_page),
+        ("/login", "POST", _log_in),
+        (PROJECT + "/logout", "POST", _log_out),
+        (PROJECT + "/live", "GET", partial(_live, Live())),
+    ):
+        app.add_route(path, partial(answer, server), methods=[method])
     for lane, known in ((LOOK, _READ), (HEAVY, _HEAVY)):
         for path, page in known.items():
             app.add_route(PROJECT + path, _shown(server, page, lane), methods=["GET"])
     for path, page in _FORMS.items():
         app.add_route(PROJECT + path, _done(server, page), methods=["POST"])
-    app.add_route(PROJECT + "/logout", functools.partial(_log_out, server), methods=["POST"])
-    app.add_route(PROJECT + "/live", functools.partial(_live, server, live), methods=["GET"])
     app.add_route("/projects/{rest:path}", _nothing, methods=["GET", "POST"])
 
 
@@ -219,8 +212,8 @@ def _shown(server: Server, page: _Page, lane: str) -> Callable[[Request], Awaita
         visit = None
         try:
             visit = await in_thread(READ, _enter, server, request)
-            elsewhere = await _elsewhere(visit)
-            if elsewhere is not None:
+            run_id = request.path_params.get("run")
+            if run_id is not None and (elsewhere := await _elsewhere(visit, run_id, computes=True)):
                 return elsewhere
             async with server.limits.taken(visit.asker.identity.principal, lane):
                 return await in_thread(lane, page, visit)
@@ -232,13 +225,11 @@ def _shown(server: Server, page: _Page, lane: str) -> Callable[[Request], Awaita
     return answer
 
 
-async def _elsewhere(visit: Visit) -> Response | None:
-    """A run's page from the server of the host that has its jobs; None: from this one."""
-    run_id = visit.request.path_params.get("run")
-    if run_id is None:
-        return None
-    found = await visit.server.peers.answer(
-        visit.request, lambda: visit.server.entrance.ledger(visit.asker), run_id, visit.asker.identity, computes=True
+async def _elsewhere(visit: Visit, run_id: str, *, computes: bool = False) -> Response | None:
+    """What the server of the host that has a run's jobs answers; None: this one has to."""
+    server, who = visit.server, visit.asker
+    found = await server.peers.answer(
+        visit.request, lambda: server.entrance.ledger(who), run_id, who.identity, computes=computes
     )
     if found is not None:
         found.headers.update(HEADERS)
@@ -250,8 +241,7 @@ def _done(server: Server, page: _Page) -> Callable[[Request], Awaitable[Response
         visit = None
         try:
             visit = await in_thread(READ, _enter, server, request)
-            fields = await visiting.read_form(request)
-            visiting.refuse_foreign(request, fields, visit.secret, secure=server.secure)
+            fields = await visiting.read_form(request, visit.secret, secure=server.secure)
             async with server.limits.taken(visit.asker.identity.principal, HEAVY):
                 return await in_thread(HEAVY, page, visit.sending(fields))
         except Exception as error:
@@ -261,8 +251,7 @@ def _done(server: Server, page: _Page) -> Callable[[Request], Awaitable[Response
 
 
 def _to_login(request: Request) -> Response:
-    asked = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-    known = visiting.place(asked)
+    known = visiting.place(request.url.path + (f"?{request.url.query}" if request.url.query else ""))
     return redirect(f"/login?next={quote(known, safe='')}" if known else "/login")
 
 
@@ -296,9 +285,8 @@ def _login(server: Server, request: Request, wrong: str, status: int = 200) -> R
 
 async def _log_in(server: Server, request: Request) -> Response:
     try:
-        fields = await visiting.read_form(request)
         secret = visiting.secret_of(request, visiting.LOGIN, secure=server.secure)
-        visiting.refuse_foreign(request, fields, secret, secure=server.secure)
+        fields = await visiting.read_form(request, secret, secure=server.secure)
         where = f"address {request.client.host if request.client else ''}"
         async with server.limits.taken(where, LOGIN):  # whoever guesses has a few threads, and no lock-out of others
             found = await in_thread(READ, visiting.log_in, server, fields.get("token", "").strip())
@@ -310,8 +298,7 @@ async def _log_in(server: Server, request: Request) -> Response:
         return await in_thread(READ, failed, request, error, None)
     answer = redirect(visiting.place(fields.get("next", "")) or f"/projects/{min(found)}/runs")
     for project, made in found.items():
-        before = visiting.secret_of(request, project, secure=server.secure)
-        if before:
+        if before := visiting.secret_of(request, project, secure=server.secure):
             await in_thread(READ, visiting.log_out, server, before)
         _keep(server, answer, project, made)
     return answer
@@ -321,8 +308,7 @@ async def _log_out(server: Server, request: Request) -> Response:
     project = request.path_params["project"]
     secret = visiting.secret_of(request, project, secure=server.secure)
     try:
-        fields = await visiting.read_form(request)
-        visiting.refuse_foreign(request, fields, secret, secure=server.secure)
+        await visiting.read_form(request, secret, secure=server.secure)
         await in_thread(READ, visiting.log_out, server, secret)
     except Exception as error:
         return await in_thread(READ, failed, request, error, None)
@@ -339,9 +325,9 @@ def _keep(server: Server, answer: Response, project: str, secret: str) -> None:
     )
 
 
-async def _live(server: Server, live: Live, request: Request) -> Response:
+async def _live(live: Live, server: Server, request: Request) -> Response:
     try:
-        return await live.follow(request, functools.partial(_enter, server))
+        return await live.follow(request, partial(_enter, server))
     except Exception as error:
         return await in_thread(READ, failed, request, error, None)
 

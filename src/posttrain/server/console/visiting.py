@@ -11,11 +11,10 @@ import functools
 import hashlib
 import hmac
 import json
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from markupsafe import Markup
@@ -25,20 +24,17 @@ from starlette.responses import RedirectResponse, Response
 from posttrain._version import __version__
 from posttrain.access.authenticators import session
 from posttrain.access.authenticators.token import TokenAuthenticator
+from posttrain.api.control import Control
 from posttrain.domain.errors import AccessError, AuthenticationError, InputError, PosttrainError
 from posttrain.domain.ids import Role
 from posttrain.server.console import CONSOLE
 from posttrain.server.entrance import Asker
 from posttrain.server.limits import whole
 from posttrain.server.logs import logged_problem
+from posttrain.server.underway import Server
 from posttrain.server.workers import Refused
 from posttrain.web.pages import template
 
-if TYPE_CHECKING:
-    from posttrain.api.control import Control
-    from posttrain.server.underway import Server
-
-log = logging.getLogger("posttrain.server")
 POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; img-src data:; connect-src 'self'; form-action 'self'; "
     "frame-ancestors 'none'; base-uri 'none'"
@@ -52,7 +48,6 @@ HEADERS = {
     "cache-control": "no-store",
 }
 ASSETS = {"console.css": "text/css", "console.js": "text/javascript"}
-_SEE_OTHER = 303
 _TITLES = {
     401: "Log in",
     403: "Not yours to do",
@@ -64,8 +59,6 @@ _TITLES = {
 FIELD = "form_token"  # of every form
 MOST_BYTES = 64 << 10  # of a form
 LOGIN = "_login"  # in the place of a project: the cookie of the form that logs in
-_NAME = "posttrain-"
-_HOST = "__Host-"  # browsers take such a cookie over TLS only, from this host alone, for all paths
 _PROJECT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _PLACE = re.compile(r"/projects/[A-Za-z0-9/_.~%?=&:+-]*")
 _FORM = "application/x-www-form-urlencoded"
@@ -149,7 +142,7 @@ _NOBODY: dict[str, Any] = {
 
 def redirect(place: str) -> Response:
     """By GET."""
-    return RedirectResponse(place, _SEE_OTHER, HEADERS)
+    return RedirectResponse(place, 303, HEADERS)
 
 
 def failed(request: Request, error: Exception, visit: Visit | None) -> Response:
@@ -167,8 +160,10 @@ def failed(request: Request, error: Exception, visit: Visit | None) -> Response:
 
 
 def cookie(project: str, *, secure: bool) -> str:
-    """The name of a project's cookie."""
-    return f"{_HOST if secure else ''}{_NAME}{project}"
+    """The name of a project's cookie. Browsers take one that begins with __Host- over TLS only, from this host alone,
+    for all paths.
+    """
+    return f"{'__Host-' if secure else ''}posttrain-{project}"
 
 
 def projects(request: Request, *, secure: bool) -> list[str]:
@@ -222,11 +217,11 @@ def form_token(secret: str) -> str:
     return hmac.new(secret.encode(), b"posttrain form", hashlib.sha256).hexdigest()
 
 
-async def read_form(request: Request) -> dict[str, str]:
-    """The fields of a form.
+async def read_form(request: Request, secret: str, *, secure: bool) -> dict[str, str]:
+    """The fields of a form of this server and of the session of a secret.
 
     Raises:
-        InputError: it is no form, or too large. SlowError: it did not come in time.
+        InputError: it is no form, or too large. SlowError: it did not come in time. AccessError: as `refuse_foreign`.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != _FORM:
@@ -238,6 +233,7 @@ async def read_form(request: Request) -> dict[str, str]:
         raise InputError("a form must be text in UTF-8 of at most 50 fields") from error
     if any("\0" in value for value in fields.values()):
         raise InputError("a form must be text, got a NUL character in it")
+    refuse_foreign(request, fields, secret, secure=secure)
     return fields
 
 
@@ -254,8 +250,7 @@ def refuse_foreign(request: Request, fields: Mapping[str, str], secret: str, *, 
     here = ("https" if secure else "http", request.headers.get("host", ""))
     if origin != here or site not in ("", "same-origin"):
         raise AccessError("the form must come from a page of this server; open the page again, and send it from there")
-    given = fields.get(FIELD, "")
-    if not secret or not hmac.compare_digest(given.encode(), form_token(secret).encode()):
+    if not secret or not hmac.compare_digest(fields.get(FIELD, "").encode(), form_token(secret).encode()):
         raise AccessError("the form must be of the session that you are logged in to; open the page again")
 
 

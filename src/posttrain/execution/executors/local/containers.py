@@ -50,7 +50,6 @@ FETCH_SECONDS = 1800.0  # tens of GB come in that time; a registry that is away 
 _PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)  # seconds before an image is asked for again
 SPEC = "container"  # the key of spec.json
 _COVERED = ("spec.json", "request.json", "supervisor.json", "supervisor.lock")  # what supervisors go by
-_READ = ("job.json",)
 _OLDEST = 4
 
 
@@ -163,8 +162,7 @@ def _late(image: str, seconds: float, words: str) -> str:
 
 def _last(words: str) -> str:
     """Podman's last line, which says what was wrong."""
-    lines = [line for line in words.splitlines() if line.strip()]
-    return one_line(lines[-1]) if lines else ""
+    return one_line((words.strip().splitlines() or [""])[-1])
 
 
 def _cause(words: str, image: str) -> str:
@@ -283,11 +281,10 @@ def contained(request: JobRequest, folder: Path) -> dict[str, Any]:
     Raises:
         InputError: podman is missing or too old, or the folder or the store cannot be shown to a container.
     """
-    why = trouble()
-    if why:
+    if why := trouble():
         raise InputError(f"job {request.name} asks for image {request.image}: {why}")
     here = os.stat(folder)
-    mounts = [[str(folder), str(folder), "rw"], *_mounts(folder)]
+    mounts = [[str(folder), str(folder), "rw"], _mount(folder)]
     for source, _, _ in mounts:
         if "," in source:
             raise InputError(f"job {request.name}: podman mounts no folder with a comma in its name, got {source}")
@@ -298,26 +295,25 @@ def contained(request: JobRequest, folder: Path) -> dict[str, Any]:
         "place": [here.st_dev, here.st_ino],  # a copy of the folder has another
         "profile": _profile() or {},
         "fetch_seconds": fetch_seconds(request.name),
-        "memory": request.gang[0].memory or int(_machine_memory() * _SHARE),
+        "memory": request.gang[0].memory or int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * _SHARE),
         "limits": _controllers(os.environ.get("PATH", ""), os.environ.get("CONTAINERS_CONF", "")),
         "word": secrets.token_hex(16),  # in exit.json: the job cannot see it, so it cannot say how it ended
         "mounts": mounts,
     }
 
 
-def _mounts(folder: Path) -> Iterator[list[str]]:
+def _mount(folder: Path) -> list[str]:
+    """Where a job reads its inputs: the folder of its server's socket, or the store."""
     order = json.loads((folder / "job.json").read_bytes())
     if order.get("served"):
-        yield [str(folder.parents[3] / SOCKETS), INSIDE, "ro"]
-        return
+        return [str(folder.parents[3] / SOCKETS), INSIDE, "ro"]
     url = urlsplit(str(order.get("store_url", "")))
     if url.scheme != "file" or order.get("channel"):
         raise InputError(
             f"job {order.get('name')}: a job in an image reaches a store or channels that are not folders only through "
             "a server; run posttrain serve"
         )
-    store = unquote(url.path)
-    yield [store, store, "ro"]
+    return [unquote(url.path), unquote(url.path), "ro"]
 
 
 def become(folder: Path, spec: Mapping[str, Any]) -> NoReturn:
@@ -337,7 +333,8 @@ def become(folder: Path, spec: Mapping[str, Any]) -> NoReturn:
     sys.stderr.flush()
     if why:
         os._exit(REFUSED)
-    os.execvpe("podman", command(folder, spec), _environment(spec["secrets"]))
+    named = {name: os.environ[name] for name in spec["secrets"] if name in os.environ}
+    os.execvpe("podman", command(folder, spec), variables(os.environ) | named)
 
 
 def _refused(image: str, seconds: float) -> str:
@@ -346,15 +343,13 @@ def _refused(image: str, seconds: float) -> str:
     Here is what came under that very name: podman finds a digest under any, and a project allows names.
     """
     held = podman("image", "inspect", "--format={{json .RepoDigests}}", image)
-    if held.returncode or image not in (json.loads(held.stdout) or ()):
-        why = fetched(image, seconds)
-        if why:
-            return why
+    here = not held.returncode and image in (json.loads(held.stdout) or ())
+    if not here and (why := fetched(image, seconds)):
+        return why
     said = podman("image", "inspect", "--format={{json .Annotations}}", image)
     if said.returncode:
         return f"image {image}: podman does not say its annotations ({' '.join(said.stderr.split())[:200]})"
-    found = sorted(name for name in json.loads(said.stdout) or {} if name.startswith(_ORDERS))
-    if found:
+    if found := sorted(name for name in json.loads(said.stdout) or {} if name.startswith(_ORDERS)):
         return (
             f"image {image} must have no annotation that begins with {_ORDERS}, which an OCI runtime may obey, got "
             f"{', '.join(found)[:200]}; build it without"
@@ -367,27 +362,16 @@ def command(folder: Path, spec: Mapping[str, Any]) -> list[str]:
     box, variables = spec[SPEC], {"HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1", **spec["environment"]}
     if not spec.get("taken"):  # where a hook for devices is installed, it would show all of them
         variables["NVIDIA_VISIBLE_DEVICES"] = "void"
-    words = [
-        "podman",
-        f"--runtime={_RUNTIME}",
-        "run",
-        f"--name={box['name']}",
-        "--pull=never",
-        "--log-driver=none",
-        "--user=0:0",
-    ]
-    words.append("--umask=0077")  # what a job leaves is its owner's alone
+    words = ["podman", f"--runtime={_RUNTIME}", "run", f"--name={box['name']}", "--pull=never", "--log-driver=none"]
+    words += ["--user=0:0", "--umask=0077"]  # what a job leaves is its owner's alone
     words += ["--read-only", "--cap-drop=all", "--security-opt=no-new-privileges", "--network=none"]
     words += ["--image-volume=ignore", "--no-healthcheck", *_limits(box)]
     words += [f"--security-opt=seccomp={folder / _PROFILE}", f"--shm-size={_SHARED_MEMORY}", "--http-proxy=false"]
     words += [f"--hostname={os.uname().nodename}", f"--workdir={folder}", f"--label=posttrain.job={spec['name']}"]
-    for source, target, mode in box["mounts"]:
-        words.append(f"--mount=type=bind,source={source},destination={target},ro={str(mode == 'ro').lower()}")
-    for name in _COVERED:
-        if (folder / name).exists():
-            words.append(f"--mount=type=bind,source=/dev/null,destination={folder / name},ro=true")
-    for name in _READ:
-        words.append(f"--mount=type=bind,source={folder / name},destination={folder / name},ro=true")
+    mounts = [(source, target, str(mode == "ro").lower()) for source, target, mode in box["mounts"]]
+    mounts += [("/dev/null", folder / name, "true") for name in _COVERED if (folder / name).exists()]
+    mounts.append((folder / "job.json", folder / "job.json", "true"))
+    words += [f"--mount=type=bind,source={source},destination={target},ro={only}" for source, target, only in mounts]
     if spec.get("max_seconds") is not None:  # should nobody be left who ends it
         words.append(f"--timeout={int(spec['max_seconds'] + spec.get('grace_seconds', 0.0)) + _LATE_SECONDS}")
     words += [f"--env={name}={value}" for name, value in variables.items()]
@@ -408,14 +392,10 @@ def _limits(box: Mapping[str, Any]) -> Iterator[str]:
 @functools.cache
 def _controllers(*_: str) -> list[str]:
     """Which limits podman can set here: `memory`, `pids`; without root and with cgroups of version 1, none."""
-    wanted = "{{json .Host.CgroupControllers}}"
     with suppress(OSError, subprocess.SubprocessError, ValueError):
-        return [str(name) for name in json.loads(podman("info", f"--format={wanted}").stdout) or ()]
+        said = podman("info", "--format={{json .Host.CgroupControllers}}").stdout
+        return [str(name) for name in json.loads(said) or ()]
     return []
-
-
-def _machine_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def gone(box: Mapping[str, Any]) -> bool:
@@ -472,10 +452,6 @@ def is_copy(folder: Path, box: Mapping[str, Any]) -> bool:
         return not os.path.samestat(os.stat(box["folder"]), here)
     except OSError:
         return False
-
-
-def _environment(named: Any) -> dict[str, str]:
-    return variables(os.environ) | {name: os.environ[name] for name in named if name in os.environ}
 
 
 def _profile() -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ import os
 import pwd
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,8 +45,7 @@ def lock_folder() -> str:
 
     Containers that share devices have to share it too: POSTTRAIN_DEVICE_LOCKS names it then.
     """
-    named = os.environ.get(FOLDER_VARIABLE)
-    if named:
+    if named := os.environ.get(FOLDER_VARIABLE):
         return named
     for folder in _FOLDERS:
         with suppress(OSError):
@@ -72,11 +71,7 @@ class Taken:
 
     def __init__(self, locks: Mapping[str, int]) -> None:
         self._locks = dict(locks)
-
-    @property
-    def names(self) -> list[str]:
-        """The devices, in the machine's order."""
-        return list(self._locks)
+        self.names = [*locks]  # the devices, in the machine's order
 
     def sign(self, record: Mapping[str, Any]) -> None:
         """Write down who has them; before the job may touch a device."""
@@ -208,12 +203,11 @@ def _lock(path: Path) -> int | None:
 
 
 def _file(path: Path) -> int:
-    while True:  # a cleaner of temporary folders may come between the two
+    lock = None
+    while lock is None:  # a cleaner of temporary folders may come between the two
         lock = _make(path)
-        if lock is None:
-            lock = _open(path)
-        if lock is not None:
-            return lock
+        lock = _open(path) if lock is None else lock
+    return lock
 
 
 def _make(path: Path) -> int | None:
@@ -260,16 +254,11 @@ def _left(lock: int) -> list[int]:
     record = _record(lock)
     if not isinstance(record, dict):
         return []
-    return list(_group(record)) + list(_carriers(record.get("token")))
-
-
-def _group(record: Mapping[str, Any]) -> Iterator[int]:
-    pid, identity = record.get("job_pid"), record.get("job_identity")
-    if isinstance(pid, int) and pid > 1 and isinstance(identity, str):
-        # a pid is not given away while its group has members: if another process has it, the group is gone
-        yield from processes.group(pid) if processes.identity(pid) in (None, identity) else ()
-
-
-def _carriers(token: object) -> Iterator[int]:
+    pid, identity, token = (record.get(key) for key in ("job_pid", "job_identity", "token"))
+    found: list[int] = []
+    # a pid is not given away while its group has members: if another process has it, the group is gone
+    if isinstance(pid, int) and pid > 1 and isinstance(identity, str) and processes.identity(pid) in (None, identity):
+        found += processes.group(pid)
     if isinstance(token, str) and token:
-        yield from processes.carrying(TOKEN_VARIABLE, token)
+        found += processes.carrying(TOKEN_VARIABLE, token)
+    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import os
 import signal
 import stat
@@ -40,7 +41,6 @@ from posttrain.execution.executors.local import containers
 from posttrain.execution.executors.local.devices import FOLDER_VARIABLE, Devices, holders
 from posttrain.execution.executors.local.forkserver import ForkServer
 from posttrain.execution.executors.local.supervisor import ALREADY_CLAIMED, NO_DEVICE, job_environment, private
-from posttrain.execution.processes import HEARTBEAT_SECONDS
 from posttrain.store.atomic import create_json, make_folder, read_json, unwritable, write_json
 from posttrain.store.attempts import AttemptFolder, unclaimed
 
@@ -79,12 +79,11 @@ class LocalExecutor:
         self._keep = keep
         self._runs = runs
         self._forks = ForkServer(preload) if preload else None
-        self._list, self._devices = devices, Devices()
-        self._listed = False
+        self._machine = functools.cache(devices)
 
     def submit(self, request: JobRequest) -> Submission:
         """See `Executor.submit`; the handle is the supervisor's pid. Whether it has one is never unknown."""
-        if not processes.supported():
+        if not os.path.exists("/proc/self/stat"):
             raise InfrastructureError("the local executor needs Linux's /proc, which is not there; run on Linux")
         refuse_elsewhere(request, self._own(request), images=self.images)
         folder = _folder(request)
@@ -112,12 +111,10 @@ class LocalExecutor:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             return Capacity(len(machine.names), holders(machine))
         except OSError as error:
-            raise _unlockable(machine, error) from error
-
-    def _machine(self) -> Devices:
-        if not self._listed:
-            self._devices, self._listed = self._list(), True
-        return self._devices
+            raise InfrastructureError(
+                f"the device locks in {machine.folder} cannot be used: {error.strerror or error}; "
+                f"make the folder writable, or name another by {FOLDER_VARIABLE}"
+            ) from error
 
     def observe(self, jobs: Sequence[JobRef]) -> list[Observation]:
         """See `Executor.observe`."""
@@ -138,14 +135,12 @@ class LocalExecutor:
         """See `Executor.kill`; returns when the job is gone."""
         folder = _folder(job)
         spec = read_json(folder / "spec.json") or {}
-        grace = float(spec.get("grace_seconds", _GRACE_SECONDS))
-        seconds = _REMOVE_SECONDS if containers.SPEC in spec else _KILL_SECONDS
-        steps: list[tuple[Callable[[Path, Any], None], float]] = [
-            (_terminate, grace),
-            (_kill_job, seconds),
-            (_kill_supervisor, seconds),
-        ]
-        for act, seconds in steps:
+        most = _REMOVE_SECONDS if containers.SPEC in spec else _KILL_SECONDS
+        for act, seconds in (
+            (_terminate, float(spec.get("grace_seconds", _GRACE_SECONDS))),
+            (_kill_job, most),
+            (_kill_supervisor, most),
+        ):
             act(folder, read_json(folder / "supervisor.json") or {})
             if _poll(lambda: _observe(folder).gone, seconds):
                 return
@@ -211,15 +206,13 @@ def refuse_elsewhere(request: JobRequest, own: Mapping[str, str] | None = None, 
         f"{group.topology} as its topology": bool(group.topology),
         f"image {request.image}": bool(request.image) and not images,
     }
-    for what, asked in wanted.items():
-        if asked:
-            raise InputError(f"job {request.name} asks for {what}; {here}: ask for less, or go elsewhere")
+    if what := next((what for what, asked in wanted.items() if asked), ""):
+        raise InputError(f"job {request.name} asks for {what}; {here}: ask for less, or go elsewhere")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for what, needed, has in (("cpus", group.cpus, os.cpu_count() or 1), ("bytes of memory", group.memory, memory)):
         if needed > has:
             raise InputError(f"job {request.name} asks for {needed} {what}, this machine has {has}; ask for less")
-    lacking = [name for name in request.secrets if name not in job_environment({}, own)]
-    if lacking:
+    if lacking := [name for name in request.secrets if name not in job_environment({}, own)]:
         raise InputError(
             f"job {request.name} needs {', '.join(lacking)} in the environment of whoever drives its run, where it is "
             "not set (or is one that jobs do not get: a tracker's, Python's); export it"
@@ -230,10 +223,10 @@ def _observe(folder: Path) -> Observation:
     claim = read_json(folder / "supervisor.json")
     if claim is None:
         return Observation(JobState.UNKNOWN)
-    handle = str(claim["pid"])
+    seen = functools.partial(Observation, handle=str(claim["pid"]), node=_NODE)
     if _supervised(folder):
         state = JobState.RUNNING if "job_pid" in claim else JobState.STARTING
-        return Observation(state, handle=handle, node=_NODE, seconds=_seconds(folder, None))
+        return seen(state, seconds=_seconds(folder, None))
     box = (read_json(folder / "spec.json") or {}).get(containers.SPEC)
     record = _ended(folder, box)  # read after the lock was seen free: it is complete or will never be
     seconds = _seconds(folder, record)
@@ -243,18 +236,17 @@ def _observe(folder: Path) -> Observation:
         if "oom" in record:
             cause, most = Cause.OUT_OF_MEMORY, int(record["oom"]) / 2**30
             said = f"the kernel killed it, exit code {code}; its largest process held {most:.2f} GiB"
-        return Observation(JobState.EXITED, code, said, cause=cause, handle=handle, node=_NODE, seconds=seconds)
-    job = _job(folder, read_json(folder / "supervisor.json"))
+        return seen(JobState.EXITED, code, said, cause=cause, seconds=seconds)
+    gone, job = "its supervisor is gone", _job(folder, read_json(folder / "supervisor.json"))
     if job is not None and not _poll(lambda: processes.kill_group(*job), _KILL_SECONDS):
-        resists = f"its supervisor is gone and process {job[0]} resists being killed"
-        return Observation(JobState.RUNNING, detail=resists, handle=handle, node=_NODE, seconds=seconds)
-    own = box if box and not containers.is_copy(folder, box) else None
-    if own and not containers.gone(own):
-        resists = f"its supervisor is gone and podman does not say that container {own['name']} is; podman rm -f it"
-        return Observation(JobState.RUNNING, detail=resists, handle=handle, node=_NODE, seconds=seconds)
-    if own:
+        resists = f"{gone} and process {job[0]} resists being killed"
+        return seen(JobState.RUNNING, detail=resists, seconds=seconds)
+    if box and not containers.is_copy(folder, box):
+        if not containers.gone(box):
+            resists = f"{gone} and podman does not say that container {box['name']} is; podman rm -f it"
+            return seen(JobState.RUNNING, detail=resists, seconds=seconds)
         containers.forget(folder)
-    return Observation(JobState.LOST, detail="its supervisor is gone", handle=handle, node=_NODE, seconds=seconds)
+    return seen(JobState.LOST, detail=gone, seconds=seconds)
 
 
 def _ended(folder: Path, box: Mapping[str, Any] | None) -> Any:
@@ -276,14 +268,7 @@ def _seconds(folder: Path, ended: Any) -> float | None:
     if ended is not None and "seconds" in ended:
         return float(ended["seconds"])
     beaten = (folder / "supervisor.lock").stat().st_mtime - float(claim["started_at"])
-    return max(0.0, beaten) + HEARTBEAT_SECONDS  # it may have died just before the next one
-
-
-def _unlockable(machine: Devices, error: OSError) -> InfrastructureError:
-    return InfrastructureError(
-        f"the device locks in {machine.folder} cannot be used: {error.strerror or error}; "
-        f"make the folder writable, or name another by {FOLDER_VARIABLE}"
-    )
+    return max(0.0, beaten) + processes.HEARTBEAT_SECONDS  # it may have died just before the next one
 
 
 def _folder(job: JobRef) -> Path:
@@ -328,8 +313,7 @@ def _withdraw(folder: Path, why: str) -> None:
     Raises:
         InfrastructureError: none has, and none can any more.
     """
-    nobody = {"pid": os.getpid(), "identity": ""}  # an identity that no process has
-    if create_json(folder / "supervisor.json", nobody):
+    if create_json(folder / "supervisor.json", {"pid": os.getpid(), "identity": ""}):  # which no process has
         raise InfrastructureError(why)
 
 
@@ -374,14 +358,12 @@ def _of_another(folder: Path, pid: int) -> bool:
 
 
 def _terminate(folder: Path, claim: Any) -> None:
-    job = _job(folder, claim)
-    if job is not None:
+    if job := _job(folder, claim):
         processes.send(*job, signal.SIGTERM)
 
 
 def _kill_job(folder: Path, claim: Any) -> None:
-    job = _job(folder, claim)
-    if job is not None:
+    if job := _job(folder, claim):
         processes.kill_group(*job)
 
 

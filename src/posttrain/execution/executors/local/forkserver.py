@@ -45,7 +45,6 @@ _END_SECONDS = 5.0
 _CANNOT = 1
 _REFUSED = "refused: "  # of this environment only
 _LONGEST = 4096  # bytes of an answer
-_TRIES = "3"
 
 
 class ForkServer:
@@ -154,15 +153,13 @@ def _pinned(folder: Path) -> str:
         return ""
 
 
-def attest(folder: str, preload: str, descriptor: str, tries: str = _TRIES) -> NoReturn:
+def attest(folder: str, preload: str, descriptor: str, tries: str = "3") -> NoReturn:
     """Compare the environment with the one that the first attempt's order names, then become the server."""
     marks = bootstrap.marks(Path(folder))  # before the files are read: what changes from here on is seen
-    different = bootstrap.trouble(Path(folder))
-    if different:
+    if different := bootstrap.trouble(Path(folder)):
         _refuse(descriptor, _REFUSED + different)  # the attempt starts cold, and answers with it
-    flags = ["-s", "-P", *bootstrap.compiled_flags()]
-    words = ["serve", folder, preload, descriptor, tries, marks]
-    os.execv(sys.executable, [sys.executable, *flags, "-m", _MODULE, *words])
+    words = ["-m", _MODULE, "serve", folder, preload, descriptor, tries, marks]
+    os.execv(sys.executable, [sys.executable, "-s", "-P", *bootstrap.compiled_flags(), *words])
 
 
 def _refuse(descriptor: str, why: str) -> NoReturn:
@@ -188,9 +185,8 @@ def serve(folder: str, preload: str, descriptor: str, tries: str, marks: str) ->
         _refuse(descriptor, f"the fork server must have one thread, got {len(threads)}")
     if bootstrap.marks(Path(folder)) != marks:
         if int(tries) > 1:  # nothing of this memory is kept
-            flags = ["-s", "-S", "-P", *bootstrap.compiled_flags()]
             again = [str(_HERE), folder, preload, descriptor, str(int(tries) - 1)]
-            os.execv(sys.executable, [sys.executable, *flags, *again])
+            os.execv(sys.executable, [sys.executable, "-s", "-S", "-P", *bootstrap.compiled_flags(), *again])
         _refuse(descriptor, "files of the environment were written while the fork server imported them")
     gc.collect()
     gc.freeze()  # the collector would write on pages that forks share
@@ -258,14 +254,12 @@ def _run(attempt: Path, module: str) -> NoReturn:
 
 def retitle(words: list[str]) -> None:
     """Change what `ps` shows of this process; longer than its first command line it cannot become."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         text = Path("/proc/self/stat").read_text()
         begin, end = (int(word) for word in text[text.rindex(")") + 2 :].split()[45:47])
         if 0 < begin < end:
             written = "\0".join(words).encode()[: end - begin - 1]
             ctypes.memmove(begin, written.ljust(end - begin, b"\0"), end - begin)
-    except (OSError, ValueError):
-        pass
 
 
 if __name__ == "__main__":

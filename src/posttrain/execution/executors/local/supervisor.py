@@ -160,13 +160,12 @@ def _supervise(
     box = spec.get(_BOX)
     if box:
         from posttrain.execution.executors.local import containers  # here: other jobs need none of it
-        from posttrain.execution.executors.local.containers import last_words
 
         code = containers.code_of(box, code)
-        said = last_words(folder) if code == containers.REFUSED else ""
+        said = containers.last_words(folder) if code == containers.REFUSED else ""
         containers.clear(folder, box, lambda: _beat(folder, started, begun, taken))
-    ended: dict[str, Any] = {"exit_code": code, "at": time.time(), "seconds": time.monotonic() - begun}
-    ended["overtime"] = limit.over
+    spent = time.monotonic() - begun
+    ended: dict[str, Any] = {"exit_code": code, "at": time.time(), "seconds": spent, "overtime": limit.over}
     ended |= {"word": box["word"], "said": said} if box else {}
     if code in _KILLED and not limit.over:
         ended |= kills.told(code)
@@ -303,8 +302,7 @@ def contain(folder: Path, spec: dict[str, Any]) -> NoReturn:
 def settle(folder: Path) -> None:
     """Read from nothing, write to the attempt's log, hear signals."""
     log = os.open(folder / "log.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+    for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
 
