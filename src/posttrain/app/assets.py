@@ -63,8 +63,7 @@ def mark(workspace: Workspace, ref: str, status: str, reason: str) -> tuple[Asse
 
 def _that_may_use(workspace: Workspace, asset: Asset) -> Iterator[RunRecord]:
     """Runs that used the bytes, and every unfinished one: what its stages will use stands in its manifest alone."""
-    made = of_bytes(workspace.ledger, asset.digest).runs
-    yield from (workspace.ledger.run(one) for one in made)
+    yield from (workspace.ledger.run(one) for one in of_bytes(workspace.ledger, asset.digest).runs)
     for state in RunState:
         if not is_final("run", state):
             yield from workspace.ledger.runs(state=state)

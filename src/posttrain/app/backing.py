@@ -95,8 +95,7 @@ def _proved(place: Path) -> tuple[int, tuple[str, ...]]:
         verify_chain(ledger)
         verify_rows(ledger)
         let_go(ledger.database)
-        projects = ledger.projects()
-        every = [run for project in projects for run in Ledger(ledger.database, project=project).runs()]
+        every = [run for project in ledger.projects() for run in Ledger(ledger.database, project=project).runs()]
         return len(every), tuple(run.id for run in every if not is_final("run", run.state))
     finally:
         ledger.close()

@@ -75,8 +75,7 @@ def rollback(
     from posttrain.control.actions import rollback
     from posttrain.trackers.tracked import announce
 
-    stores = workspace.stores
-    entry = rollback(stores, channel, to, since=since, reason=reason, lift_quarantine=lift_quarantine)
+    entry = rollback(workspace.stores, channel, to, since=since, reason=reason, lift_quarantine=lift_quarantine)
     announce(workspace, channel)
     sinks.announce(workspace)
     return entry
@@ -105,8 +104,7 @@ def _said(workspace: Workspace, what: str, channel: str | None, verdict: str, re
 def approval_requests(workspace: Workspace, channel: str) -> list[Standing]:
     from posttrain.control.channels import standings
 
-    found = standings(workspace.stores, channel=channel)
-    return [one for one in found if not (one.outdated or one.done)]
+    return [one for one in standings(workspace.stores, channel=channel) if not (one.outdated or one.done)]
 
 
 @answers(Control.policy)
@@ -139,8 +137,7 @@ def set_policy(workspace: Workspace, name: str, path: Path) -> tuple[PinnedPolic
 
     known = [record.name for record in workspace.ledger.channel_records()]
     with workspace.blobs.holding():
-        chosen = pinned_policy(load_policy(path), path, workspace)
-        set_policy(workspace.stores, name, chosen)
+        set_policy(workspace.stores, name, pinned_policy(load_policy(path), path, workspace))
     pinned = policy(workspace, name)
     assert pinned is not None
     with workspace.ledger.snapshot() as now:
@@ -167,8 +164,7 @@ def protect(workspace: Workspace, name: str, *, protected: bool = True, why: str
 def freeze(workspace: Workspace, name: str, *, rollbacks: bool = False, why: str = "") -> ChannelRecord:
     from posttrain.control.channels import EVERYTHING, RELEASES, freeze
 
-    frozen = EVERYTHING if rollbacks else RELEASES
-    return freeze(workspace.stores, name, frozen, why)
+    return freeze(workspace.stores, name, EVERYTHING if rollbacks else RELEASES, why)
 
 
 @answers(Control.unfreeze)

@@ -340,8 +340,7 @@ def _record_executor(workspace: Workspace, name: str) -> None:
 
 def _with_jobs(workspace: Workspace) -> Iterator[str]:
     """Runs of any project with a stage to come that is a job. One that only waits for a person to release has none."""
-    projects = workspace.ledger.projects()
-    for project in projects:
+    for project in workspace.ledger.projects():
         ledger = workspace.seen_by(workspace.actor, project, OS).ledger
         for run in [run for state in RunState if not is_final("run", state) for run in ledger.runs(state=state)]:
             to_come = [stage for stage in ledger.stages(run.id) if not is_final("stage", stage.state)]

@@ -345,8 +345,7 @@ def unfreeze(channel: ChannelArgument, reason: WhyOption = "") -> None:
     """Let a channel move again."""
     control = open_control()
     before = control.channel_record(channel)
-    after = control.unfreeze(channel, why=reason)
-    if after == before:
+    if control.unfreeze(channel, why=reason) == before:
         say(f"channel {channel} was not frozen")
         return
     say(f"channel {channel} may move")

@@ -163,8 +163,7 @@ def request_lines(standings: Iterable[Standing], cards: Mapping[str, Why]) -> It
     """
     for one in standings:
         request = one.request
-        told = f"asked:  {request.words}, by {request.actor} {ago(request.at)}: {one.words}"
-        yield Text(told, style=style("warn"))
+        yield Text(f"asked:  {request.words}, by {request.actor} {ago(request.at)}: {one.words}", style=style("warn"))
         yield from card_lines(cards.get(request.run_id or ""))
         if "set" in request.asked:
             yield Text(

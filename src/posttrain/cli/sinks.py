@@ -154,8 +154,7 @@ def ls(output: OutputOption = Output.TEXT) -> None:
 @app.command("test")
 def test(name: SinkArgument) -> None:
     """Send a message that is marked as a test, from here."""
-    where = open_control().test_sink(name)
-    say(f"sink {name}: {where} took a test message")
+    say(f"sink {name}: {open_control().test_sink(name)} took a test message")
 
 
 @app.command("pause")

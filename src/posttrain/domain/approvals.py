@@ -167,12 +167,8 @@ class Standing:
             return f"{counted}; nobody may approve, since the name of its owner was erased; {self.request.anew}"
         if self.missing > len(self.may):
             few = "too few may approve who are not its owner: have the policy name more approvers"
-            return f"{counted}; {few}{self._lacking}"
+            return f"{counted}; {few}{f', or give {one_of(self.roleless)} the role approver' if self.roleless else ''}"
         return f"{counted}; {one_of(self.may)} may approve" if self.missing else counted
-
-    @property
-    def _lacking(self) -> str:
-        return f", or give {one_of(self.roleless)} the role approver" if self.roleless else ""
 
 
 def one_of(names: Sequence[str]) -> str:

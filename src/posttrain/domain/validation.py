@@ -189,20 +189,22 @@ _PLAIN = {
     "string_type": "must be text",
     "invalid_key": "must have words as keys",
 }
+_SIDES = {  # of a bound: its word, and where pydantic has its number
+    "greater_than_equal": ("at least", "ge"),
+    "less_than_equal": ("at most", "le"),
+    "greater_than": ("more than", "gt"),
+    "less_than": ("less than", "lt"),
+}
 
 
 def _words(kind: str, about: Mapping[str, Any]) -> str | None:
     """What pydantic complains of, in the words of these errors; None: its own."""
-    if kind in _PLAIN:
-        return _PLAIN[kind]
-    sides = {"greater_than_equal": ("at least", "ge"), "less_than_equal": ("at most", "le")}
-    sides |= {"greater_than": ("more than", "gt"), "less_than": ("less than", "lt")}
-    if kind in sides:
-        side, key = sides[kind]
+    if kind in _SIDES:
+        side, key = _SIDES[kind]
         return f"must be {side} {_plainly(about[key])}"
     if kind == "literal_error":
         return f"must be one of {str(about['expected']).replace(' or ', ', ')}"
-    return None
+    return _PLAIN.get(kind)
 
 
 def _plainly(bound: float) -> str:

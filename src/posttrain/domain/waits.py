@@ -57,9 +57,7 @@ class Wait(Frozen):
 
     def given_up_at(self, stage: StageRecord) -> float | None:
         """When its signal is waited for no longer; None: never."""
-        if self.within is None or stage.started_at is None:
-            return None
-        return stage.started_at + self.within
+        return None if self.within is None or stage.started_at is None else stage.started_at + self.within
 
 
 def wait_contract(params: Mapping[str, Any], source: str) -> StageContract:
@@ -101,8 +99,7 @@ def signals_of(manifest: Manifest) -> set[str]:
 
 def times(wait: Wait, stage: StageRecord) -> list[float]:
     """When a stage that waits is to be looked at, though nobody sends anything."""
-    found = (stage.not_before, wait.given_up_at(stage))
-    return [at for at in found if at is not None]
+    return [at for at in (stage.not_before, wait.given_up_at(stage)) if at is not None]
 
 
 def waiting(stage: StageRecord) -> bool:

@@ -226,8 +226,7 @@ def step_times(attempt: AttemptSpans) -> list[StepTime]:
         if BETWEEN.issuperset(span.name for span in spans):
             continue
         started, end = min(span.started for span in spans), max(end_of(span) for span in spans)
-        phases = _own_seconds(spans)
-        found.append(StepTime(attempt.stage, attempt.attempt, step, started, end - started, phases))
+        found.append(StepTime(attempt.stage, attempt.attempt, step, started, end - started, _own_seconds(spans)))
     return sorted(found, key=lambda one: (one.started, one.step))
 
 

@@ -391,8 +391,7 @@ class Scribe:
             held.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused: another has it, if only to look
             self._starts += 1
-            environment = {_HANDED: str(lock)}
-            self._process = start_writer(self._workspace, [self._id, "--follow"], folder, environment, lock)
+            self._process = start_writer(self._workspace, [self._id, "--follow"], folder, {_HANDED: str(lock)}, lock)
 
     def keep(self) -> None:
         """Start it again if it was killed, or was not started yet."""

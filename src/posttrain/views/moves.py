@@ -49,10 +49,9 @@ def moves(ledger: Ledger, name: str, limit: int | None = None, before: str | Non
         told = {event.payload.get("sequence"): event.payload for event in events}
         states = [_ended_by(follower) for follower in history[1:]] + [ReleaseState.LIVE] * bool(history)
         rows = [(one, state) for one, state in zip(history, states, strict=True) if _older(one, before)]
-        chosen = rows[::-1][:limit]
         return [
             Move(_requested(now, one), state, str(said.get("why") or ""), _approvers(now, said.get("approved")))
-            for one, state in chosen
+            for one, state in rows[::-1][:limit]
             for said in [told.get(one.sequence, {})]
         ]
 

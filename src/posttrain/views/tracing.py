@@ -136,8 +136,7 @@ def recorded_sample(workspace: OpenWorkspace, run_id: str, sample: str, stage: s
         stages = ", ".join(one.stage for one in found)
         raise InputError(f"sample {sample} must name one stage's, got it of {stages}; add --stage")
     (one,) = found
-    pieces = _pieces(workspace, run_id, one)
-    return RecordedSample(one.stage, one.attempt, one.sample, tuple(pieces))
+    return RecordedSample(one.stage, one.attempt, one.sample, tuple(_pieces(workspace, run_id, one)))
 
 
 def stage_attempts(

@@ -82,8 +82,7 @@ class OpenWorkspace:
                 self._manifests[run.manifest_digest] = found
             return found, ""
         except (PosttrainError, ValueError) as error:  # bytes gone or corrupt, or a manifest of another version
-            why = str(error).splitlines()[0]
-            return None, f"manifest unreadable: {why}"
+            return None, f"manifest unreadable: {str(error).splitlines()[0]}"
 
     @functools.cached_property
     def reconciler(self) -> Reconciler:
