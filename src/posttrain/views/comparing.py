@@ -134,15 +134,10 @@ def _changed(workspace: OpenWorkspace, first: Subject, other: Subject, troubles:
             if ours is None or answers is None:
                 continue
             for suite in ours.suites:
-                there = next(
-                    (m for m in theirs.evidence if mine.identity(f"{suite}/") == theirs.identity(_of(m))), None
-                )
-                if there is not None:
-                    yield _suite(ours, answers, suite, there.partition("/")[0], other.label)
-
-
-def _of(metric: str) -> str:
-    return f"{metric.partition('/')[0]}/"
+                there = (metric.partition("/")[0] for metric in theirs.evidence)
+                same = next((one for one in there if mine.identity(f"{suite}/") == theirs.identity(f"{one}/")), None)
+                if same is not None:
+                    yield _suite(ours, answers, suite, same, other.label)
 
 
 def _suite(ours: Responses, theirs: Responses, suite: str, there: str, label: str) -> Changed:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from posttrain.domain.errors import InputError, WorkspaceError
+from posttrain.domain.errors import InputError
+from posttrain.web.pages import write_page
 from posttrain.web.panels import CurveSeries, StageBoundary, extent
 
 PANEL_WIDTH, HEIGHT, DPI = 4.4, 3.9, 120  # inches, inches, pixels per inch
@@ -49,15 +49,7 @@ def learning_curve(
         InputError: see `draw_learning_curve`.
         WorkspaceError: `path` cannot be written.
     """
-    data = draw_learning_curve(series, boundaries=boundaries, title=title)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # two may write it at once
-    try:
-        partial.write_bytes(data)
-        os.replace(partial, path)
-    except OSError as error:
-        raise WorkspaceError(
-            f"learning curve: cannot write {path}: {error.strerror}; free the place or choose another"
-        ) from error
+    write_page(path, draw_learning_curve(series, boundaries=boundaries, title=title), "learning curve")
 
 
 def draw_learning_curve(
