@@ -25,10 +25,11 @@ from posttrain.cli.console import (
     lazily,
     moment,
     open_control,
+    plain_table,
     said_after,
     say,
 )
-from posttrain.domain.errors import InputError
+from posttrain.domain.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -147,8 +148,6 @@ def ls(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """List every version of every asset."""
-    from posttrain.domain.errors import nearest
-
     if kind is not None and kind not in _LISTED:
         raise InputError(f"asset ls: kind must be one of {', '.join(_LISTED)}, got {kind!r}{nearest(kind, _LISTED)}")
     control = open_control()
@@ -158,12 +157,8 @@ def ls(
     if not found:
         say("no assets yet; next: posttrain asset add KIND:NAME PATH")
         return
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="dim")
     columns = ("ref", "digest", "what", "registered", *(["status"] if said else []))
-    for column in columns:
-        table.add_column(column, no_wrap=True)
+    table = plain_table(*columns)
     for asset in found:
         when, told = f"{ago(asset.created_at)} by {asset.created_by}", said.get(_key(asset))
         row = (asset.ref, digest(asset.digest), summary(asset), when, told.words if told else "")
@@ -250,9 +245,7 @@ def _status(said: AssetStatus | None) -> dict[str, Any]:
 
 
 def _curves_table(curves: Sequence[Curve]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    table = plain_table()
     table.add_column("metric", overflow="fold")
     for column in ("points", "steps", "first", "last", "least", "most"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -263,8 +256,6 @@ def _curves_table(curves: Sequence[Curve]) -> Table:
 
 
 def _split(ref: str) -> tuple[str, str]:
-    from posttrain.domain.errors import nearest
-
     kind, colon, name = ref.partition(":")
     if kind == "history":
         raise InputError(f"asset {ref!r}: a history comes with its run; see posttrain import --help")

@@ -30,7 +30,7 @@ from posttrain.cli.console import (
     say,
 )
 from posttrain.cli.driving import RunArgument
-from posttrain.domain.approvals import WITHDRAWN
+from posttrain.domain.approvals import WITHDRAWN, Standing
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import InputError, IntegrityError
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from posttrain.api.control import Control
     from posttrain.api.values import Node
-    from posttrain.domain.approvals import Standing
     from posttrain.domain.policies import PinnedPolicy
     from posttrain.domain.records import Event
 
