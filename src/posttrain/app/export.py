@@ -6,7 +6,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -162,6 +162,7 @@ def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *
     run = workspace.ledger.run(made.run_id)
     manifest, rows = workspace.stores.manifest(run), {row.name: row for row in workspace.ledger.stages(run.id)}
     chain = list(_chain(manifest, made.stage))
+    base = chain[0].inputs.get("model")
     report = explain_run(workspace.stores, run.id).report
     worse = run_scores(workspace.blobs, manifest, rows).regressions
     tree = _public(model_lineage(workspace.stores, made))
@@ -177,7 +178,7 @@ def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *
         if made.channel
         else "",
         manifest=run.manifest_digest,
-        base=_base(chain),
+        base=base.name if base else "",
         state=run.state,
         judge=_is_classifier(folder),
         seed=manifest.seed,
@@ -221,11 +222,6 @@ def _chain(manifest: Manifest, name: str) -> Iterator[StageManifest]:
     if before is not None and before.source == "stage":
         yield from _chain(manifest, before.name)
     yield stage
-
-
-def _base(chain: Sequence[StageManifest]) -> str:
-    first = chain[0].inputs.get("model")
-    return first.name if first else ""
 
 
 def _stage_line(workspace: Workspace, stage: StageManifest, row: StageRecord) -> StageLine:

@@ -136,7 +136,11 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
     check_imports(planned, workspace, source)
     beside = workspace.catalog.not_taken
     apart = dict.fromkeys(beside[ref.digest] for _, _, ref in planned.manifest.assets() if ref.digest in beside)
-    found = (*same, *found, *apart, *_frozen(spec, workspace), *barred, *_unheard(workspace))
+    unheard = (
+        f"sink {name}: {lacks}, so it is told nothing; set it where the run is driven"
+        for name, lacks in lacking(workspace)
+    )
+    found = (*same, *found, *apart, *_frozen(spec, workspace), *barred, *unheard)
     return replace(planned, warnings=(*planned.warnings, *found), trackers=_trackers(spec, workspace, source))
 
 
@@ -152,12 +156,6 @@ def _recalled(workspace: Workspace, manifest: Manifest, source: Path) -> Iterato
         told = recall_of(now, manifest)
     if told:
         yield f"{told}; its run exists already, and no other begins (--again, retry)"
-
-
-def _unheard(workspace: Workspace) -> Iterator[str]:
-    """Sinks that would not be told of the run."""
-    for name, lacks in lacking(workspace):
-        yield f"sink {name}: {lacks}, so it is told nothing; set it where the run is driven"
 
 
 def _frozen(spec: RunSpec, workspace: Workspace) -> Iterator[str]:
@@ -308,19 +306,28 @@ def view_plan(workspace: Workspace, path: Path, *, seed: int | None = None, sett
         )
         for stage in planned.manifest.stages
     )
-    warnings = [*ahead.warnings, *planned.warnings]
-    warnings += [*repeated(planned, ahead.datasets), *seen_in_training(planned, ahead.datasets)]
-    warnings += wide_steps(planned, ahead.datasets)
-    warnings += [f"{name}: {warning}" for name, seen in found.items() for warning in seen.warnings]
-    warnings += slower(planned, spec, workspace, path)
-    run = existing[0] if existing else None
-    trackers = tuple(describe(planned.trackers or of_workspace(workspace)))
+    warnings = (
+        *ahead.warnings,
+        *planned.warnings,
+        *repeated(planned, ahead.datasets),
+        *seen_in_training(planned, ahead.datasets),
+        *wide_steps(planned, ahead.datasets),
+        *(f"{name}: {warning}" for name, seen in found.items() for warning in seen.warnings),
+        *slower(planned, spec, workspace, path),
+    )
     gates = tuple((rule.name, origin(rule, planned.policy)) for rule in planned.manifest.gates if planned.policy)
     gates += tuple(("suggested", line) for line in unguarded(planned.manifest))
-    evaluators = tuple(_evaluators(planned.manifest))
-    asked = _approvals(planned, workspace)
     return PlanView(
-        planned.manifest, stages, ahead.power, tuple(warnings), ahead.changes, trackers, run, gates, evaluators, *asked
+        planned.manifest,
+        stages,
+        ahead.power,
+        warnings,
+        ahead.changes,
+        tuple(describe(planned.trackers or of_workspace(workspace))),
+        existing[0] if existing else None,
+        gates,
+        tuple(_evaluators(planned.manifest)),
+        *_approvals(planned, workspace),
     )
 
 

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from posttrain.domain.canonical import digest_json, is_digest
 from posttrain.domain.gates import CHANNEL, GateRule
 from posttrain.domain.ids import FORM, is_principal
 from posttrain.domain.runspec import read_yaml
-from posttrain.domain.validation import Frozen, explain
+from posttrain.domain.validation import Frozen, validated
 
 MOST_APPROVERS = 100
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
@@ -147,7 +147,4 @@ def load_policy(path: Path) -> ChannelPolicy:
 
 def parse_policy(raw: Mapping[str, Any], source: str) -> ChannelPolicy:
     """Validate an already parsed policy; `source` names it in errors."""
-    try:
-        return ChannelPolicy.model_validate(raw)
-    except ValidationError as error:
-        raise explain(error, source, ChannelPolicy) from error
+    return validated(ChannelPolicy, raw, source)

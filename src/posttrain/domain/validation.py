@@ -10,12 +10,13 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from posttrain.domain.errors import InputError, nearest
 
+M = TypeVar("M", bound=BaseModel)
 # word elsewhere (TRL, verl, OpenRLHF, transformers) → our words, the first that the place has
 FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -138,6 +139,18 @@ _TAG = re.compile(r"function-|constrained-|literal\[|lax-or-strict")
 _CREDENTIALS = re.compile(r"://\S*@")
 
 
+def validated(model: type[M], raw: Any, source: str) -> M:
+    """What was written as a model of it; `source` names it in errors.
+
+    Raises:
+        InputError: as `explain` says it.
+    """
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        raise explain(error, source, model) from error
+
+
 def explain(error: ValidationError, source: str, model: type[BaseModel]) -> InputError:
     """The first complaint of a validation as one line; an unknown key comes first, for it explains a missing one.
 
@@ -218,20 +231,6 @@ def _shortened(given: Any) -> str:
     return shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN // 2]}…"
 
 
-def refuse_truth_values(model: type[BaseModel], value: Any) -> Any:
-    """`value` as it is, unless it has true or false where `model` takes a number: pydantic reads them as 1 and 0.
-
-    Raises:
-        ValueError: naming field and value.
-    """
-    for name, field in model.model_fields.items() if isinstance(value, dict) else ():
-        given = value.get(field.alias or name)
-        found = next((part for part in (given if isinstance(given, list) else [given]) if isinstance(part, bool)), None)
-        if found is not None and not _takes(field.annotation, (bool, Any)) and _takes(field.annotation, (int, float)):
-            raise ValueError(f"{name} must be a number, got {str(found).lower()}; write the number")
-    return value
-
-
 def _takes(annotation: Any, kinds: tuple[Any, ...]) -> bool:
     if typing.get_origin(annotation) is dict:  # whose own values are another matter
         return False
@@ -299,4 +298,15 @@ class Frozen(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _numbers_are_numbers(cls, value: Any) -> Any:
-        return refuse_truth_values(cls, value)
+        """`value`, unless it has true or false where a number belongs: pydantic reads them as 1 and 0."""
+        for name, field in cls.model_fields.items() if isinstance(value, dict) else ():
+            given = value.get(field.alias or name)
+            parts = given if isinstance(given, list) else [given]
+            found = next((part for part in parts if isinstance(part, bool)), None)
+            if (
+                found is not None
+                and not _takes(field.annotation, (bool, Any))
+                and _takes(field.annotation, (int, float))
+            ):
+                raise ValueError(f"{name} must be a number, got {str(found).lower()}; write the number")
+        return value

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, Protocol, runtime_checkable
 
 from posttrain.domain.errors import WorkspaceError
-from posttrain.domain.facts import Metric, Note, Progress, Span
+from posttrain.domain.facts import Fact, Metric, Note, Progress, Span
 from posttrain.domain.ports import crashpoint
 from posttrain.domain.records import AttemptRecord
 from posttrain.store.atomic import make_folder, private, taken, writing
@@ -273,6 +273,18 @@ def refuse_another(known: str, run: TrackedRun, target: str) -> None:
         )
 
 
+def _unseen(
+    root: Path, attempts: Sequence[AttemptRecord], seen: dict[str, int], unreadable: Callable[[Exception], None]
+) -> Iterator[tuple[str, Fact]]:
+    """Folder and fact, of segments behind those in `seen` (folder → the last one), which moves along behind each."""
+    for attempt in attempts:
+        folder = AttemptFolder(root / attempt.folder, attempt.channel)
+        for facts, number in folder.segments(seen.get(attempt.folder, 0), unreadable):
+            for fact in facts:
+                yield attempt.folder, fact
+            seen[attempt.folder] = number
+
+
 class StageFeed:
     """Reads the facts of one stage's attempts as they come; each segment is read once.
 
@@ -292,14 +304,9 @@ class StageFeed:
 
     def read(self, attempts: Sequence[AttemptRecord]) -> Iterator[Row]:
         """Rows of what is new, a segment at a time."""
-        for attempt in attempts:
-            folder = AttemptFolder(self._root / attempt.folder, attempt.channel)
-            seen = self._seen.get(attempt.folder, 0)
-            for facts, number in folder.segments(seen, lambda error: self.troubles.append(str(error))):
-                for fact in facts:
-                    if isinstance(fact, Metric):
-                        yield from self.take(fact.step, fact.at, fact.values)
-                self._seen[attempt.folder] = number
+        for _, fact in _unseen(self._root, attempts, self._seen, lambda error: self.troubles.append(str(error))):
+            if isinstance(fact, Metric):
+                yield from self.take(fact.step, fact.at, fact.values)
 
     def take(self, step: int, at: float, values: Mapping[str, float]) -> Iterator[Row]:
         """The row of what is new in `values`, if there is any."""
@@ -365,12 +372,8 @@ class StageWatcher:
 
     def read(self, attempts: Sequence[AttemptRecord]) -> StageProgress:
         """Take in what is new and sum up. A segment that cannot be read becomes a note: watching harms no run."""
-        for attempt in attempts:
-            folder = AttemptFolder(self._root / attempt.folder, attempt.channel)
-            for facts, number in folder.segments(self._seen.get(attempt.folder, 0), self._unreadable):
-                for fact in facts:
-                    self._take(fact, attempt.folder)
-                self._seen[attempt.folder] = number
+        for folder, fact in _unseen(self._root, attempts, self._seen, self._unreadable):
+            self._take(fact, folder)
         last = self._last
         if last is None:
             return StageProgress(latest=dict(self._latest), notes=tuple(self._notes))
