@@ -17,8 +17,6 @@ from posttrain.domain.validation import Frozen, validated
 from posttrain.store.atomic import unwritable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from posttrain.preflight.confinement import Confinement
 
 DEFAULT = "01-sort"
@@ -169,7 +167,7 @@ def confined() -> Confinement:
     return confinement()
 
 
-def overlaid(folder: Path, runs: Sequence[tuple[str, str]], picture: Path, title: str) -> Path:
+def overlaid(folder: Path, runs: list[tuple[str, str]], picture: Path, title: str) -> Path:
     """The curves of several runs of the workspace in a folder on one picture.
 
     Args:

@@ -190,10 +190,16 @@ def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *
         version=__version__,
     )
     (folder / _CARD).write_text(render_card(card), encoding="utf-8")
-    said = {"posttrain": __version__, "model": asdict(made), "dtype": dtype, "cast": cast, "lineage": asdict(tree)}
-    verdicts = [verdict.model_dump(mode="json") for verdict in card.gates]
-    scores = {f"{s.stage}/{s.metric}": s.value if math.isfinite(s.value) else None for s in card.scores}
-    said |= {"state": run.state, "scores": scores, "gates": verdicts, "regressions": list(card.regressions)}
+    said = {
+        "model": asdict(made),
+        "dtype": dtype,
+        "cast": cast,
+        "lineage": asdict(tree),
+        "state": run.state,
+        "scores": {f"{s.stage}/{s.metric}": s.value if math.isfinite(s.value) else None for s in card.scores},
+        "gates": [verdict.model_dump(mode="json") for verdict in card.gates],
+        "regressions": list(card.regressions),
+    }
     _write_lineage(folder, said)
     return True
 
@@ -206,12 +212,12 @@ def _say_lineage(workspace: Workspace, model: NamedModel, folder: Path, dtype: s
     if IMPORTED not in asset.meta:
         return
     tree = _public(asset_lineage(workspace.stores, asset))
-    said = {"posttrain": __version__, "model": {"name": asset.ref, "digest": asset.digest}, "dtype": dtype}
-    _write_lineage(folder, {**said, "cast": cast, "lineage": asdict(tree)})
+    named = {"name": asset.ref, "digest": asset.digest}
+    _write_lineage(folder, {"model": named, "dtype": dtype, "cast": cast, "lineage": asdict(tree)})
 
 
 def _write_lineage(folder: Path, said: Mapping[str, object]) -> None:
-    text = json.dumps(said, indent=2, ensure_ascii=False, allow_nan=False)
+    text = json.dumps({"posttrain": __version__, **said}, indent=2, ensure_ascii=False, allow_nan=False)
     (folder / _LINEAGE).write_text(text + "\n", encoding="utf-8")
 
 

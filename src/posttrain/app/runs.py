@@ -24,7 +24,6 @@ from posttrain.app.sinks import lacking
 from posttrain.app.workspace import Workspace
 from posttrain.control import actions, attempts, channels
 from posttrain.control.approvals import terms
-from posttrain.control.channels import released_evaluators, unguarded
 from posttrain.control.decide import stall_after
 from posttrain.control.lineage import made_model
 from posttrain.control.planning import Planned, Resolve, plan_run
@@ -316,7 +315,7 @@ def view_plan(workspace: Workspace, path: Path, *, seed: int | None = None, sett
         *slower(planned, spec, workspace, path),
     )
     gates = tuple((rule.name, origin(rule, planned.policy)) for rule in planned.manifest.gates if planned.policy)
-    gates += tuple(("suggested", line) for line in unguarded(planned.manifest))
+    gates += tuple(("suggested", line) for line in channels.unguarded(planned.manifest))
     return PlanView(
         planned.manifest,
         stages,
@@ -326,7 +325,11 @@ def view_plan(workspace: Workspace, path: Path, *, seed: int | None = None, sett
         tuple(describe(planned.trackers or of_workspace(workspace))),
         existing[0] if existing else None,
         gates,
-        tuple(_evaluators(planned.manifest)),
+        tuple(  # of everything that is measured of the released model, as a policy names them
+            (suite, suite_evaluator(stage, planned.manifest.code, suite))
+            for stage in channels.released_evaluators(planned.manifest)
+            for suite, _ in measured_suites(stage)
+        ),
         *_approvals(planned, workspace),
     )
 
@@ -339,13 +342,6 @@ def _approvals(planned: Planned, workspace: Workspace) -> tuple[int, tuple[str, 
     with workspace.ledger.snapshot() as now:
         found = terms(now, now.channel_record(release.channel), planned.policy, workspace.actor)
     return (found.needed, found.approvers) if found else (0, ())
-
-
-def _evaluators(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Suite and evaluator of everything that is measured of the released model, as a policy names them."""
-    for stage in released_evaluators(manifest):
-        for suite, _ in measured_suites(stage):
-            yield suite, suite_evaluator(stage, manifest.code, suite)
 
 
 def _packages(stage: StageManifest, workspace: Workspace) -> Iterator[str]:
@@ -399,7 +395,8 @@ def plan_sweep(
     gated, specs = False, [load_run_spec(path, setting) for setting in chosen]  # words first: they cost nothing
     for place, (setting, spec) in enumerate(zip(chosen, specs, strict=True)):
         gated = gated or spec.release is not None
-        for seed in named or _seeds(spec, seeds):
+        more = (derive_seed(spec.seed, "sweep", number) % MAX_SEED for number in range(1, seeds))
+        for seed in named or (spec.seed, *more):
             bare = spec.model_copy(update={"gates": (), "release": None})
             points.append(Point(place, setting, seed, _planned(bare, workspace, path, setting, seed)))
     _refuse_equal(points)
@@ -447,10 +444,6 @@ def sent_point(control: Control, place: int, seed: int, **words: Any) -> dict[st
 def sent_sweep(control: Control, runs: Sequence[tuple[int, int, str]], **words: Any) -> dict[str, Any]:
     """The sweep that a client means, planned again, and its runs."""
     return {"sweep": control.plan_sweep(**words), "runs": {(place, seed): run for place, seed, run in runs}}
-
-
-def _seeds(spec: RunSpec, count: int) -> list[int]:
-    return [spec.seed, *(derive_seed(spec.seed, "sweep", place) % MAX_SEED for place in range(1, count))]
 
 
 def _planned(spec: RunSpec, workspace: Workspace, source: Path, setting: Setting, seed: Any) -> Planned:

@@ -120,7 +120,7 @@ class Workspace(OpenWorkspace):
         self.jobs = Jobs(
             executor=_executor(self.root, self.settings),
             trainers=Trainers([NativeTrainer()]),
-            folders=AttemptFolders(self.root, self.channels),
+            folders=AttemptFolders(self.root, lambda: self.channels),
             slots=max(1, os.cpu_count() or 1),
             beside=_BESIDE,
             trust_rewards=self.trusts_rewards,

@@ -32,10 +32,8 @@ from posttrain.cli.console import (
 from posttrain.domain.errors import InputError, nearest
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from posttrain.api.control import Control
-    from posttrain.api.values import Curve, Imported
+    from posttrain.api.values import Imported
     from posttrain.domain.records import Asset, AssetStatus
 
 KINDS = ("dataset", "model", "reward")  # that `add` registers
@@ -191,7 +189,14 @@ def get(
     if "stage" in asset.meta:
         say(f"  next: posttrain lineage {asset.ref}")
     if curves:
-        console().print(_curves_table(curves))
+        table = plain_table()
+        table.add_column("metric", overflow="fold")
+        for column in ("points", "steps", "first", "last", "least", "most"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for curve in curves:
+            values = (f"{value:.4g}" for value in (curve.first, curve.last, curve.least, curve.most))
+            table.add_row(curve.metric, str(curve.points), f"{curve.steps[0]}…{curve.steps[1]}", *values)
+        console().print(table)
 
 
 @app.command("approve")
@@ -242,17 +247,6 @@ def _key(one: Asset | AssetStatus) -> tuple[str, str, int]:
 def _status(said: AssetStatus | None) -> dict[str, Any]:
     """What `-o json` says of a version's status."""
     return {"status": {"status": said.status, "by": said.actor, "at": said.at, "reason": said.reason} if said else None}
-
-
-def _curves_table(curves: Sequence[Curve]) -> Table:
-    table = plain_table()
-    table.add_column("metric", overflow="fold")
-    for column in ("points", "steps", "first", "last", "least", "most"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for curve in curves:
-        values = (f"{value:.4g}" for value in (curve.first, curve.last, curve.least, curve.most))
-        table.add_row(curve.metric, str(curve.points), f"{curve.steps[0]}…{curve.steps[1]}", *values)
-    return table
 
 
 def _split(ref: str) -> tuple[str, str]:

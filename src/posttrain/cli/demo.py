@@ -18,8 +18,6 @@ from posttrain.domain.errors import AccessError, InputError, WorkspaceError
 from posttrain.domain.ids import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from posttrain.app.examples import DemoPlan, DemoRun
 
 FOLDER = ".demo"
@@ -164,7 +162,7 @@ class _Stage:
     def _posttrain(self, *words: str, expected: int = 0) -> None:
         self._step(["posttrain", *words], expected)
 
-    def _step(self, shown: Sequence[str], expected: int = 0) -> None:
+    def _step(self, shown: list[str], expected: int = 0) -> None:
         """A command as it is shown: of Posttrain, or a Python script."""
         say(f"$ {' '.join(shown)}")
         command = [sys.executable, *(["-m", "posttrain"] if shown[0] == "posttrain" else []), *shown[1:]]

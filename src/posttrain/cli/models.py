@@ -14,7 +14,6 @@ import typer
 
 from posttrain.cli import driving
 from posttrain.cli.console import Output, OutputOption, answer_json, aside, digest, emit_json, lazily, open_control, say
-from posttrain.cli.driving import TimeoutOption
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def sample(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     threads: ThreadsOption = 1,
-    timeout: TimeoutOption = None,
+    timeout: driving.TimeoutOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Ask a model. Nothing is recorded; the same question gets the same answers on the same device."""
@@ -186,7 +185,7 @@ def evaluate(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     threads: ThreadsOption = 1,
-    timeout: TimeoutOption = None,
+    timeout: driving.TimeoutOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Measure a model on data sets, without a run file. It is a run of one stage: get, why and compare know it."""

@@ -166,8 +166,7 @@ def verify(
     else:
         size = f"{report.bytes / 2**20:.1f} MiB"
         erased = f", of {report.erased} the words were erased" if report.erased else ""
-        events = f"{report.events} sealed events{erased}"
-        say(f"{target}: hashed {report.checked} artifacts again ({size}) and {events}")
+        say(f"{target}: hashed {report.checked} artifacts again ({size}) and {report.events} sealed events{erased}")
         say(*(f"  problem: {problem}" for problem in report.problems))
         say(*(f"  not verified here: {line}" for line in report.elsewhere))
         if not report.problems:

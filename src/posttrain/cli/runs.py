@@ -39,7 +39,7 @@ from posttrain.domain.lifecycle import ReleaseState, is_final, meaning
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
-    from posttrain.api.values import LogFile, Why
+    from posttrain.api.values import Why
     from posttrain.domain.approvals import Standing
     from posttrain.domain.records import AssetStatus, ChannelRecord, ReleaseEntry
 
@@ -254,7 +254,19 @@ def logs(
     control = open_control()
     run_id = control.run(run).id
     pieces = control.logs(run_id, stage, control.vigil(run_id, aside, timeout) if follow else None)
-    answer_json(output, lambda: [_piece_json(file, text) for file, text in pieces])
+    answer_json(
+        output,
+        lambda: [
+            {
+                "run_id": file.run_id,
+                "stage": file.stage,
+                "attempt": file.attempt,
+                "path": file.path and str(file.path),
+                "text": text,
+            }
+            for file, text in pieces
+        ],
+    )
     last = None
     for file, text in pieces:
         if file != last:
@@ -266,11 +278,6 @@ def logs(
         record = control.run(run_id)
         ended = f"no job printed anything, and the run has ended ({record.state})"
         say(ended if is_final("run", record.state) else "no job has printed anything yet")
-
-
-def _piece_json(file: LogFile, text: str) -> dict[str, Any]:
-    named = {"run_id": file.run_id, "stage": file.stage, "attempt": file.attempt}
-    return {**named, "path": file.path and str(file.path), "text": text}
 
 
 def _why_json(found: Why) -> dict[str, Any]:

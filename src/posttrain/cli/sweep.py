@@ -94,12 +94,19 @@ def _raise_first(runs: Iterable[str], control: Control) -> None:
 
 
 def _show_points(found: Sweep, output: Output) -> None:
-    rows = [
-        {"set": dict(point.setting), "seed": point.seed, "manifest": point.planned.manifest.digest}
-        for point in found.points
-    ]
-    head = {"metric": found.metric, "better": found.better, "runs": rows, "notes": list(found.notes)}
-    answer_json(output, lambda: head | {"warnings": list(found.warnings)})
+    answer_json(
+        output,
+        lambda: {
+            "metric": found.metric,
+            "better": found.better,
+            "runs": [
+                {"set": dict(point.setting), "seed": point.seed, "manifest": point.planned.manifest.digest}
+                for point in found.points
+            ],
+            "notes": list(found.notes),
+            "warnings": list(found.warnings),
+        },
+    )
     say(*(f"{setting_words(point.setting)}, seed {point.seed}" for point in found.points))
 
 
@@ -117,8 +124,7 @@ def _show(found: Sweep, runs: Mapping[tuple[int, int], str], control: Control, o
             }
             for place, setting in enumerate(found.settings)
         ]
-        head = {"metric": found.metric, "better": found.better, "seeds": list(found.seeds)}
-        emit_json(head | ranked.to_json(own))
+        emit_json({"metric": found.metric, "better": found.better, "seeds": list(found.seeds)} | ranked.to_json(own))
         return
     screen = console()
     screen.print(ranking_table(found, ranking, states))

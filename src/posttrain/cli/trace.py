@@ -115,7 +115,26 @@ def _step_lines(stage: StageTimeline) -> Iterator[str]:
 
 
 def _show_samples(run_id: str, samples: Sequence[RecordedSample], output: Output) -> None:
-    answer_json(output, lambda: {"run": run_id, "samples": [_brief(one) for one in samples]})
+    answer_json(
+        output,
+        lambda: {
+            "run": run_id,
+            "samples": [
+                {
+                    "stage": one.stage,
+                    "attempt": one.attempt,
+                    "id": one.sample.id,
+                    "step": one.sample.step,
+                    "reward": one.sample.reward,
+                    "status": one.sample.status,
+                    "fate": one.sample.fate,
+                    "tokens": len(one.sample.tokens),
+                    "response": one.sample.response,
+                }
+                for one in samples
+            ],
+        },
+    )
     if not samples:
         say("no sample was recorded; `trace: {groups: 1}` in a stage that samples records the first group of each step")
         return
@@ -135,12 +154,6 @@ def _show_samples(run_id: str, samples: Sequence[RecordedSample], output: Output
         table.add_row(*(tinted(word) for word in words))
     console().print(table)
     say(f"next:   posttrain trace {run_id} --sample {samples[0].sample.id}")
-
-
-def _brief(one: RecordedSample) -> dict[str, object]:
-    it = one.sample
-    told = {"id": it.id, "step": it.step, "reward": it.reward, "status": it.status, "fate": it.fate}
-    return {"stage": one.stage, "attempt": one.attempt, **told, "tokens": len(it.tokens), "response": it.response}
 
 
 def _show_sample(one: RecordedSample, output: Output) -> None:

@@ -106,7 +106,14 @@ class GateRule(Frozen):
         if not self.metric.strip():
             raise ValueError(f"gate {self.name!r}: metric must not be empty, got {self.metric!r}")
         self._check_form()
-        self._check_ranges()
+        for key in ("margin", "by"):
+            value = getattr(self, key)
+            if value is not None and value < 0:
+                raise ValueError(f"gate {self.name!r}: {key} must be >= 0, got {value}")
+        if not 0.5 < self.confidence <= 0.999:
+            raise ValueError(f"gate {self.name!r}: confidence must be > 0.5 and <= 0.999, got {self.confidence}")
+        if self.min_items < 2:
+            raise ValueError(f"gate {self.name!r}: min_items must be >= 2, got {self.min_items}")
         return self
 
     def _check_form(self) -> None:
@@ -133,16 +140,6 @@ class GateRule(Frozen):
             raise ValueError(
                 f"gate {self.name!r}: not_worse_than needs margin, the loss that is acceptable, e.g. margin: 0.02"
             )
-
-    def _check_ranges(self) -> None:
-        for key in ("margin", "by"):
-            value = getattr(self, key)
-            if value is not None and value < 0:
-                raise ValueError(f"gate {self.name!r}: {key} must be >= 0, got {value}")
-        if not 0.5 < self.confidence <= 0.999:
-            raise ValueError(f"gate {self.name!r}: confidence must be > 0.5 and <= 0.999, got {self.confidence}")
-        if self.min_items < 2:
-            raise ValueError(f"gate {self.name!r}: min_items must be >= 2, got {self.min_items}")
 
     def check_range(self, possible: ItemRange) -> None:
         """Refuse a threshold that no model could miss, or that none could meet, whatever is measured.
@@ -269,8 +266,13 @@ class GateReport(Frozen):
     ) -> GateReport:
         """The report of these verdicts; none at all is an ERROR."""
         rows = tuple(verdicts)
-        outcome = worst(verdict.outcome for verdict in rows)
-        return cls(outcome=outcome, verdicts=rows, candidate=candidate, baseline=baseline, evaluator=evaluator)
+        return cls(
+            outcome=worst(verdict.outcome for verdict in rows),
+            verdicts=rows,
+            candidate=candidate,
+            baseline=baseline,
+            evaluator=evaluator,
+        )
 
     @property
     def digest(self) -> str:

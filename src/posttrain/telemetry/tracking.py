@@ -372,7 +372,9 @@ class StageWatcher:
 
     def read(self, attempts: Sequence[AttemptRecord]) -> StageProgress:
         """Take in what is new and sum up. A segment that cannot be read becomes a note: watching harms no run."""
-        for folder, fact in _unseen(self._root, attempts, self._seen, self._unreadable):
+        noted = self._notes.append
+        told = _unseen(self._root, attempts, self._seen, lambda error: noted(Note(str(error), time.time(), "warning")))
+        for folder, fact in told:
             self._take(fact, folder)
         last = self._last
         if last is None:
@@ -400,9 +402,6 @@ class StageWatcher:
         left = last.total - last.step
         return (last.tokens - first.tokens) / seconds, left / pace if pace > 0 and left > 0 else None
 
-    def _unreadable(self, error: Exception) -> None:
-        self._notes.append(Note(str(error), time.time(), "warning"))
-
     def curve(self, metric: str) -> list[Point]:
         """A metric by step, without the steps that were lost and redone."""
         return [Point(step, value) for step, value in sorted(self.curves.get(metric, {}).items())]
@@ -415,7 +414,11 @@ class StageWatcher:
             self._last = fact
             self._recent.append(fact)
         elif isinstance(fact, Metric):
-            self._forget_updates(fact)
+            if fact.values.get("updates"):
+                self._of_step = frozenset(fact.values)
+            elif "updates" in fact.values:  # nothing was updated: the loss of an earlier step is not the newest
+                for name in self._of_step - fact.values.keys():
+                    self._latest.pop(name, None)
             for name, value in fact.values.items():
                 self._latest[name] = value
                 self.curves.setdefault(name, {})[fact.step] = value
@@ -427,11 +430,3 @@ class StageWatcher:
                 self.hand_offs.append(fact)
         elif isinstance(fact, Note):
             self._notes.append(fact)
-
-    def _forget_updates(self, fact: Metric) -> None:
-        """A step that updated nothing has no loss: that of an earlier one is not the newest value."""
-        if fact.values.get("updates"):
-            self._of_step = frozenset(fact.values)
-        elif "updates" in fact.values:
-            for name in self._of_step - fact.values.keys():
-                self._latest.pop(name, None)

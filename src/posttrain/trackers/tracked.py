@@ -213,8 +213,9 @@ def channel_states(workspace: OpenWorkspace, name: str) -> list[TrackerState]:
     for where in wanted:
         known = next((one for one in said if one["where"] == where), None)
         if known is None or known["sequence"] != live.sequence:
-            message = f"release {live.sequence} is not there yet; {remedy}"
-            found.append(TrackerState(_REGISTRY, "waiting", where, message))
+            found.append(
+                TrackerState(_REGISTRY, "waiting", where, f"release {live.sequence} is not there yet; {remedy}")
+            )
         elif known["state"] == TROUBLE:
             found.append(TrackerState(_REGISTRY, TROUBLE, where, f"{known['message']}; {remedy}"))
         else:

@@ -307,14 +307,16 @@ class RunSummary:
             tags=(),
         )
         words = _cut(status.trouble or status.why, _SENTENCE)
-        said = [brief.id, brief.name, brief.standing, brief.reason, brief.next_action, brief.owner, brief.under_way]
-        said += [brief.release, *brief.score]
-        said += [brief.driver.log, brief.driver.host, brief.driver.trouble] if brief.driver else []
+        said = [
+            *(brief.id, brief.name, brief.standing, brief.reason, brief.next_action, brief.owner, brief.under_way),
+            *(brief.release, *brief.score),
+            *((brief.driver.log, brief.driver.host, brief.driver.trouble) if brief.driver else ()),
+        ]
         least = _FRAME + _SENTENCE + sum(map(_size, said)) + sum(len(tag) + _QUOTED for tag in tags)
         if least <= _MOST:  # all fits, and nothing is measured
             return replace(brief, message=words, tags=tuple(sorted(tags)))
-        left = _MOST - len(json.dumps(asdict(brief), ensure_ascii=False).encode("utf-8", "surrogatepass"))
-        left -= _REST if tags else 0
+        taken = len(json.dumps(asdict(brief), ensure_ascii=False).encode("utf-8", "surrogatepass"))
+        left = _MOST - taken - (_REST if tags else 0)
         words = _cut(words, max(_ASIDE, min(_SENTENCE, left)))
         return replace(brief, message=words, tags=_fitting(sorted(tags), left - _size(words)))
 

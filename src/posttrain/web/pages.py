@@ -97,8 +97,8 @@ def template(name: str) -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(number=number, duration=duration, tone=tone, brief=brief, volume=volume, excerpt=excerpt)
-    environment.filters.update(ago=ago, moment=moment, plain=plain, code=code, figure=lambda value: f"{value:.4g}")
+    shown = {one.__name__: one for one in (number, duration, tone, brief, volume, excerpt, ago, moment, plain, code)}
+    environment.filters.update(shown, figure=lambda value: f"{value:.4g}")
     return environment.get_template(name)
 
 

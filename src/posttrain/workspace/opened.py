@@ -102,13 +102,10 @@ class OpenWorkspace:
         return recorded(self.root, self.settings)
 
     @functools.cached_property
-    def _channels(self) -> str:
-        url = str(self.settings.get(CHANNEL, ""))
-        return f"{url}/{self.place()}" if url else ""
-
     def channels(self) -> str:
         """The URL below which new attempts have their channels; empty: in their folders. Copies have another."""
-        return self._channels
+        url = str(self.settings.get(CHANNEL, ""))
+        return f"{url}/{self.place()}" if url else ""
 
     @property
     def channel_address(self) -> str | None:
@@ -196,7 +193,7 @@ class OpenWorkspace:
             request: what they ask, by which events tell its transactions.
         """
         other = copy.copy(self)
-        for cached in ("reconciler", "_channels"):
+        for cached in ("reconciler", "channels"):
             other.__dict__.pop(cached, None)
         other.actor = actor
         mine = self.ledger
