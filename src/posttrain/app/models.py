@@ -208,8 +208,7 @@ def _suite_names(suites: Sequence[str]) -> dict[str, str]:
     for suite in suites:
         ref = f"dataset:{suite}" if NAME.fullmatch(suite) and not Path(suite).suffix else suite
         word = ref.rpartition("/")[2] if "/" in ref or ref.startswith(".") else ref.partition(":")[2].partition("@")[0]
-        stem = (word or ref).partition(".")[0].lower()
-        name = _NOT_IN_NAMES.sub("-", stem).strip("-_") or "suite"
+        name = _NOT_IN_NAMES.sub("-", (word or ref).partition(".")[0].lower()).strip("-_") or "suite"
         if name in found:
             raise InputError(f"posttrain eval: suites must have names of their own, got {name!r} twice; leave one out")
         found[name] = ref

@@ -405,8 +405,7 @@ def plan_sweep(
     name = swept_metric(points[0].planned, first.gates, model, metric)
     direction = metric_direction(name, first.gates, better)
     warnings = dict.fromkeys(line for point in points for line in point.planned.warnings)
-    notes = (*warnings, *([_KEPT] if gated else []))
-    return Sweep(path, tuple(points), name, direction, model, notes)
+    return Sweep(path, tuple(points), name, direction, model, (*warnings, *([_KEPT] if gated else [])))
 
 
 @answers(Control.submit_point)

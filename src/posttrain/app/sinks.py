@@ -166,8 +166,7 @@ def test_sink(workspace: OpenWorkspace, name: str) -> str:
         SinkError: it was not taken.
     """
     ledger = workspace.ledger
-    record = ledger.sink(name)
-    sink = open_sink(workspace, record, served=is_confined())
+    sink = open_sink(workspace, ledger.sink(name), served=is_confined())
     sink.send([trial(name, ledger.project, ledger.entropy(_ENDS).hex(), ledger.clock.now())])
     return sink.where
 

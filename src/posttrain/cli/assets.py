@@ -229,8 +229,7 @@ def _mark(ref: str, status: str, reason: str) -> None:
         aside(f"warning: nothing begins with its bytes all the same: {whose} is {marked.still.words}")
     if not status:
         return
-    said = marked.said
-    say(f"{asset.ref} is {said.words if said else status}")
+    say(f"{asset.ref} is {marked.said.words if marked.said else status}")
     if status == "recalled":
         count, live = len(marked.runs), ", ".join(channel for channel, _ in marked.live)
         say(f"  used by {count} run{'s' * (count != 1)}, live on {live or 'no channel'}")

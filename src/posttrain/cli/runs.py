@@ -316,8 +316,7 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     verdicts = found.report.verdicts if found.report else ()
     words = f"{sum(v.outcome == 'pass' for v in verdicts)} of {len(verdicts)} gates pass" if verdicts else ""
     gated = words and status.run.reason.startswith("Gate")  # the verdicts below say it in full
-    told = words if gated else status.why or meaning(status.reason)
-    say(f"reason: {told} ({status.reason})")
+    say(f"reason: {words if gated else status.why or meaning(status.reason)} ({status.reason})")
     said = (*warning_lines(status), *note_lines(status), *signal_lines(status), *approval_lines(status.approvals))
     show(*verdict_lines(verdicts), *score_lines(scores), *said)
     for attempt in found.lost:

@@ -182,9 +182,8 @@ def _short(paths: Sequence[str]) -> dict[str, str]:
 
 def _order(found: Sweep, ranking: Ranking) -> list[int]:
     sign = -1 if found.better == "higher" else 1
-    places = range(len(ranking.settings))
     return sorted(
-        places,
+        range(len(ranking.settings)),
         key=lambda place: (not (one := ranking.settings[place]).mean, sign * one.mean.value if one.mean else 0.0),
     )
 

@@ -387,8 +387,9 @@ def _state(kind: str, where: str, said: Mapping[str, Any], run: RunRecord, held:
     if held:
         return TrackerState(kind, WRITING, where, str(said.get("message", "")))
     if ended and not recorded and not said:
-        never = f"chosen after the run was submitted; posttrain track {run.id} writes it"
-        return TrackerState(kind, UNWRITTEN, where, never)
+        return TrackerState(
+            kind, UNWRITTEN, where, f"chosen after the run was submitted; posttrain track {run.id} writes it"
+        )
     if ended:
         return TrackerState(kind, TROUBLE, where, f"it was left before the end of the run; {remedy}")
     return TrackerState(kind, "waiting", where, str(said.get("message", "")))

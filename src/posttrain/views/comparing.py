@@ -39,8 +39,7 @@ def compare_runs(workspace: OpenWorkspace, words: Sequence[str]) -> Comparison:
     if not 2 <= len(words) <= MOST:
         raise InputError(f"compare: name 2 to {MOST} runs or RUN/STAGE, got {len(words)}; posttrain ls lists the runs")
     outside = [word for word in words if word.startswith(_HISTORY)]
-    named = [*(word for word in words if word not in outside), *outside]
-    labelled = list(zip(ascii_uppercase, named, strict=False))
+    labelled = list(zip(ascii_uppercase, [*(word for word in words if word not in outside), *outside], strict=False))
     subjects = [_subject(workspace, label, word) for label, word in labelled if word not in outside]
     if not subjects:
         raise InputError(f"compare: one run must stand beside imported histories, got only {', '.join(outside)}")

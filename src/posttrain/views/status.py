@@ -328,8 +328,7 @@ class RunSummary:
 
 def _fitting(tags: Sequence[str], room: int) -> tuple[str, ...]:
     """As many tags as have room in so many bytes of JSON; where that is not all, `…` behind them."""
-    taken = itertools.accumulate(len(tag) + _QUOTED for tag in tags)
-    kept = sum(size <= room for size in taken)
+    kept = sum(size <= room for size in itertools.accumulate(len(tag) + _QUOTED for tag in tags))
     return (*tags[:kept], *(["…"] if kept < len(tags) else ()))
 
 

@@ -67,15 +67,13 @@ def draw_learning_curve(
     """
     if not series:
         raise InputError("learning curve: at least one series is needed, got none; the run has reported no metrics")
-    for one in series:
-        _check(one)
     panels: dict[str, list[CurveSeries]] = {}
     for one in series:
+        _check(one)
         panels.setdefault(one.quantity, []).append(one)
-    runs = list(dict.fromkeys(one.run for one in series))
     looks: dict[str, dict[str, Any]] = {
         run: {"color": _COLOURS[index % len(_COLOURS)], "linestyle": _STYLES[index // len(_COLOURS) % len(_STYLES)]}
-        for index, run in enumerate(runs)
+        for index, run in enumerate(dict.fromkeys(one.run for one in series))
     }
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_SETTINGS, "backend": "agg"}):
         figure = _figure(panels, looks, boundaries, title)
@@ -123,12 +121,11 @@ def _figure(
     if any(len(one.values) > _SPARSE for rows in panels.values() for one in rows):
         figure.text(0.5, 0.012, "faint: each step, bold: running mean", ha="center", fontsize=7.5, color=_MUTED)
     width = PANEL_WIDTH * len(panels)
-    rows_of_legend = math.ceil(len(looks) / (2 * len(panels)))
     figure.subplots_adjust(
         left=0.55 / width,
         right=1 - 0.15 / width,
         top=0.80 if title else 0.88,
-        bottom=0.17 + 0.045 * rows_of_legend,
+        bottom=0.17 + 0.045 * math.ceil(len(looks) / (2 * len(panels))),
         wspace=0.17,
     )
     return figure
