@@ -216,7 +216,7 @@ class TestExamples:
         played: list[str] = []
         monkeypatch.setattr("posttrain.cli.demo._Stage._step", lambda self, shown, *_: played.append(" ".join(shown)))
         monkeypatch.setattr("posttrain.cli.demo._Stage._newest", lambda self: "sort-00000000")
-        monkeypatch.setattr("posttrain.cli.demo._overlay", lambda folder, *_: folder / "curves.png")
+        monkeypatch.setattr("posttrain.app.examples.overlaid", lambda folder, *_: folder / "curves.png")
         empty.ok("demo", "--task", "01")
         assert "posttrain plan 01-sort/run.yaml --seed 101" in played
         assert Path(".demo/01-sort/run.yaml").is_file()

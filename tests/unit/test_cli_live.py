@@ -123,7 +123,8 @@ def test_redrawing_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(watcher, "read", lambda: reads.append(1) or RunWatcher(workspace, world.newest()).read())
     monkeypatch.setattr("posttrain.cli.live.time", SimpleNamespace(monotonic=lambda: moment[0], time=time.time))
     record = workspace.ledger.runs()[0]
-    with TableDisplay(watcher) as display:
+    display = TableDisplay(watcher)
+    with display.live:
         for look in range(50):
             moment[0] = 100.0 + look / 100
             display(record)
@@ -135,10 +136,10 @@ def test_lines_tell_a_change_once(world: World, capsys: pytest.CaptureFixture[st
     workspace = Workspace(world.root / ".posttrain")
     run = workspace.ledger.run(world.newest())
     capsys.readouterr()
-    with LineDisplay(RunWatcher(workspace, run.id)) as display:
-        for _ in range(5):
-            display._looked = 0.0
-            display(run)
+    display = LineDisplay(RunWatcher(workspace, run.id))
+    for _ in range(5):
+        display._looked = 0.0
+        display(run)
     lines = capsys.readouterr().out.splitlines()
     assert sum(" grpo succeeded" in line for line in lines) == 1
     assert sum("note: almost there" in line for line in lines) == 2

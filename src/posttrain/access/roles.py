@@ -19,9 +19,7 @@ def role_of(ledger: Ledger, identity: Identity) -> Role | None:
     one's own. A token never has more than its scopes say.
     """
     known = ledger.roles()
-    role = known.get(identity.principal)
-    if not known and identity.auth == OS:
-        role = Role.ADMIN
+    role = known.get(identity.principal) if known or identity.auth != OS else Role.ADMIN
     if role is None or identity.scopes is None:
         return role
     most = identity.scopes.get(ledger.project)

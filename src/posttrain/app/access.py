@@ -1,20 +1,20 @@
-"""Projects, their members and tokens. Each function imports what it needs when it is called."""
+"""Projects, their members and tokens."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from posttrain.access.authenticators.token import issue, refuse_unnamed, rotate
 from posttrain.api.access import Issued, Whoami
 from posttrain.api.control import Control
 from posttrain.api.verbs import answers
 from posttrain.domain.errors import InputError, NotFoundError, meant, meant_name
 from posttrain.domain.ids import Role, is_project
-from posttrain.domain.records import DEFAULT_PROJECT
+from posttrain.domain.records import DEFAULT_PROJECT, Token
 from posttrain.domain.requests import image_rule
 
 if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace
-    from posttrain.domain.records import Token
 
 _DAY = 86400.0  # seconds
 
@@ -65,8 +65,6 @@ def set_member(workspace: Workspace, principal: str, role: str | None) -> dict[s
 
 @answers(Control.issue_token)
 def issue_token(workspace: Workspace, principal: str, role: str | None, days: float) -> Issued:
-    from posttrain.access.authenticators.token import issue, refuse_unnamed
-
     refuse_unnamed(principal)
     ledger, known = workspace.ledger, workspace.ledger.roles()
     most = role if role is not None else known.get(principal)
@@ -75,16 +73,12 @@ def issue_token(workspace: Workspace, principal: str, role: str | None, days: fl
         raise InputError(
             f"token: {principal} has no role here{hint}; posttrain member set {principal} ROLE gives them one"
         )
-    secret, token = issue(ledger, workspace.actor, principal, {ledger.project: _role(most)}, days * _DAY)
-    return Issued(secret, token)
+    return Issued(*issue(ledger, workspace.actor, principal, {ledger.project: _role(most)}, days * _DAY))
 
 
 @answers(Control.rotate_token)
 def rotate_token(workspace: Workspace, token_id: str, days: float) -> Issued:
-    from posttrain.access.authenticators.token import rotate
-
-    secret, token = rotate(workspace.ledger, workspace.actor, token_id, days * _DAY)
-    return Issued(secret, token)
+    return Issued(*rotate(workspace.ledger, workspace.actor, token_id, days * _DAY))
 
 
 @answers(Control.revoke_token)

@@ -12,9 +12,7 @@ from posttrain.api.verbs import answers
 from posttrain.app.workspace import Workspace
 from posttrain.control import recalls
 from posttrain.control.downstream import of_bytes
-from posttrain.control.recalls import RECALLED, set_status
 from posttrain.data import importing
-from posttrain.data.importing import Curve, Imported, import_run
 from posttrain.data.refs import is_confined
 from posttrain.decision.releases import moves
 from posttrain.domain.errors import InputError
@@ -37,8 +35,8 @@ def add_external(workspace: Workspace, uri: str, name: str, *, checksum: str, ve
 @answers(Control.mark)
 def mark(workspace: Workspace, ref: str, status: str, reason: str) -> tuple[Asset, Marked]:
     asset, ledger = workspace.catalog.find(ref), workspace.ledger
-    said = set_status(workspace.stores, asset, status, reason)
-    if status != RECALLED:
+    said = recalls.set_status(workspace.stores, asset, status, reason)
+    if status != recalls.RECALLED:
         return asset, Marked(said, still=recalls.recalled(ledger, [asset.digest]).get(asset.digest))
     found = {run.id: run for run in _that_may_use(workspace, asset)}
     used = {
@@ -63,8 +61,7 @@ def mark(workspace: Workspace, ref: str, status: str, reason: str) -> tuple[Asse
 
 def _that_may_use(workspace: Workspace, asset: Asset) -> Iterator[RunRecord]:
     """Runs that used the bytes, and every unfinished one: what its stages will use stands in its manifest alone."""
-    made = of_bytes(workspace.ledger, asset.digest).runs
-    yield from (workspace.ledger.run(one) for one in made)
+    yield from (workspace.ledger.run(one) for one in of_bytes(workspace.ledger, asset.digest).runs)
     for state in RunState:
         if not is_final("run", state):
             yield from workspace.ledger.runs(state=state)
@@ -76,7 +73,7 @@ def _before(history: list[ReleaseEntry], barred: Collection[str]) -> int | None:
 
 
 @answers(Control.import_trl_output)
-def import_trl_output(workspace: Workspace, folder: Path, name: str | None) -> Imported:
+def import_trl_output(workspace: Workspace, folder: Path, name: str | None) -> importing.Imported:
     """Register what a TRL or transformers trainer left in its `output_dir`.
 
     Raises:
@@ -86,7 +83,7 @@ def import_trl_output(workspace: Workspace, folder: Path, name: str | None) -> I
 
 
 @answers(Control.import_mlflow)
-def import_mlflow(workspace: Workspace, where: str, run: str | None, name: str | None) -> Imported:
+def import_mlflow(workspace: Workspace, where: str, run: str | None, name: str | None) -> importing.Imported:
     """Register a run of an MLflow store, or what a client read of one. Raises as `import_trl_output`; InputError too
     where mlflow is missing.
     """
@@ -105,7 +102,7 @@ def what_was_read(control: Control, folder: Path, name: str | None) -> dict[str,
 
 
 @answers(Control.import_wandb_export)
-def import_wandb_export(workspace: Workspace, folder: Path, name: str | None) -> Imported:
+def import_wandb_export(workspace: Workspace, folder: Path, name: str | None) -> importing.Imported:
     """Register a W&B run's files. Raises as `import_trl_output`; InputError too where wandb is missing and needed."""
     from posttrain.foreign.wandb_export import read_wandb_export
 
@@ -113,7 +110,7 @@ def import_wandb_export(workspace: Workspace, folder: Path, name: str | None) ->
 
 
 @answers(Control.curves)
-def curves(workspace: Workspace, ref: str) -> list[Curve]:
+def curves(workspace: Workspace, ref: str) -> list[importing.Curve]:
     """The metrics of an imported run.
 
     Raises:
@@ -125,5 +122,5 @@ def curves(workspace: Workspace, ref: str) -> list[Curve]:
     return list(importing.curves(workspace.blobs.get(history.digest)))
 
 
-def _imported(workspace: Workspace, found: OutsideRun, name: str | None) -> Imported:
-    return import_run(workspace.catalog, workspace.blobs, workspace.root / "cache", found, name)
+def _imported(workspace: Workspace, found: OutsideRun, name: str | None) -> importing.Imported:
+    return importing.import_run(workspace.catalog, workspace.blobs, workspace.root / "cache", found, name)

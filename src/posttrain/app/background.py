@@ -203,8 +203,7 @@ def _tidy(workspace: Workspace, key: str) -> None:
                 remove_request(root, run_id)
             else:
                 kept.add(request.key)
-        logs = [one for one in (root / FOLDER).glob("*.log") if not {one.stem, one.stem.removesuffix(".1")} & kept]
-        logs = [path for path in logs if not path.stem.endswith(".1")]
+        logs = [one for one in (root / FOLDER).glob("*.log") if one.stem not in kept and not one.stem.endswith(".1")]
         for path in sorted(logs, key=lambda path: path.stat().st_mtime)[: -_LOGS or None]:
             path.unlink(missing_ok=True)
             previous(path).unlink(missing_ok=True)

@@ -7,7 +7,6 @@ import shutil
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from posttrain.app.workspace import Workspace, find_workspace
 from posttrain.data.catalog import inspect_dataset
@@ -15,7 +14,8 @@ from posttrain.domain.errors import ConflictError, InputError, NotFoundError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.ports import crashpoint
 from posttrain.domain.runspec import parse_run_spec
-from posttrain.foreign.settings import Draft, read_settings
+from posttrain.foreign.settings import Draft as Draft
+from posttrain.foreign.settings import read_settings
 from posttrain.foreign.trl import from_trl
 from posttrain.foreign.verl import from_verl
 from posttrain.store.atomic import make_folder, sync_folder, unwritable, write_json
@@ -95,8 +95,7 @@ def _proved(place: Path) -> tuple[int, tuple[str, ...]]:
         verify_chain(ledger)
         verify_rows(ledger)
         let_go(ledger.database)
-        projects = ledger.projects()
-        every = [run for project in projects for run in Ledger(ledger.database, project=project).runs()]
+        every = [run for project in ledger.projects() for run in Ledger(ledger.database, project=project).runs()]
         return len(every), tuple(run.id for run in every if not is_final("run", run.state))
     finally:
         ledger.close()
@@ -112,20 +111,8 @@ class Trainer(StrEnum):
 _READERS = {Trainer.TRL: from_trl, Trainer.VERL: from_verl}
 
 
-@dataclass(frozen=True, slots=True)
-class Adopted:
-    """What was written, and what of the other file it does not say."""
-
-    path: Path
-    carried: tuple[str, ...]
-    changed: tuple[str, ...]
-    dropped: tuple[str, ...]
-    inert: tuple[str, ...]
-    fill_in: tuple[str, ...]
-
-
-def adopt(trainer: Trainer, source: Path, target: Path) -> Adopted:
-    """Write a run file that asks for the training which `source` asks `trainer` for.
+def adopt(trainer: Trainer, source: Path, target: Path) -> Draft:
+    """Write a run file that asks for the training which `source` asks `trainer` for; what became of its settings.
 
     Nothing of the source is executed.
 
@@ -153,10 +140,7 @@ def adopt(trainer: Trainer, source: Path, target: Path) -> Adopted:
         raise InputError(f"{target}: is there already; move it away, or go on with posttrain plan {target}") from error
     except OSError as error:
         raise unwritable(target, error) from error
-    said: dict[str, Any] = {
-        name: tuple(getattr(draft, name)) for name in ("carried", "changed", "dropped", "inert", "fill_in")
-    }
-    return Adopted(target, **said)
+    return draft
 
 
 def _rows(draft: Draft, folder: Path) -> tuple[str, int | None]:

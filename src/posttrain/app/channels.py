@@ -1,6 +1,6 @@
 """Release channels: what is live, what moves it, and the policies that releases must pass.
 
-What a verb needs is imported when it is asked for.
+What loads numpy is imported when a verb needs it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ from typing import TYPE_CHECKING
 from posttrain.api.control import Control
 from posttrain.api.values import ChannelView
 from posttrain.api.verbs import answers
-from posttrain.domain.approvals import APPROVED, REJECTED
+from posttrain.control import channels
+from posttrain.decision.releases import release_states
+from posttrain.domain.approvals import APPROVED, REJECTED, Standing
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import InputError, meant_name, nearest
 from posttrain.domain.ids import Role
-from posttrain.domain.kinds import QUANTITIES, measurable
-from posttrain.domain.policies import ChannelPolicy, PinnedPolicy
+from posttrain.domain.kinds import QUANTITIES, kind_of, measurable
+from posttrain.domain.manifest import SUITES
+from posttrain.domain.policies import ChannelPolicy, PinnedPolicy, load_policy
+from posttrain.domain.records import stage_end
+from posttrain.store.releasing import POLICY_SET
 
 if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace
-    from posttrain.domain.approvals import Standing
     from posttrain.domain.records import ChannelRecord, Event, Look, ReleaseEntry
     from posttrain.store.ledger import Ledger
 
@@ -34,8 +38,6 @@ def live(workspace: Workspace) -> list[ReleaseEntry]:
 
 @answers(Control.channel)
 def channel(workspace: Workspace, name: str) -> ChannelView:
-    from posttrain.decision.releases import release_states
-
     ledger = workspace.ledger
     record, history, live = ledger.channel_record(name), ledger.history(name), ledger.channel(name)
     return ChannelView(
@@ -52,14 +54,9 @@ def channel(workspace: Workspace, name: str) -> ChannelView:
 
 @answers(Control.promote)
 def promote(workspace: Workspace, run_id: str, channel: str, lift_quarantine: str = "") -> ReleaseEntry:
-    from posttrain.app import sinks
     from posttrain.control.actions import promote
-    from posttrain.trackers.tracked import announce
 
-    entry = promote(workspace.stores, run_id, channel, lift_quarantine)
-    announce(workspace, channel)
-    sinks.announce(workspace)
-    return entry
+    return _announced(workspace, promote(workspace.stores, run_id, channel, lift_quarantine))
 
 
 @answers(Control.rollback)
@@ -71,13 +68,18 @@ def rollback(
     reason: str = "",
     lift_quarantine: str = "",
 ) -> ReleaseEntry:
-    from posttrain.app import sinks
     from posttrain.control.actions import rollback
+
+    entry = rollback(workspace.stores, channel, to, since=since, reason=reason, lift_quarantine=lift_quarantine)
+    return _announced(workspace, entry)
+
+
+def _announced(workspace: Workspace, entry: ReleaseEntry) -> ReleaseEntry:
+    """A move of a channel, of which registries and sinks are told."""
+    from posttrain.app import sinks
     from posttrain.trackers.tracked import announce
 
-    stores = workspace.stores
-    entry = rollback(stores, channel, to, since=since, reason=reason, lift_quarantine=lift_quarantine)
-    announce(workspace, channel)
+    announce(workspace, entry.channel)
     sinks.announce(workspace)
     return entry
 
@@ -103,18 +105,14 @@ def _said(workspace: Workspace, what: str, channel: str | None, verdict: str, re
 
 @answers(Control.approval_requests)
 def approval_requests(workspace: Workspace, channel: str) -> list[Standing]:
-    from posttrain.control.channels import standings
-
-    found = standings(workspace.stores, channel=channel)
+    found = channels.standings(workspace.stores, channel=channel)
     return [one for one in found if not (one.outdated or one.done)]
 
 
 @answers(Control.policy)
 def policy(workspace: Workspace, name: str, request: str | None = None) -> PinnedPolicy | None:
     if request is None:
-        from posttrain.control.channels import policy_of
-
-        return policy_of(workspace.stores, name)
+        return channels.policy_of(workspace.stores, name)
     from posttrain.control.actions import asked_policy
 
     return asked_policy(workspace.stores, name, request)
@@ -127,20 +125,14 @@ def channel_events(workspace: Workspace, name: str, kind: str) -> list[Event]:
 
 @answers(Control.policies)
 def policies(workspace: Workspace, name: str) -> list[Event]:
-    from posttrain.store.releasing import POLICY_SET
-
     return workspace.ledger.events_about(name, POLICY_SET)
 
 
 @answers(Control.set_policy)
 def set_policy(workspace: Workspace, name: str, path: Path) -> tuple[PinnedPolicy, list[str]]:
-    from posttrain.control.channels import set_policy
-    from posttrain.domain.policies import load_policy
-
     known = [record.name for record in workspace.ledger.channel_records()]
     with workspace.blobs.holding():
-        chosen = pinned_policy(load_policy(path), path, workspace)
-        set_policy(workspace.stores, name, chosen)
+        channels.set_policy(workspace.stores, name, pinned_policy(load_policy(path), path, workspace))
     pinned = policy(workspace, name)
     assert pinned is not None
     with workspace.ledger.snapshot() as now:
@@ -151,31 +143,23 @@ def set_policy(workspace: Workspace, name: str, path: Path) -> tuple[PinnedPolic
 
 @answers(Control.remove_policy)
 def remove_policy(workspace: Workspace, name: str) -> ChannelRecord:
-    from posttrain.control.channels import set_policy
-
-    return set_policy(workspace.stores, name, None)
+    return channels.set_policy(workspace.stores, name, None)
 
 
 @answers(Control.protect)
 def protect(workspace: Workspace, name: str, *, protected: bool = True, why: str = "") -> ChannelRecord:
-    from posttrain.control.channels import protect
-
-    return protect(workspace.stores, name, protected=protected, why=why)
+    return channels.protect(workspace.stores, name, protected=protected, why=why)
 
 
 @answers(Control.freeze)
 def freeze(workspace: Workspace, name: str, *, rollbacks: bool = False, why: str = "") -> ChannelRecord:
-    from posttrain.control.channels import EVERYTHING, RELEASES, freeze
-
-    frozen = EVERYTHING if rollbacks else RELEASES
-    return freeze(workspace.stores, name, frozen, why)
+    frozen = channels.EVERYTHING if rollbacks else channels.RELEASES
+    return channels.freeze(workspace.stores, name, frozen, why)
 
 
 @answers(Control.unfreeze)
 def unfreeze(workspace: Workspace, name: str, *, why: str = "") -> ChannelRecord:
-    from posttrain.control.channels import freeze
-
-    return freeze(workspace.stores, name, "", why)
+    return channels.freeze(workspace.stores, name, "", why)
 
 
 def _looks_at_items_of(ledger: Ledger, live: ReleaseEntry | None) -> tuple[Look, ...]:
@@ -185,10 +169,6 @@ def _looks_at_items_of(ledger: Ledger, live: ReleaseEntry | None) -> tuple[Look,
     """
     if live is None or live.run_id is None:
         return ()
-    from posttrain.domain.kinds import kind_of
-    from posttrain.domain.manifest import SUITES
-    from posttrain.domain.records import stage_end
-
     with ledger.snapshot() as now:
         ends = [stage_end(row.run_id, row.name) for row in now.stages(live.run_id) if kind_of(row.kind).measures]
         items = {edge.digest for edge in now.used(*ends) if edge.slot.startswith(SUITES)}

@@ -125,9 +125,7 @@ def _leftovers(workspace: Workspace, needed: Container[str], older_than: float) 
 
 
 def _size(path: Path) -> int:
-    if path.is_file():
-        return path.stat().st_size
-    return sum(_bytes(one) for one in files_below(path, sys.maxsize))
+    return path.stat().st_size if path.is_file() else sum(map(_bytes, files_below(path, sys.maxsize)))
 
 
 def _bytes(path: Path) -> int:
@@ -150,7 +148,6 @@ def erase(workspace: Workspace, what: str, reason: str) -> Erasure:
     """
     if not reason.strip():
         raise InputError("erase: --reason must say why, got nothing; it is kept with the event")
-    head = what.partition(":")[0]
     if what.startswith(_PERSON):
         if workspace.ledger.project != DEFAULT_PROJECT:  # it takes their roles and tokens in every project
             raise InputError(
@@ -159,15 +156,15 @@ def erase(workspace: Workspace, what: str, reason: str) -> Erasure:
             )
         done = erase_principal(workspace.ledger, workspace.actor, what, reason)
         return Erasure(what, done, tuple(_left(workspace, done, what, "")))
-    if head in KINDS:
+    run = ""
+    if what.partition(":")[0] in KINDS:
         if "@" not in what:
             raise InputError(f"erase {what}: must name a version; write {workspace.catalog.find(what).ref}")
         what = workspace.catalog.find(what).ref
-        done = erase_subject(workspace.ledger, workspace.actor, what, reason)
-        return Erasure(what, done, tuple(_left(workspace, done, what, "")))
-    run = workspace.ledger.find_run(what).id
-    done = erase_subject(workspace.ledger, workspace.actor, run, reason)
-    return Erasure(run, done, tuple(_left(workspace, done, run, run)))
+    else:
+        what = run = workspace.ledger.find_run(what).id
+    done = erase_subject(workspace.ledger, workspace.actor, what, reason)
+    return Erasure(what, done, tuple(_left(workspace, done, what, run)))
 
 
 def _left(workspace: Workspace, done: Erased, what: str, run: str) -> Iterator[str]:

@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from posttrain.access.ports import OS
+from posttrain.access.ports import OS, Identity
 from posttrain.api.control import Control
 from posttrain.domain.errors import NotFoundError, PosttrainError
 from posttrain.domain.ids import PROJECT_VARIABLE, SERVER_VARIABLE, TYPES
@@ -39,7 +39,6 @@ class Local:
 
 def control_of(given: Workspace | Control) -> Control:
     """Over an open workspace, for the user that the operating system knows; what is a `Control` stays what it is."""
-    from posttrain.access.ports import Identity
     from posttrain.access.roles import role_of
     from posttrain.api.guarding import Guard
     from posttrain.app.workspace import Workspace

@@ -11,11 +11,10 @@ import os
 import platform
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from email.utils import parsedate_to_datetime
 from importlib import metadata
 from pathlib import Path
@@ -51,11 +50,6 @@ _LOW_DISK, _NO_DISK = 5 * 2**30, 2**28  # bytes: warn, fail
 _FSYNCS = 15
 _SLOW_FSYNC = 0.05  # seconds: a stage takes about twenty ledger commits
 _RUNS_LOOKED_AT = 50
-
-
-def asked_server() -> str:
-    """The server that commands ask; empty: none, they ask a workspace of this machine."""
-    return os.environ.get(SERVER_VARIABLE, "").rstrip("/")
 
 
 def remote_checks(url: str) -> Iterator[Check]:
@@ -166,7 +160,7 @@ def examine(*, probe: bool = False, ray: str = "", end: bool = False, accept: st
     if ray:
         checks.append(check_ray(ray, facts, ask_ray(ray) if "ray" in facts.packages else None))
     checks += [*_device_locks(), _rewards(), _packages()]
-    if url := asked_server():
+    if url := os.environ.get(SERVER_VARIABLE, "").rstrip("/"):
         return [*checks, *remote_checks(url)]
     try:
         root = find_workspace()
@@ -202,13 +196,8 @@ def _images(workspace: Workspace) -> Iterator[Check]:
 
 
 def _python() -> Check:
-    fit = sys.version_info >= (3, 11)
-    return Check(
-        "python",
-        "ok" if fit else "fail",
-        f"{platform.python_version()} on {platform.system()} {platform.release()} ({platform.machine()})",
-        "" if fit else "Posttrain needs Python 3.11 or newer",
-    )
+    where = f"{platform.system()} {platform.release()} ({platform.machine()})"
+    return Check("python", "ok", f"{platform.python_version()} on {where}")
 
 
 def _processors() -> Check:
@@ -362,7 +351,11 @@ def _runs(workspace: Workspace) -> Iterator[Check]:
             idle.append((run.id, driver))
         elif driver is not None:
             at_work[driver].append(run.id)
-    yield _drivers(at_work)
+    said = [
+        f"{driver} drives {', '.join(runs)}" + (f"; its log: {driver.log}" if driver.log else "")
+        for driver, runs in at_work.items()
+    ]
+    yield Check("drivers", "ok", "; ".join(said) or "none at work")
     if aside := workspace.reconciler.queue.rows(dead=True):
         names = ", ".join(one.object for one in aside)
         yield Check("set aside", "warn", f"failed again and again: {names}", "posttrain dead")
@@ -371,14 +364,6 @@ def _runs(workspace: Workspace) -> Iterator[Check]:
         yield Check("runs", "warn", found, f"posttrain attach {idle[0][0]}")
     else:
         yield Check("runs", "ok", "none waits for a driver")
-
-
-def _drivers(at_work: Mapping[RunDriver, Sequence[str]]) -> Check:
-    said = [
-        f"{driver} drives {', '.join(runs)}" + (f"; its log: {driver.log}" if driver.log else "")
-        for driver, runs in at_work.items()
-    ]
-    return Check("drivers", "ok", "; ".join(said) or "none at work")
 
 
 def _undriven(run_id: str, driver: RunDriver) -> str:

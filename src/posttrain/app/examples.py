@@ -9,20 +9,19 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field
 
 from posttrain.domain.errors import InputError, NotFoundError, nearest
 from posttrain.domain.runspec import read_yaml
-from posttrain.domain.validation import Frozen, explain
+from posttrain.domain.validation import Frozen, validated
 from posttrain.store.atomic import unwritable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from posttrain.preflight.confinement import Confinement
 
 DEFAULT = "01-sort"
 PLAN = "demo.yaml"
+_ASSET = ("posttrain", "asset")
 _ELSEWHERE = re.compile(r"(\.\./[\w-]+)/([\w.-]+)")  # a file of another example
 OWN = Path(__file__).resolve().parents[1] / "examples"
 
@@ -130,16 +129,15 @@ def preparation(plan: DemoPlan, place: str, seed: int) -> list[list[str]]:
     Args:
         place: the example's folder, as the commands name it.
     """
-    made = f"model:{plan.model.name}"
-    steps = [
+    return [
         ["python", f"{place}/{plan.make_data}", "--seed", str(seed), "--out", "data"],
-        ["posttrain", "asset", "create", made, f"{place}/{plan.model.file}", "--seed", str(seed)],
+        [*_ASSET, "create", f"model:{plan.model.name}", f"{place}/{plan.model.file}", "--seed", str(seed)],
+        *([*_ASSET, "add", f"dataset:{name}", f"data/{file}"] for name, file in plan.datasets.items()),
+        *(
+            [*_ASSET, "add", f"reward:{name}", f"{place}/{it.file}", *(["--entry", it.entry] if it.entry else [])]
+            for name, it in plan.rewards.items()
+        ),
     ]
-    steps += [["posttrain", "asset", "add", f"dataset:{name}", f"data/{file}"] for name, file in plan.datasets.items()]
-    for name, reward in plan.rewards.items():
-        entry = ["--entry", reward.entry] if reward.entry else []
-        steps.append(["posttrain", "asset", "add", f"reward:{name}", f"{place}/{reward.file}", *entry])
-    return steps
 
 
 def load_demo(folder: Path) -> DemoPlan:
@@ -149,12 +147,13 @@ def load_demo(folder: Path) -> DemoPlan:
         InputError: an unknown key, a missing one, a file that is not there.
     """
     path = folder / PLAN
-    try:
-        plan = DemoPlan.model_validate(read_yaml(path))
-    except ValidationError as error:
-        raise explain(error, str(path), DemoPlan) from error
-    named = [plan.make_data, plan.model.file, *(reward.file for reward in plan.rewards.values())]
-    named += [run.file for run in plan.runs] + [run.before.file for run in plan.runs if run.before]
+    plan = validated(DemoPlan, read_yaml(path), str(path))
+    named = (
+        *(plan.make_data, plan.model.file),
+        *(reward.file for reward in plan.rewards.values()),
+        *(run.file for run in plan.runs),
+        *(run.before.file for run in plan.runs if run.before),
+    )
     missing = next((name for name in named if not (folder / name).is_file()), None)
     if missing:
         raise InputError(f"{path}: names {missing!r}, which is not in {folder}; add it")
@@ -168,7 +167,7 @@ def confined() -> Confinement:
     return confinement()
 
 
-def overlaid(folder: Path, runs: Sequence[tuple[str, str]], picture: Path, title: str) -> Path:
+def overlaid(folder: Path, runs: list[tuple[str, str]], picture: Path, title: str) -> Path:
     """The curves of several runs of the workspace in a folder on one picture.
 
     Args:

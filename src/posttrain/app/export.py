@@ -6,7 +6,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -162,6 +162,7 @@ def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *
     run = workspace.ledger.run(made.run_id)
     manifest, rows = workspace.stores.manifest(run), {row.name: row for row in workspace.ledger.stages(run.id)}
     chain = list(_chain(manifest, made.stage))
+    base = chain[0].inputs.get("model")
     report = explain_run(workspace.stores, run.id).report
     worse = run_scores(workspace.blobs, manifest, rows).regressions
     tree = _public(model_lineage(workspace.stores, made))
@@ -177,7 +178,7 @@ def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *
         if made.channel
         else "",
         manifest=run.manifest_digest,
-        base=_base(chain),
+        base=base.name if base else "",
         state=run.state,
         judge=_is_classifier(folder),
         seed=manifest.seed,
@@ -189,10 +190,16 @@ def _describe(workspace: Workspace, made: MadeModel, folder: Path, dtype: str, *
         version=__version__,
     )
     (folder / _CARD).write_text(render_card(card), encoding="utf-8")
-    said = {"posttrain": __version__, "model": asdict(made), "dtype": dtype, "cast": cast, "lineage": asdict(tree)}
-    verdicts = [verdict.model_dump(mode="json") for verdict in card.gates]
-    scores = {f"{s.stage}/{s.metric}": s.value if math.isfinite(s.value) else None for s in card.scores}
-    said |= {"state": run.state, "scores": scores, "gates": verdicts, "regressions": list(card.regressions)}
+    said = {
+        "model": asdict(made),
+        "dtype": dtype,
+        "cast": cast,
+        "lineage": asdict(tree),
+        "state": run.state,
+        "scores": {f"{s.stage}/{s.metric}": s.value if math.isfinite(s.value) else None for s in card.scores},
+        "gates": [verdict.model_dump(mode="json") for verdict in card.gates],
+        "regressions": list(card.regressions),
+    }
     _write_lineage(folder, said)
     return True
 
@@ -205,12 +212,12 @@ def _say_lineage(workspace: Workspace, model: NamedModel, folder: Path, dtype: s
     if IMPORTED not in asset.meta:
         return
     tree = _public(asset_lineage(workspace.stores, asset))
-    said = {"posttrain": __version__, "model": {"name": asset.ref, "digest": asset.digest}, "dtype": dtype}
-    _write_lineage(folder, {**said, "cast": cast, "lineage": asdict(tree)})
+    named = {"name": asset.ref, "digest": asset.digest}
+    _write_lineage(folder, {"model": named, "dtype": dtype, "cast": cast, "lineage": asdict(tree)})
 
 
 def _write_lineage(folder: Path, said: Mapping[str, object]) -> None:
-    text = json.dumps(said, indent=2, ensure_ascii=False, allow_nan=False)
+    text = json.dumps({"posttrain": __version__, **said}, indent=2, ensure_ascii=False, allow_nan=False)
     (folder / _LINEAGE).write_text(text + "\n", encoding="utf-8")
 
 
@@ -221,11 +228,6 @@ def _chain(manifest: Manifest, name: str) -> Iterator[StageManifest]:
     if before is not None and before.source == "stage":
         yield from _chain(manifest, before.name)
     yield stage
-
-
-def _base(chain: Sequence[StageManifest]) -> str:
-    first = chain[0].inputs.get("model")
-    return first.name if first else ""
 
 
 def _stage_line(workspace: Workspace, stage: StageManifest, row: StageRecord) -> StageLine:

@@ -25,7 +25,7 @@ from posttrain.data.refs import NAME, AssetRef, Source, is_confined, local_path,
 from posttrain.domain.errors import InputError, NotFoundError, PosttrainError, nearest
 from posttrain.domain.manifest import InputRef
 from posttrain.domain.records import Asset, outcome_error
-from posttrain.domain.runspec import RunSpec, parse_run_spec, read_yaml
+from posttrain.domain.runspec import parse_run_spec, read_yaml
 from posttrain.preflight.fitting import model_files
 from posttrain.store.trees import materialise
 
@@ -183,7 +183,14 @@ def submit_evaluation(
         ref = str(reward["ref"])
         named = NAME.fullmatch(ref) and not Path(ref).suffix
         source["rewards"] = {_REWARD: {**reward, "ref": f"reward:{ref}" if named else ref}}
-    spec = _spec(source, model_word(workspace, model), names, stage)
+    run = {  # the run file that nobody needs to write
+        "name": f"eval-{'-'.join(names)}"[:63].rstrip("-_"),
+        **source,
+        "model": model_word(workspace, model),
+        "data": names,
+        "stages": {_STAGE: {"kind": "evaluate", "model": "base", **stage}},
+    }
+    spec = parse_run_spec(run, str(_SOURCE))
     return submit_planned(plan_spec(spec, workspace, _SOURCE), workspace, again=again, exact=True)
 
 
@@ -195,20 +202,13 @@ def _room(workspace: Workspace, model: str) -> int:
     return _USUAL_TOKENS if context is None else max(1, min(_USUAL_TOKENS, context // 2))
 
 
-def _spec(source: Mapping[str, Any], model: str, names: Mapping[str, str], stage: Mapping[str, Any]) -> RunSpec:
-    """The run file that nobody needs to write."""
-    head = {"name": f"eval-{'-'.join(names)}"[:63].rstrip("-_"), **source, "model": model, "data": names}
-    return parse_run_spec({**head, "stages": {_STAGE: {"kind": "evaluate", "model": "base", **stage}}}, str(_SOURCE))
-
-
 def _suite_names(suites: Sequence[str]) -> dict[str, str]:
     """Suite name → ref: the data set's own name, or its file's."""
     found: dict[str, str] = {}
     for suite in suites:
         ref = f"dataset:{suite}" if NAME.fullmatch(suite) and not Path(suite).suffix else suite
         word = ref.rpartition("/")[2] if "/" in ref or ref.startswith(".") else ref.partition(":")[2].partition("@")[0]
-        stem = (word or ref).partition(".")[0].lower()
-        name = _NOT_IN_NAMES.sub("-", stem).strip("-_") or "suite"
+        name = _NOT_IN_NAMES.sub("-", (word or ref).partition(".")[0].lower()).strip("-_") or "suite"
         if name in found:
             raise InputError(f"posttrain eval: suites must have names of their own, got {name!r} twice; leave one out")
         found[name] = ref

@@ -10,25 +10,26 @@ from typing import TYPE_CHECKING, Any
 from posttrain.api.control import Control
 from posttrain.api.values import RunDiff, Why
 from posttrain.api.verbs import answers
-from posttrain.data.refs import refuse_afar
+from posttrain.data.refs import KINDS, refuse_afar
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import InputError, NotFoundError, nearest
-from posttrain.domain.records import DEFAULT_PROJECT
+from posttrain.domain.records import DEFAULT_PROJECT, AssetStatus
 
 if TYPE_CHECKING:
     from posttrain.api.control import Vigil
+    from posttrain.api.values import (
+        ComparePage,
+        Comparison,
+        Downstream,
+        LogFile,
+        Node,
+        RunDriver,
+        Scores,
+        TrackerState,
+        VerifyReport,
+    )
     from posttrain.app.workspace import Workspace
-    from posttrain.control.comparing import Comparison
-    from posttrain.control.downstream import Downstream
-    from posttrain.control.lineage import Node
-    from posttrain.control.scores import Scores
-    from posttrain.control.verifying import VerifyReport
     from posttrain.domain.manifest import Manifest
-    from posttrain.domain.records import AssetStatus
-    from posttrain.drivers.requests import RunDriver
-    from posttrain.trackers.tracking import TrackerState
-    from posttrain.views.logs import LogFile
-    from posttrain.web.report import ComparePage
 
 _CHANNEL = "channel:"  # before the name of one, where a run or an asset could be meant too
 
@@ -164,7 +165,6 @@ def recalled(workspace: Workspace, *digests: str) -> dict[str, AssetStatus]:
 @answers(Control.lineage)
 def lineage(workspace: Workspace, target: str) -> Node:
     from posttrain.control.lineage import asset_lineage, release_lineage, run_lineage
-    from posttrain.data.refs import KINDS
 
     if target.startswith(DIGEST_PREFIX):
         raise InputError(f"{target[:24]}: a digest alone is followed downstream only; add --downstream")
@@ -178,7 +178,6 @@ def lineage(workspace: Workspace, target: str) -> Node:
 @answers(Control.downstream)
 def downstream(workspace: Workspace, target: str, limit: int = 200) -> Downstream:
     from posttrain.control.downstream import of_bytes, of_run
-    from posttrain.data.refs import KINDS
 
     if target.startswith(DIGEST_PREFIX):
         return of_bytes(workspace.ledger, workspace.ledger.find_artifact(target).digest, limit=limit)
@@ -195,7 +194,6 @@ def downstream(workspace: Workspace, target: str, limit: int = 200) -> Downstrea
 @answers(Control.verify)
 def verify(workspace: Workspace, target: str = "") -> VerifyReport:
     from posttrain.control.verifying import verify, verify_live
-    from posttrain.data.refs import KINDS
 
     workspace.seal()
     stores = workspace.stores

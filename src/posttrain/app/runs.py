@@ -24,7 +24,6 @@ from posttrain.app.sinks import lacking
 from posttrain.app.workspace import Workspace
 from posttrain.control import actions, attempts, channels
 from posttrain.control.approvals import terms
-from posttrain.control.channels import released_evaluators, unguarded
 from posttrain.control.decide import stall_after
 from posttrain.control.lineage import made_model
 from posttrain.control.planning import Planned, Resolve, plan_run
@@ -136,7 +135,11 @@ def resolve_spec(spec: RunSpec, workspace: Workspace, source: Path, *, seed: int
     check_imports(planned, workspace, source)
     beside = workspace.catalog.not_taken
     apart = dict.fromkeys(beside[ref.digest] for _, _, ref in planned.manifest.assets() if ref.digest in beside)
-    found = (*same, *found, *apart, *_frozen(spec, workspace), *barred, *_unheard(workspace))
+    unheard = (
+        f"sink {name}: {lacks}, so it is told nothing; set it where the run is driven"
+        for name, lacks in lacking(workspace)
+    )
+    found = (*same, *found, *apart, *_frozen(spec, workspace), *barred, *unheard)
     return replace(planned, warnings=(*planned.warnings, *found), trackers=_trackers(spec, workspace, source))
 
 
@@ -152,12 +155,6 @@ def _recalled(workspace: Workspace, manifest: Manifest, source: Path) -> Iterato
         told = recall_of(now, manifest)
     if told:
         yield f"{told}; its run exists already, and no other begins (--again, retry)"
-
-
-def _unheard(workspace: Workspace) -> Iterator[str]:
-    """Sinks that would not be told of the run."""
-    for name, lacks in lacking(workspace):
-        yield f"sink {name}: {lacks}, so it is told nothing; set it where the run is driven"
 
 
 def _frozen(spec: RunSpec, workspace: Workspace) -> Iterator[str]:
@@ -308,19 +305,32 @@ def view_plan(workspace: Workspace, path: Path, *, seed: int | None = None, sett
         )
         for stage in planned.manifest.stages
     )
-    warnings = [*ahead.warnings, *planned.warnings]
-    warnings += [*repeated(planned, ahead.datasets), *seen_in_training(planned, ahead.datasets)]
-    warnings += wide_steps(planned, ahead.datasets)
-    warnings += [f"{name}: {warning}" for name, seen in found.items() for warning in seen.warnings]
-    warnings += slower(planned, spec, workspace, path)
-    run = existing[0] if existing else None
-    trackers = tuple(describe(planned.trackers or of_workspace(workspace)))
+    warnings = (
+        *ahead.warnings,
+        *planned.warnings,
+        *repeated(planned, ahead.datasets),
+        *seen_in_training(planned, ahead.datasets),
+        *wide_steps(planned, ahead.datasets),
+        *(f"{name}: {warning}" for name, seen in found.items() for warning in seen.warnings),
+        *slower(planned, spec, workspace, path),
+    )
     gates = tuple((rule.name, origin(rule, planned.policy)) for rule in planned.manifest.gates if planned.policy)
-    gates += tuple(("suggested", line) for line in unguarded(planned.manifest))
-    evaluators = tuple(_evaluators(planned.manifest))
-    asked = _approvals(planned, workspace)
+    gates += tuple(("suggested", line) for line in channels.unguarded(planned.manifest))
     return PlanView(
-        planned.manifest, stages, ahead.power, tuple(warnings), ahead.changes, trackers, run, gates, evaluators, *asked
+        planned.manifest,
+        stages,
+        ahead.power,
+        warnings,
+        ahead.changes,
+        tuple(describe(planned.trackers or of_workspace(workspace))),
+        existing[0] if existing else None,
+        gates,
+        tuple(  # of everything that is measured of the released model, as a policy names them
+            (suite, suite_evaluator(stage, planned.manifest.code, suite))
+            for stage in channels.released_evaluators(planned.manifest)
+            for suite, _ in measured_suites(stage)
+        ),
+        *_approvals(planned, workspace),
     )
 
 
@@ -332,13 +342,6 @@ def _approvals(planned: Planned, workspace: Workspace) -> tuple[int, tuple[str, 
     with workspace.ledger.snapshot() as now:
         found = terms(now, now.channel_record(release.channel), planned.policy, workspace.actor)
     return (found.needed, found.approvers) if found else (0, ())
-
-
-def _evaluators(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Suite and evaluator of everything that is measured of the released model, as a policy names them."""
-    for stage in released_evaluators(manifest):
-        for suite, _ in measured_suites(stage):
-            yield suite, suite_evaluator(stage, manifest.code, suite)
 
 
 def _packages(stage: StageManifest, workspace: Workspace) -> Iterator[str]:
@@ -392,7 +395,8 @@ def plan_sweep(
     gated, specs = False, [load_run_spec(path, setting) for setting in chosen]  # words first: they cost nothing
     for place, (setting, spec) in enumerate(zip(chosen, specs, strict=True)):
         gated = gated or spec.release is not None
-        for seed in named or _seeds(spec, seeds):
+        more = (derive_seed(spec.seed, "sweep", number) % MAX_SEED for number in range(1, seeds))
+        for seed in named or (spec.seed, *more):
             bare = spec.model_copy(update={"gates": (), "release": None})
             points.append(Point(place, setting, seed, _planned(bare, workspace, path, setting, seed)))
     _refuse_equal(points)
@@ -401,8 +405,7 @@ def plan_sweep(
     name = swept_metric(points[0].planned, first.gates, model, metric)
     direction = metric_direction(name, first.gates, better)
     warnings = dict.fromkeys(line for point in points for line in point.planned.warnings)
-    notes = (*warnings, *([_KEPT] if gated else []))
-    return Sweep(path, tuple(points), name, direction, model, notes)
+    return Sweep(path, tuple(points), name, direction, model, (*warnings, *([_KEPT] if gated else [])))
 
 
 @answers(Control.submit_point)
@@ -440,10 +443,6 @@ def sent_point(control: Control, place: int, seed: int, **words: Any) -> dict[st
 def sent_sweep(control: Control, runs: Sequence[tuple[int, int, str]], **words: Any) -> dict[str, Any]:
     """The sweep that a client means, planned again, and its runs."""
     return {"sweep": control.plan_sweep(**words), "runs": {(place, seed): run for place, seed, run in runs}}
-
-
-def _seeds(spec: RunSpec, count: int) -> list[int]:
-    return [spec.seed, *(derive_seed(spec.seed, "sweep", place) % MAX_SEED for place in range(1, count))]
 
 
 def _planned(spec: RunSpec, workspace: Workspace, source: Path, setting: Setting, seed: Any) -> Planned:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-
-from pydantic import ValidationError
 
 from posttrain.api.control import Control
 from posttrain.api.values import Answer, Asked
@@ -17,7 +14,7 @@ from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.domain.manifest import InputRef
 from posttrain.domain.rendering import stop_fault
-from posttrain.domain.validation import explain
+from posttrain.domain.validation import validated
 from posttrain.engine.settings import MOST_ROWS, MOST_TOKENS, InferenceRuntimeConfig
 from posttrain.execution import foreground
 from posttrain.preflight.fitting import first_row, model_files
@@ -25,41 +22,6 @@ from posttrain.preflight.fitting import first_row, model_files
 _PROGRAM = "posttrain.jobs.sample"
 LONGEST_WAIT = 3600.0  # seconds, where nobody says another
 Form = Literal["chat", "text"]
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """How to ask, e.g. `Ask(samples=4, temperature=0.7)`."""
-
-    samples: int = 1  # responses to each prompt
-    max_new_tokens: int | None = None  # of a response at most; None: 256, or as many as the context leaves
-    temperature: float = 0.0  # 0: the most likely tokens
-    seed: int = 0
-    runtime: InferenceRuntimeConfig = field(default_factory=InferenceRuntimeConfig)
-    timeout: float = LONGEST_WAIT  # seconds, for all of it
-    stop: Sequence[str] = ()  # a response ends with the token that completes one of these in its text
-    top_k: int = 0  # draw among the k most likely tokens; 0: all
-    top_p: float = 1.0  # among the most likely ones that together have this probability
-    min_p: float = 0.0  # among those at least this times as likely as the likeliest
-
-    def __post_init__(self) -> None:
-        for name, most in (("samples", MOST_ROWS), ("max_new_tokens", MOST_TOKENS)):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= most:
-                raise InputError(f"{name.replace('_', '-')} must be from 1 to {most}, got {value}")
-        if not 0 <= self.temperature <= 1000:
-            raise InputError(f"temperature must be from 0 (the most likely tokens) to 1000, got {self.temperature:g}")
-        if self.samples > 1 and self.temperature == 0:
-            raise InputError(f"temperature must be above 0 for {self.samples} different responses, got 0; say 1")
-        if fault := stop_fault(self.stop):
-            raise InputError(f"stop {fault}")
-        if self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1:
-            raise InputError(
-                "top-k must be 0 (all) or more, top-p above 0 to 1 and min-p from 0 to below 1, "
-                f"got {self.top_k}, {self.top_p:g} and {self.min_p:g}"
-            )
-        if self.temperature == 0 and (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0):
-            raise InputError("top-k, top-p and min-p need a temperature above 0, got 0 (the most likely tokens); say 1")
 
 
 @answers(Control.ask)
@@ -81,61 +43,61 @@ def ask(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> Asked:
-    where, wait = inference_runtime(**runtime), timeout or LONGEST_WAIT
-    how = Ask(samples, max_new_tokens, temperature, seed, where, wait, stop, top_k, top_p, min_p)
+    where = validated(InferenceRuntimeConfig, dict(runtime), "posttrain sample")
+    for name, given, most in (("samples", samples, MOST_ROWS), ("max-new-tokens", max_new_tokens, MOST_TOKENS)):
+        if given is not None and not 1 <= given <= most:
+            raise InputError(f"{name} must be from 1 to {most}, got {given}")
+    _refuse_unusable(samples, temperature, stop, top_k, top_p, min_p)
     named = named_model(workspace, model)
     form, why = usual_form(workspace, named)
     if chat is not None:
         form, why = ("chat", "--chat") if chat else ("text", "--text")
-    rows = [prompt_row(text, form, system) for text in prompts]
-    return Asked(named.pinned.name, named.digest, form, why, ask_model(workspace, named, rows, how))
-
-
-def ask_model(
-    workspace: Workspace, model: NamedModel, prompts: Sequence[Mapping[str, Any]], ask: Ask
-) -> Iterator[Answer | str]:
-    """Responses as they come, prompt by prompt; a text among them is a warning.
-
-    The same model, prompts and `ask` give the same responses on the same device.
-
-    Args:
-        prompts: rows with `prompt` or `messages`, see `prompt_row`.
-
-    Raises:
-        InputError: a prompt that cannot be rendered or does not fit the model's context; a model that writes nothing.
-        DeadlineError: it took longer than `ask.timeout`.
-    """
     request = {
-        "folder": str(model.folder(workspace).resolve()),
         "name": "prompt",
-        "rows": [dict(row) for row in prompts],
-        "samples": ask.samples,
-        "max_new_tokens": ask.max_new_tokens,
-        "temperature": ask.temperature,
-        "seed": ask.seed,
-        "stop": list(ask.stop),
-        "top_k": ask.top_k,
-        "top_p": ask.top_p,
-        "min_p": ask.min_p,
-        "runtime": ask.runtime.model_dump(),
-        "threads": ask.runtime.threads,
+        "rows": [prompt_row(text, form, system) for text in prompts],
+        "samples": samples,
+        "max_new_tokens": max_new_tokens,  # None: 256, or as many as the context leaves
+        "temperature": temperature,
+        "seed": seed,
+        "stop": list(stop),
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "runtime": where.model_dump(),
+        "threads": where.threads,
     }
+    found = _answers(workspace, named, request, timeout or LONGEST_WAIT)
+    return Asked(named.pinned.name, named.digest, form, why, found)
+
+
+def _refuse_unusable(
+    samples: int, temperature: float, stop: Sequence[str], top_k: int, top_p: float, min_p: float
+) -> None:
+    """Refuse ways of drawing that there are not, or that contradict each other."""
+    if not 0 <= temperature <= 1000:
+        raise InputError(f"temperature must be from 0 (the most likely tokens) to 1000, got {temperature:g}")
+    if samples > 1 and temperature == 0:
+        raise InputError(f"temperature must be above 0 for {samples} different responses, got 0; say 1")
+    if fault := stop_fault(stop):
+        raise InputError(f"stop {fault}")
+    if top_k < 0 or not 0 < top_p <= 1 or not 0 <= min_p < 1:
+        raise InputError(
+            "top-k must be 0 (all) or more, top-p above 0 to 1 and min-p from 0 to below 1, "
+            f"got {top_k}, {top_p:g} and {min_p:g}"
+        )
+    if temperature == 0 and (top_k, top_p, min_p) != (0, 1.0, 0.0):
+        raise InputError("top-k, top-p and min-p need a temperature above 0, got 0 (the most likely tokens); say 1")
+
+
+def _answers(
+    workspace: Workspace, model: NamedModel, request: Mapping[str, Any], timeout: float
+) -> Iterator[Answer | str]:
+    """Responses as they come, prompt by prompt; a text among them is a warning."""
+    folder = str(model.folder(workspace).resolve())
     yield from filter(None, [workspace.catalog.not_taken.get(model.digest)])
-    said = foreground.answers(_PROGRAM, request, timeout=ask.timeout)
+    said = foreground.answers(_PROGRAM, {**request, "folder": folder}, timeout=timeout)
     yield from (str(reason) for reason in next(said, {}).get("fallbacks", {}).values())
     yield from (Answer(**answer) for answer in said)
-
-
-def inference_runtime(**chosen: Any) -> InferenceRuntimeConfig:
-    """Where and how to compute, from what was typed.
-
-    Raises:
-        InputError: an unknown device or dtype, or too many threads.
-    """
-    try:
-        return InferenceRuntimeConfig.model_validate(chosen)
-    except ValidationError as error:
-        raise explain(error, "posttrain sample", InferenceRuntimeConfig) from error
 
 
 def prompt_row(text: str, form: Form, system: str | None = None) -> dict[str, Any]:

@@ -142,8 +142,11 @@ def add_sink(
         raise InputError(f"sink: name must be 1-63 of a-z 0-9 _ - and begin with a letter or digit, got {name!a}")
     if kind not in KINDS:
         raise InputError(f"sink {name}: kind must be of {', '.join(KINDS)}, got {kind!a}{nearest(kind, KINDS)}")
-    if workspace.ledger.auth != OS:
-        _refuse_files(name, kind, settings)
+    if workspace.ledger.auth != OS and (kind == "jsonl" or "secret_file" in settings):  # reached by a token
+        raise InputError(
+            f"sink {name}: files of the server are named where its workspace is, got {kind}; add it there, or use a "
+            "webhook with --secret-env"
+        )
     record = SinkRecord(name, kind, dict(settings), (Rule.of(rule),), 0.0, workspace.actor)
     open_sink(workspace, record, served=is_confined())
     if is_confined():
@@ -155,19 +158,6 @@ def add_sink(
     return view(workspace, name)
 
 
-def _refuse_files(name: str, kind: str, settings: Mapping[str, Any]) -> None:
-    """Refuse what reaches files of a server, to whoever it knows by a token.
-
-    Raises:
-        InputError: it does.
-    """
-    if kind == "jsonl" or "secret_file" in settings:
-        raise InputError(
-            f"sink {name}: files of the server are named where its workspace is, got {kind}; add it there, or use a "
-            "webhook with --secret-env"
-        )
-
-
 @answers(Control.test_sink)
 def test_sink(workspace: OpenWorkspace, name: str) -> str:
     """Send a marked message, whether the sink is paused or not; where it went.
@@ -176,8 +166,7 @@ def test_sink(workspace: OpenWorkspace, name: str) -> str:
         SinkError: it was not taken.
     """
     ledger = workspace.ledger
-    record = ledger.sink(name)
-    sink = open_sink(workspace, record, served=is_confined())
+    sink = open_sink(workspace, ledger.sink(name), served=is_confined())
     sink.send([trial(name, ledger.project, ledger.entropy(_ENDS).hex(), ledger.clock.now())])
     return sink.where
 

@@ -30,7 +30,7 @@ from posttrain.execution.ports import Executor
 from posttrain.execution.processes import of_a_server
 from posttrain.execution.trainers.installed import Trainers
 from posttrain.execution.trainers.native import NativeTrainer
-from posttrain.store.atomic import LOCK, FileLock, StoreLock, make_folder, read_json, write_json
+from posttrain.store.atomic import LOCK, FileLock, StoreLock, make_folder, read_json
 from posttrain.store.blobs import USERS, ObjectBlobs, blobs_url, open_blobs
 from posttrain.store.channels.objects import checked_url
 from posttrain.store.database import Database, SystemClock
@@ -57,11 +57,10 @@ from posttrain.workspace.settings import (
     holds_runs,
     host_name,
     ledger_place,
-    record_limits,
     record_places,
+    record_setting,
     record_variables,
     recorded,
-    settings_lock,
 )
 
 _BESIDE = 4  # threads that hash, upload and judge while runs are driven
@@ -99,7 +98,8 @@ class Workspace(OpenWorkspace):
             open_blobs(store).probe()
         database = None if isinstance(place, Path) else Database(place, create=create and not holds_runs(self.root))
         channel = _channel(self.root, channel)
-        self.lock = store_lock(self.root, database)
+        own = self.root / LOCK  # of one folder's store; else of all hosts of a ledger
+        self.lock: StoreLock = FileLock(own) if database is None else LedgerLock(own, database)
         self.blobs = blobs = open_blobs(store, self.lock)
         if create:
             if database is None:
@@ -120,7 +120,7 @@ class Workspace(OpenWorkspace):
         self.jobs = Jobs(
             executor=_executor(self.root, self.settings),
             trainers=Trainers([NativeTrainer()]),
-            folders=AttemptFolders(self.root, self.channels),
+            folders=AttemptFolders(self.root, lambda: self.channels),
             slots=max(1, os.cpu_count() or 1),
             beside=_BESIDE,
             trust_rewards=self.trusts_rewards,
@@ -219,7 +219,8 @@ def init_workspace(
     root = path / FOLDER if path else Path(named) if named else Path.cwd() / FOLDER
     chosen = None if limits is None else model_limits(limits)
     if executor == PODMAN:  # first: one that there is not leaves no workspace
-        _refuse_without_podman()
+        if why := containers.trouble():
+            raise InputError(f"init: --executor {PODMAN} needs podman: {why}")
     elif executor not in (None, LOCAL):
         InstalledExecutor(executor, OWN_EXECUTORS, root / "runs").load()
     workspace = Workspace(root, create=True, rewards=rewards, trackers=trackers, ledger=ledger, channel=channel)
@@ -228,7 +229,7 @@ def init_workspace(
         return workspace
     try:
         if chosen is not None:
-            record_limits(root, chosen)
+            record_setting(root, LIMITS, chosen)
         if job_variables is not None:
             record_variables(root, job_variables)
         if executor is not None and other:
@@ -259,11 +260,6 @@ def join_store(workspace: OpenWorkspace, blobs: ObjectBlobs) -> None:
     """
     if blobs.url != blobs_url(workspace.root / OWN_STORE):
         blobs.note(f"{USERS}/{workspace.identity()}", str(workspace.root))
-
-
-def store_lock(root: Path, database: Database | None) -> StoreLock:
-    """Of the artifact store: of one folder, or of all hosts of a ledger."""
-    return FileLock(root / LOCK) if database is None else LedgerLock(root / LOCK, database)
 
 
 def _store(root: Path) -> str:
@@ -315,12 +311,6 @@ def _executor(root: Path, settings: Mapping[str, Any]) -> Executor:
     return InstalledExecutor(name, OWN_EXECUTORS, root / "runs")
 
 
-def _refuse_without_podman() -> None:
-    why = containers.trouble()
-    if why:
-        raise InputError(f"init: --executor {PODMAN} needs podman: {why}")
-
-
 def _record_executor(workspace: Workspace, name: str) -> None:
     """A job is looked for where it was submitted.
 
@@ -333,15 +323,12 @@ def _record_executor(workspace: Workspace, name: str) -> None:
             f"executor must stay {workspace.jobs.executor.name} while runs have jobs or will start some "
             f"({', '.join(held)}), got {name}; wait for their end, or end them: posttrain stop {held[0]}"
         )
-    with settings_lock(workspace.root):
-        record = {key: value for key, value in read_json(workspace.root / SETTINGS).items() if key != EXECUTOR}
-        write_json(workspace.root / SETTINGS, record | ({} if name == LOCAL else {EXECUTOR: name}))
+    record_setting(workspace.root, EXECUTOR, "" if name == LOCAL else name)
 
 
 def _with_jobs(workspace: Workspace) -> Iterator[str]:
     """Runs of any project with a stage to come that is a job. One that only waits for a person to release has none."""
-    projects = workspace.ledger.projects()
-    for project in projects:
+    for project in workspace.ledger.projects():
         ledger = workspace.seen_by(workspace.actor, project, OS).ledger
         for run in [run for state in RunState if not is_final("run", state) for run in ledger.runs(state=state)]:
             to_come = [stage for stage in ledger.stages(run.id) if not is_final("stage", stage.state)]

@@ -25,16 +25,15 @@ from posttrain.cli.console import (
     lazily,
     moment,
     open_control,
+    plain_table,
     said_after,
     say,
 )
-from posttrain.domain.errors import InputError
+from posttrain.domain.errors import InputError, nearest
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from posttrain.api.control import Control
-    from posttrain.api.values import Curve, Imported
+    from posttrain.api.values import Imported
     from posttrain.domain.records import Asset, AssetStatus
 
 KINDS = ("dataset", "model", "reward")  # that `add` registers
@@ -147,8 +146,6 @@ def ls(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """List every version of every asset."""
-    from posttrain.domain.errors import nearest
-
     if kind is not None and kind not in _LISTED:
         raise InputError(f"asset ls: kind must be one of {', '.join(_LISTED)}, got {kind!r}{nearest(kind, _LISTED)}")
     control = open_control()
@@ -158,12 +155,8 @@ def ls(
     if not found:
         say("no assets yet; next: posttrain asset add KIND:NAME PATH")
         return
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="dim")
     columns = ("ref", "digest", "what", "registered", *(["status"] if said else []))
-    for column in columns:
-        table.add_column(column, no_wrap=True)
+    table = plain_table(*columns)
     for asset in found:
         when, told = f"{ago(asset.created_at)} by {asset.created_by}", said.get(_key(asset))
         row = (asset.ref, digest(asset.digest), summary(asset), when, told.words if told else "")
@@ -196,7 +189,14 @@ def get(
     if "stage" in asset.meta:
         say(f"  next: posttrain lineage {asset.ref}")
     if curves:
-        console().print(_curves_table(curves))
+        table = plain_table()
+        table.add_column("metric", overflow="fold")
+        for column in ("points", "steps", "first", "last", "least", "most"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for curve in curves:
+            values = (f"{value:.4g}" for value in (curve.first, curve.last, curve.least, curve.most))
+            table.add_row(curve.metric, str(curve.points), f"{curve.steps[0]}…{curve.steps[1]}", *values)
+        console().print(table)
 
 
 @app.command("approve")
@@ -229,8 +229,7 @@ def _mark(ref: str, status: str, reason: str) -> None:
         aside(f"warning: nothing begins with its bytes all the same: {whose} is {marked.still.words}")
     if not status:
         return
-    said = marked.said
-    say(f"{asset.ref} is {said.words if said else status}")
+    say(f"{asset.ref} is {marked.said.words if marked.said else status}")
     if status == "recalled":
         count, live = len(marked.runs), ", ".join(channel for channel, _ in marked.live)
         say(f"  used by {count} run{'s' * (count != 1)}, live on {live or 'no channel'}")
@@ -249,22 +248,7 @@ def _status(said: AssetStatus | None) -> dict[str, Any]:
     return {"status": {"status": said.status, "by": said.actor, "at": said.at, "reason": said.reason} if said else None}
 
 
-def _curves_table(curves: Sequence[Curve]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("metric", overflow="fold")
-    for column in ("points", "steps", "first", "last", "least", "most"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for curve in curves:
-        values = (f"{value:.4g}" for value in (curve.first, curve.last, curve.least, curve.most))
-        table.add_row(curve.metric, str(curve.points), f"{curve.steps[0]}…{curve.steps[1]}", *values)
-    return table
-
-
 def _split(ref: str) -> tuple[str, str]:
-    from posttrain.domain.errors import nearest
-
     kind, colon, name = ref.partition(":")
     if kind == "history":
         raise InputError(f"asset {ref!r}: a history comes with its run; see posttrain import --help")

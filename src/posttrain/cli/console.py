@@ -13,7 +13,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
+    from rich.table import Table
     from rich.text import Text
 
     from posttrain.api.control import Control
@@ -120,6 +121,30 @@ def console() -> Console:
 
     interactive = sys.stdout.isatty()
     return Harmless(highlight=False, soft_wrap=not interactive, width=None if interactive else PIPE_WIDTH)
+
+
+def show(*drawn: RenderableType) -> None:
+    """Print each of these on stdout, in a line or more of its own."""
+    screen = console()
+    for one in drawn:
+        screen.print(one)
+
+
+def tinted(words: str, tint: str = "") -> Text:
+    """A text in a style, for `show` and for tables."""
+    from rich.text import Text
+
+    return Text(words, style=tint)
+
+
+def plain_table(*titles: str, right: Collection[str] = ()) -> Table:
+    """A table without lines whose cells are not wrapped, a column for each title; those in `right` hold numbers."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in titles:
+        table.add_column(title, justify="right" if title in right else "left", no_wrap=True)
+    return table
 
 
 def branch(label: Text) -> Text:
@@ -256,9 +281,7 @@ def duration(seconds: float | None) -> str:
     whole = round(max(0.0, seconds))
     if whole < 60:
         return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
 def ago(at: float | None) -> str:
@@ -288,9 +311,7 @@ def _finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def lazily(name: str) -> Callable[[str], list[str]]:

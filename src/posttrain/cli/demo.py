@@ -18,8 +18,6 @@ from posttrain.domain.errors import AccessError, InputError, WorkspaceError
 from posttrain.domain.ids import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from posttrain.app.examples import DemoPlan, DemoRun
 
 FOLDER = ".demo"
@@ -39,7 +37,7 @@ def demo(
 
     Where a server is named, over it, in its project.
     """
-    from posttrain.app.examples import OWN, copy_example, find_example, load_demo
+    from posttrain.app.examples import OWN, copy_example, find_example, load_demo, overlaid
 
     started = time.monotonic()
     served = bool(os.environ.get(_SERVER))
@@ -66,7 +64,8 @@ def demo(
         )
         say("  look around: posttrain ls")
         return
-    picture = _overlay(workspace, stage.ids, plan.title)
+    runs = [(f"run {label}", run) for label, run in stage.ids.items()]
+    picture = overlaid(workspace, runs, workspace / "curves.png", plan.title)  # every run of the story on one
     say("", f"done in {duration(time.monotonic() - started)}")
     say(
         *(
@@ -103,8 +102,8 @@ def examples(
     target = to or Path(folder.name)
     files = shelf.copy_example(folder, target)
     plan = shelf.load_demo(target)
-    steps = [["posttrain", "init"], *shelf.preparation(plan, str(target), plan.seed)]
-    steps.append(["posttrain", "run", f"{target}/{plan.runs[0].file}"])
+    made = shelf.preparation(plan, str(target), plan.seed)
+    steps = [["posttrain", "init"], *made, ["posttrain", "run", f"{target}/{plan.runs[0].file}"]]
     answer_json(output, lambda: {"name": folder.name, "folder": str(target), "files": files, "steps": steps})
     say(f"{folder.name}: {plan.title}; {len(files)} files in {target}/", "play it by hand:")
     say(*(f"  {' '.join(step)}" for step in steps))
@@ -121,7 +120,7 @@ class _Stage:
 
     def prepare(self) -> None:
         """Data, workspace, base model, assets."""
-        from posttrain.app.examples import preparation
+        from posttrain.app.examples import confined, preparation
 
         _headline(
             f"Data, {'' if self._served else 'a workspace, '}a base model made from nothing, and versioned assets"
@@ -129,20 +128,15 @@ class _Stage:
         if self._served:
             self._posttrain("whoami")
         else:
-            self._init()
+            found = confined()
+            if not found.whole:
+                say(f"This machine cannot confine rewards: {'; '.join(found.notes)}.")
+                say("The demo's own are harmless, so its workspace says that it trusts them; yours would be refused.")
+            # by its folder: the demo may be played below a workspace of one's own
+            self._posttrain("init", ".", *(() if found.whole else ("--rewards", "trusted")))
         for step in preparation(self._plan, self._example, self.seed):
-            (self._python if step[0] == "python" else self._posttrain)(*step[1:])
+            self._step(step)
         self._posttrain("plan", f"{self._example}/{self._plan.runs[0].file}", "--seed", str(self.seed))
-
-    def _init(self) -> None:
-        from posttrain.app.examples import confined
-
-        found = confined()
-        if not found.whole:
-            say(f"This machine cannot confine rewards: {'; '.join(found.notes)}.")
-            say("The demo's own are harmless, so its workspace says that it trusts them; yours would be refused.")
-        # by its folder: the demo may be played below a workspace of one's own
-        self._posttrain("init", ".", *(() if found.whole else ("--rewards", "trusted")))
 
     def play(self, run: DemoRun) -> None:
         """One run, and for one that does not ship, why."""
@@ -166,13 +160,12 @@ class _Stage:
             self._posttrain(verb, channel)
 
     def _posttrain(self, *words: str, expected: int = 0) -> None:
-        self._step(["posttrain", *words], [sys.executable, "-m", "posttrain", *words], expected)
+        self._step(["posttrain", *words], expected)
 
-    def _python(self, *words: str) -> None:
-        self._step(["python", *words], [sys.executable, *words], 0)
-
-    def _step(self, shown: Sequence[str], command: Sequence[str], expected: int) -> None:
+    def _step(self, shown: list[str], expected: int = 0) -> None:
+        """A command as it is shown: of Posttrain, or a Python script."""
         say(f"$ {' '.join(shown)}")
+        command = [sys.executable, *(["-m", "posttrain"] if shown[0] == "posttrain" else []), *shown[1:]]
         sys.stdout.flush()
         # without a terminal to read from, Ctrl-C leaves nothing behind that goes on with the story
         code = subprocess.run(
@@ -237,10 +230,3 @@ def _is_ours(folder: Path) -> bool:
         return (folder / _MARKER).read_bytes() == _MADE_BY.encode()
     except OSError:
         return False
-
-
-def _overlay(folder: Path, ids: dict[str, str], title: str) -> Path:
-    """Every run of the story on one picture."""
-    from posttrain.app.examples import overlaid
-
-    return overlaid(folder, [(f"run {label}", run) for label, run in ids.items()], folder / "curves.png", title)

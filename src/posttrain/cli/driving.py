@@ -41,8 +41,10 @@ from posttrain.cli.console import (
     lazily,
     open_control,
     say,
+    show,
 )
 from posttrain.domain.errors import InputError, PosttrainError
+from posttrain.domain.lifecycle import RunState, is_final
 from posttrain.domain.overrides import single
 
 if TYPE_CHECKING:
@@ -84,10 +86,7 @@ def plan(
     answer_json(output, view.to_json)
     from posttrain.cli.screens import plan_lines, plan_tree
 
-    screen = console()
-    screen.print(plan_tree(view))
-    for line in plan_lines(view):
-        screen.print(line)
+    show(plan_tree(view), *plan_lines(view))
     if not view.existing:
         say(f"next:     {_first(view.changes, f'posttrain run {file}{changes(seed, sets)}')}")
 
@@ -259,7 +258,7 @@ def run(
     control = open_control()
     setting, tags = single(sets or ()), tuple(tag or ())
     submitted = control.submit(file, again=again, seed=seed, setting=setting, note=note, tags=tags)
-    if detach and give_away(control, submitted, output):
+    if detach and give_away(control, submitted.run, output, submitted.warnings):
         return
     greet(submitted, again=" (--again starts another)", output=output)
     drive(control, submitted.run.id, timeout, f"posttrain run {file}{changes(seed, sets)}", output)
@@ -277,7 +276,7 @@ def attach(
     _refuse_both("attach", detach, timeout)
     control = open_control()
     found = Submitted(control.run(run))
-    if detach and give_away(control, found, output):
+    if detach and give_away(control, found.run, output):
         return
     greet(found, output=output)
     drive(control, found.run.id, timeout, f"posttrain attach {found.run.id}", output)
@@ -290,15 +289,12 @@ def retry(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Let a stopped or failed run go on from its checkpoints, and drive it."""
-    from posttrain.api.values import Submitted
-    from posttrain.domain.lifecycle import RunState
-
     _refuse_both("retry", detach, timeout)
     control = open_control()
     record = control.run(run)
     if record.state not in (RunState.PENDING, RunState.RUNNING, RunState.STOPPING):
         record = control.retry(record.id)
-    if detach and give_away(control, Submitted(record), output):
+    if detach and give_away(control, record, output):
         return
     (say if output is Output.TEXT else aside)(f"run {record.id} goes on")
     drive(control, record.id, timeout, f"posttrain retry {record.id}", output)
@@ -339,9 +335,8 @@ def drive(control: Control, run_id: str, timeout: float | None, reattach: str, o
             raise typer.Exit(DETACHED) from None
     status = control.status(run_id)
     emit_json(run_json(control, status)) if output is Output.JSON else _summary(control, status)
-    error = status.outcome
-    if error:  # its line says the reason and the next action
-        raise error
+    if status.outcome:  # its line says the reason and the next action
+        raise status.outcome
     if output is Output.TEXT:
         console().print(*run_footer(status), sep="\n")
 
@@ -352,20 +347,17 @@ def run_json(control: Control, status: RunStatus) -> dict[str, Any]:
     return status.to_json() | {"scores": control.scores(status.run.id).to_json(), "trackers": trackers}
 
 
-def give_away(control: Control, found: Submitted, output: Output) -> bool:
+def give_away(control: Control, run: RunRecord, output: Output, warnings: Sequence[str] = ()) -> bool:
     """Give a run to a background driver and say so in one line, or a JSON object, on stdout; False: it has ended."""
-    from posttrain.domain.lifecycle import is_final
-
-    run_id = found.run.id
-    if is_final("run", found.run.state):
+    if is_final("run", run.state):
         return False
-    driver = control.detach(run_id)
-    aside(*(f"warning: {warning}" for warning in found.warnings))
+    driver = control.detach(run.id)
+    aside(*(f"warning: {warning}" for warning in warnings))
     who = f"driven {driver.words}" if not driver.nobody else "driven to its end already"
     if output is Output.JSON:
-        emit_json(run_json(control, control.status(run_id)))
+        emit_json(run_json(control, control.status(run.id)))
     else:
-        say(f"run {run_id} detached, {who}; posttrain attach {run_id} returns to it")
+        say(f"run {run.id} detached, {who}; posttrain attach {run.id} returns to it")
     return True
 
 
@@ -388,8 +380,6 @@ def open_quietly(control: Control, run_id: str, output: Output) -> Iterator[Call
 
 def greet(found: Submitted, again: str = "", output: Output = Output.TEXT) -> None:
     """Say which run this is, and whether it is new; `again`: how to start another one of it."""
-    from posttrain.domain.lifecycle import is_final
-
     record, tell = found.run, say if output is Output.TEXT else aside
     if not found.attached:
         tell(f"run {record.id}  manifest {digest(record.manifest_digest)}")
@@ -413,8 +403,7 @@ def _summary(control: Control, status: RunStatus) -> None:
     screen, run_id = console(), status.run.id
     found = control.why(run_id)
     screen.print(*regression_lines(found.scores), stage_table(status), sep="\n")
-    for line in (*verdict_lines(found.report.verdicts if found.report else ()), *score_lines(found.scores)):
-        screen.print(line)
+    show(*verdict_lines(found.report.verdicts if found.report else ()), *score_lines(found.scores))
     screen.print(*warning_lines(status), sep="\n", end="\n" if status.warnings else "")
     say(f"run {run_id}: {status.run.state} after {duration(status.seconds)}")
     try:
@@ -424,8 +413,7 @@ def _summary(control: Control, status: RunStatus) -> None:
     else:
         say(f"report: {written.report}", *([f"curves: {written.curves}"] if written.curves else []))
     trackers = _settled(control, run_id)
-    for line in tracker_lines(trackers):
-        screen.print(line)
+    show(*tracker_lines(trackers))
     if any(one.under_way for one in trackers):
         say(f"posttrain track {run_id} waits until its trackers are written")
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -21,8 +23,6 @@ from posttrain.domain.lifecycle import Reason, StageState, is_final
 from posttrain.domain.records import RunRecord
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from posttrain.api.control import Control, Watcher
     from posttrain.api.values import RunStatus, StageStatus
 
@@ -36,49 +36,32 @@ _METRICS = {"reward": "reward/mean", "probe": "probe/accuracy", "length": "respo
 _WIDE, _MEDIUM = 118, 96  # columns
 
 
-class Display(Protocol):
-    """Shows a run while it is driven. Use it as a context manager and as the `watch` of `Run.wait`."""
-
-    def __call__(self, run: RunRecord) -> None:
-        """Something may have happened."""
-
-    def __enter__(self) -> Display: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-def open_display(control: Control, run_id: str) -> Display:
-    """The table on a terminal, lines elsewhere."""
+@contextmanager
+def open_display(control: Control, run_id: str) -> Iterator[Callable[[RunRecord], None]]:
+    """What shows a run while it is driven, each time it is called: the table on a terminal, lines elsewhere."""
     watcher = control.watcher(run_id)
-    return TableDisplay(watcher) if sys.stdout.isatty() else LineDisplay(watcher)
+    if sys.stdout.isatty():
+        table = TableDisplay(watcher)
+        with table.live:
+            yield table
+    else:
+        yield LineDisplay(watcher)
 
 
 class TableDisplay:
-    """A table with one row per stage, redrawn in place; gone when the run has ended."""
+    """A table with one row per stage, redrawn in place while its `live` is entered; gone afterwards."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
-        self._console = console()
-        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self.live = Live(console=console(), auto_refresh=False, transient=True)
         self._drawn = 0.0
 
     def __call__(self, run: RunRecord) -> None:
         """Redraw, if it is time."""
         if time.monotonic() - self._drawn < _REDRAW:
             return
-        self._live.update(run_table(self._watcher.read(), self._console.width), refresh=True)
+        self.live.update(run_table(self._watcher.read(), self.live.console.width), refresh=True)
         self._drawn = time.monotonic()
-
-    def __enter__(self) -> TableDisplay:
-        self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()
 
 
 class LineDisplay:
@@ -120,14 +103,6 @@ class LineDisplay:
         if row.state == StageState.RUNNING and new and now - self._line_at[row.name] >= _LINE_EVERY:
             self._line_at[row.name], self._said_at[row.name] = now, progress.at
             _line(row.name, progress_words(stage), progress.at)
-
-    def __enter__(self) -> LineDisplay:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return
 
 
 def progress_words(stage: StageStatus) -> str:

@@ -69,9 +69,11 @@ class Commands(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to say at the end
             raise SystemExit(_UNREAD) from None
         except OSError as error:
-            known = unwritable(error.filename or "what was named", error) if error.errno in _OF_THE_DISK else None
-            aside(f"error: {_one_line(known or InputError(_refused(error)))}")
-            raise SystemExit((known or InputError).exit_code) from error
+            what = error.filename or "what was named"
+            refused = InputError(f"{what}: {error.strerror or error}; check the path")
+            told = unwritable(what, error) if error.errno in _OF_THE_DISK else refused
+            aside(f"error: {_one_line(told)}")
+            raise SystemExit(told.exit_code) from error
         except Exception as error:
             if type(error).__module__.partition(".")[0] in ("click", "typer"):
                 if isinstance(getattr(error, "message", None), str):
@@ -196,10 +198,6 @@ def _one_line(error: BaseException) -> str:
     """A message without line ends; of one that quotes a book, its beginning and its end."""
     text = " ".join(str(error).split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 3 :]}"
-
-
-def _refused(error: OSError) -> str:
-    return f"{error.filename or 'what was named'}: {error.strerror or error}; check the path"
 
 
 def _unreadable(error: RecursionError | UnicodeError) -> str:

@@ -14,7 +14,6 @@ import typer
 
 from posttrain.cli import driving
 from posttrain.cli.console import Output, OutputOption, answer_json, aside, digest, emit_json, lazily, open_control, say
-from posttrain.cli.driving import TimeoutOption
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def sample(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     threads: ThreadsOption = 1,
-    timeout: TimeoutOption = None,
+    timeout: driving.TimeoutOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Ask a model. Nothing is recorded; the same question gets the same answers on the same device."""
@@ -186,14 +185,20 @@ def evaluate(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     threads: ThreadsOption = 1,
-    timeout: TimeoutOption = None,
+    timeout: driving.TimeoutOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Measure a model on data sets, without a run file. It is a run of one stage: get, why and compare know it."""
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "samples": samples, "temperature": temperature}
-    settings |= {"pass_at": pass_at} if pass_at else {}
-    settings |= {"reward_range": list(reward_range)} if reward_range is not None else {}
-    settings |= _given(extract=extract, reward_timeout=reward_timeout, top_k=top_k, top_p=top_p, min_p=min_p, stop=stop)
+    settings = {"max_new_tokens": max_new_tokens, "samples": samples, "temperature": temperature} | _given(
+        pass_at=pass_at or None,
+        reward_range=list(reward_range) if reward_range is not None else None,
+        extract=extract,
+        reward_timeout=reward_timeout,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        stop=stop,
+    )
     judge = _judge(reward, _given(entry=entry, dialect=dialect, secret=secret, network=network))
     runtime = {"device": device, "dtype": dtype, "threads": threads}
     control = open_control()
@@ -227,14 +232,20 @@ def _measured_json(control: Control, found: Submitted, timeout: float | None) ->
     aside(f"run {found.run.id}; posttrain get {found.run.id} --watch shows how far it is")
     record = control.drive(found.run.id, timeout=timeout)
     status = control.status(record.id)
-    error = status.outcome
-    if error:
-        raise error
+    if status.outcome:
+        raise status.outcome
     measured = control.manifest(record.id).stages[0].inputs["model"]
-    said = {"run": record.id, "state": record.state, "attached": found.attached}
-    intervals = control.scores(status.run.id).to_json()
-    said |= {"model": measured.name, "digest": measured.digest, "scores": status.metrics, "intervals": intervals}
-    emit_json(said)
+    emit_json(
+        {
+            "run": record.id,
+            "state": record.state,
+            "attached": found.attached,
+            "model": measured.name,
+            "digest": measured.digest,
+            "scores": status.metrics,
+            "intervals": control.scores(status.run.id).to_json(),
+        }
+    )
 
 
 def export(

@@ -30,7 +30,7 @@ from posttrain.cli.console import (
     say,
 )
 from posttrain.cli.driving import RunArgument
-from posttrain.domain.approvals import WITHDRAWN
+from posttrain.domain.approvals import WITHDRAWN, Standing
 from posttrain.domain.canonical import DIGEST_PREFIX
 from posttrain.domain.errors import InputError, IntegrityError
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from posttrain.api.control import Control
     from posttrain.api.values import Node
-    from posttrain.domain.approvals import Standing
     from posttrain.domain.policies import PinnedPolicy
     from posttrain.domain.records import Event
 
@@ -167,8 +166,7 @@ def verify(
     else:
         size = f"{report.bytes / 2**20:.1f} MiB"
         erased = f", of {report.erased} the words were erased" if report.erased else ""
-        events = f"{report.events} sealed events{erased}"
-        say(f"{target}: hashed {report.checked} artifacts again ({size}) and {events}")
+        say(f"{target}: hashed {report.checked} artifacts again ({size}) and {report.events} sealed events{erased}")
         say(*(f"  problem: {problem}" for problem in report.problems))
         say(*(f"  not verified here: {line}" for line in report.elsewhere))
         if not report.problems:
@@ -345,8 +343,7 @@ def unfreeze(channel: ChannelArgument, reason: WhyOption = "") -> None:
     """Let a channel move again."""
     control = open_control()
     before = control.channel_record(channel)
-    after = control.unfreeze(channel, why=reason)
-    if after == before:
+    if control.unfreeze(channel, why=reason) == before:
         say(f"channel {channel} was not frozen")
         return
     say(f"channel {channel} may move")

@@ -29,7 +29,9 @@ from posttrain.cli.console import (
     open_control,
     pass_on,
     say,
+    show,
     style,
+    tinted,
 )
 from posttrain.cli.driving import RunArgument, TagOption, TimeoutOption, run_json
 from posttrain.domain.errors import InputError, NotFoundError, PosttrainError, meant
@@ -37,7 +39,7 @@ from posttrain.domain.lifecycle import ReleaseState, is_final, meaning
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
-    from posttrain.api.values import LogFile, Why
+    from posttrain.api.values import Why
     from posttrain.domain.approvals import Standing
     from posttrain.domain.records import AssetStatus, ChannelRecord, ReleaseEntry
 
@@ -63,7 +65,6 @@ def ls(
         say(f"no run has the tag {wanted}; posttrain note RUN --tag {wanted} gives it" if wanted else _NO_RUNS)
         _say_channels(live, records, barred)
         return
-    from rich.text import Text
 
     from posttrain.cli.tables import Column, Grid
 
@@ -72,7 +73,7 @@ def ls(
         [Column(), *(Column(title) for title in ("run", "state", "submitted", "took", "driver")), *words], heads=3
     )
     for run in runs:
-        mark = Text(glyph(run.state), style=style(run.state))
+        mark = tinted(glyph(run.state), style(run.state))
         reason = run.under_way or (run.message if run.state != "succeeded" else run.reason)
         action = "" if run.state == "succeeded" else run.next_action
         driver, took = str(run.driver or ""), duration(run.seconds)
@@ -155,8 +156,9 @@ def get(
         warning_lines,
     )
 
-    screen = console()
-    told = (
+    console().print(
+        *regression_lines(scores),
+        run_tree(status),
         *score_lines(scores),
         *warning_lines(status),
         *note_lines(status),
@@ -164,8 +166,8 @@ def get(
         *approval_lines(status.approvals),
         *tracker_lines(trackers),
         *run_footer(status),
+        sep="\n",
     )
-    screen.print(*regression_lines(scores), run_tree(status), *told, sep="\n")
     if written:
         say(f"report: {written.report}", *([f"curves: {written.curves}"] if written.curves else []))
 
@@ -191,8 +193,7 @@ def _get_channel(control: Control, name: str, output: Output) -> None:
     asked = control.approval_requests(name)
     channel, trackers = control.channel(name), control.channel_trackers(name)
     history = control.history(name, None if output is Output.JSON else _MOVES)
-    states, record, live = channel.states, channel.record, channel.live
-    barred, looks = channel.quarantine, channel.looks
+    record, live = channel.record, channel.live
     recall = control.recalled(live.model_digest).get(live.model_digest) if live else None
     cards = dict(_cards(control, asked))
     answer_json(
@@ -201,22 +202,26 @@ def _get_channel(control: Control, name: str, output: Output) -> None:
             "channel": name,
             "live": live.model_digest if live else None,
             "history": [move.to_json() for move in reversed(history)],
-            "looks": len(looks),
+            "looks": len(channel.looks),
             "recalled": asdict(recall) if recall else None,
             "policy": record.policy,
             "protected": record.protected,
             "frozen": record.frozen,
             "deployments": [asdict(one) for one in channel.deployments],
-            "quarantine": [asdict(one) for one in barred],
+            "quarantine": [asdict(one) for one in channel.quarantine],
             "approval_requests": [one.to_json() for one in asked],
             "cards": {run_id: _why_json(card) for run_id, card in cards.items()},
             "trackers": [one.to_json() for one in trackers],
         },
     )
-    earlier = ReleaseState.SUPERSEDED in states.values()  # what a rollback goes back to
+    earlier = ReleaseState.SUPERSEDED in channel.states.values()  # what a rollback goes back to
     back = f"posttrain rollback {name}, " if earlier else ""
-    lines: list[Any] = [*channel_lines(record, channel.frozen, recall), *release_lines(barred, looks)]
-    lines += [*request_lines(asked, cards), *tracker_lines(trackers)]
+    lines: list[Any] = [
+        *channel_lines(record, channel.frozen, recall),
+        *release_lines(channel.quarantine, channel.looks),
+        *request_lines(asked, cards),
+        *tracker_lines(trackers),
+    ]
     if not history:
         console().print(f"channel {name}: nothing was released to it yet", *lines, sep="\n")
         return
@@ -249,7 +254,19 @@ def logs(
     control = open_control()
     run_id = control.run(run).id
     pieces = control.logs(run_id, stage, control.vigil(run_id, aside, timeout) if follow else None)
-    answer_json(output, lambda: [_piece_json(file, text) for file, text in pieces])
+    answer_json(
+        output,
+        lambda: [
+            {
+                "run_id": file.run_id,
+                "stage": file.stage,
+                "attempt": file.attempt,
+                "path": file.path and str(file.path),
+                "text": text,
+            }
+            for file, text in pieces
+        ],
+    )
     last = None
     for file, text in pieces:
         if file != last:
@@ -261,11 +278,6 @@ def logs(
         record = control.run(run_id)
         ended = f"no job printed anything, and the run has ended ({record.state})"
         say(ended if is_final("run", record.state) else "no job has printed anything yet")
-
-
-def _piece_json(file: LogFile, text: str) -> dict[str, Any]:
-    named = {"run_id": file.run_id, "stage": file.stage, "attempt": file.attempt}
-    return {**named, "path": file.path and str(file.path), "text": text}
 
 
 def _why_json(found: Why) -> dict[str, Any]:
@@ -304,15 +316,12 @@ def why(run: RunArgument, output: OutputOption = Output.TEXT) -> None:
     verdicts = found.report.verdicts if found.report else ()
     words = f"{sum(v.outcome == 'pass' for v in verdicts)} of {len(verdicts)} gates pass" if verdicts else ""
     gated = words and status.run.reason.startswith("Gate")  # the verdicts below say it in full
-    told = words if gated else status.why or meaning(status.reason)
-    say(f"reason: {told} ({status.reason})")
+    say(f"reason: {words if gated else status.why or meaning(status.reason)} ({status.reason})")
     said = (*warning_lines(status), *note_lines(status), *signal_lines(status), *approval_lines(status.approvals))
-    for line in (*verdict_lines(verdicts), *score_lines(scores), *said):
-        screen.print(line)
+    show(*verdict_lines(verdicts), *score_lines(scores), *said)
     for attempt in found.lost:
         screen.print(f"{attempt.stage}:", attempt_line(attempt))
-    for line in tracker_lines(trackers):
-        screen.print(line)
+    show(*tracker_lines(trackers))
     say(f"next:   {action}")
 
 
@@ -323,26 +332,20 @@ def diff(
 ) -> None:
     """Show what differs between two runs: manifests, changed assets, measured numbers."""
     found = open_control().diff(first, second)
-    metrics = _metric_rows(*found.metrics)
+    one, other = found.metrics
+    both = sorted(one.keys() & other.keys())
+    metrics: list[dict[str, Any]] = [{"metric": m, "a": one[m], "b": other[m]} for m in both if one[m] != other[m]]
     told = [asdict(difference) for difference in found.differences]
     answer_json(output, lambda: {"a": found.first, "b": found.second, "differences": told, "metrics": metrics})
     from posttrain.cli.screens import difference_lines
 
     say(f"- {found.first}", f"+ {found.second}")
-    screen = console()
-    for line in difference_lines(found.differences):
-        screen.print(line)
+    show(*difference_lines(found.differences))
     if not found.differences:
         say("the manifests decide the same result: nothing differs")
     for row in metrics:  # what an optimiser did last is for programs: -o json
         if row["metric"].partition("/")[0] in found.measured or row["metric"].endswith("reward/mean"):
             say(f"  {row['metric']:32s} {row['a']:.4g} → {row['b']:.4g}  ({row['b'] - row['a']:+.4g})")
-
-
-def _metric_rows(first: Mapping[str, float], second: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Measured numbers that both runs have and that differ."""
-    both = sorted(first.keys() & second.keys())
-    return [{"metric": m, "a": first[m], "b": second[m]} for m in both if first[m] != second[m]]
 
 
 def _watch(control: Control, run_id: str, timeout: float | None) -> None:
@@ -375,8 +378,6 @@ def dead(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """What a driver set aside after it failed again and again, and why; --retry has it looked at again."""
-    from dataclasses import asdict
-
     if retry and name is None:
         raise InputError("dead: --retry needs the run or stage that is looked at again; posttrain dead lists them")
     if assume_dead and (retry or name is None):

@@ -12,7 +12,19 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from posttrain.cli.console import ago, as_typed, branch, count, digest, duration, excerpt, glyph, moment, style
+from posttrain.cli.console import (
+    ago,
+    as_typed,
+    branch,
+    count,
+    digest,
+    duration,
+    excerpt,
+    glyph,
+    moment,
+    plain_table,
+    style,
+)
 from posttrain.cli.tables import Column, Grid
 from posttrain.domain.gates import Outcome, Verdict
 from posttrain.domain.kinds import Driver, kind_of
@@ -76,10 +88,8 @@ def placed(stage: StagePlan) -> Iterator[Text | Table]:
 
 def _residency_table(found: Residency) -> Table:
     """Bytes of one rank: a row for each role, a column for each phase; the fullest phase of a pool is bold."""
-    table = Table(box=None, pad_edge=False, header_style="dim", title="resident per rank", title_style="dim")
-    table.title_justify = "left"
-    for title in ("pool", "role", *found.phases):
-        table.add_column(title, justify="left" if title in ("pool", "role") else "right", no_wrap=True)
+    table = plain_table("pool", "role", *found.phases, right=found.phases)
+    table.title, table.title_style, table.title_justify = "resident per rank", "dim", "left"
     for peak in found.peaks:
         for role in dict.fromkeys(held.role for held in found.held if held.pool == peak.pool):
             sizes = [found.total(phase, peak.pool, role) for phase in found.phases]
@@ -163,8 +173,7 @@ def request_lines(standings: Iterable[Standing], cards: Mapping[str, Why]) -> It
     """
     for one in standings:
         request = one.request
-        told = f"asked:  {request.words}, by {request.actor} {ago(request.at)}: {one.words}"
-        yield Text(told, style=style("warn"))
+        yield Text(f"asked:  {request.words}, by {request.actor} {ago(request.at)}: {one.words}", style=style("warn"))
         yield from card_lines(cards.get(request.run_id or ""))
         if "set" in request.asked:
             yield Text(

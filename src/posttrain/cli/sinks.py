@@ -21,13 +21,14 @@ from posttrain.cli.console import (
     moment,
     open_control,
     say,
+    show,
 )
 from posttrain.domain.errors import InputError
+from posttrain.domain.sinks import ALL, FOR_PEOPLE, Rule, SinkView
 
 if TYPE_CHECKING:
     from posttrain.api.control import Control
     from posttrain.api.values import TrackerState
-    from posttrain.domain.sinks import Rule, SinkView
 
 app = typer.Typer(
     help="Tell the outside of events: a signed webhook, a file of JSON lines, e-mail.",
@@ -80,8 +81,6 @@ def add(
     from_start: Annotated[bool, typer.Option("--from-start", help="Every event that the log has, too.")] = False,
 ) -> None:
     """Tell a place of events from now on. Secrets are named, never given: whoever delivers reads them."""
-    from posttrain.domain.sinks import ALL
-
     web = {"url": webhook, "url_env": webhook_env, "secret_env": secret_env, "secret_file": _absolute(secret_file)}
     mail = {"to": email, "from": sender, "security": smtp_security if email else ""}
     mail |= {"user_env": smtp_user_env, "password_env": smtp_password_env}
@@ -154,8 +153,7 @@ def ls(output: OutputOption = Output.TEXT) -> None:
 @app.command("test")
 def test(name: SinkArgument) -> None:
     """Send a message that is marked as a test, from here."""
-    where = open_control().test_sink(name)
-    say(f"sink {name}: {where} took a test message")
+    say(f"sink {name}: {open_control().test_sink(name)} took a test message")
 
 
 @app.command("pause")
@@ -184,8 +182,6 @@ def remove(name: SinkArgument) -> None:
 
 def _told(rules: tuple[Rule, ...]) -> str:
     """`run-ended, gate-failed of runs sort*, with words`."""
-    from posttrain.domain.sinks import FOR_PEOPLE
-
     said = []
     for rule in rules:
         what = "what people want to know" if rule.on == FOR_PEOPLE else ", ".join(rule.on)
@@ -242,5 +238,4 @@ def _tracking_told(control: Control, what: dict[str, str], found: list[TrackerSt
     answer_json(output, lambda: {**what, "trackers": [one.to_json() for one in found]})
     from posttrain.cli.screens import tracker_lines
 
-    for line in tracker_lines(found):
-        console().print(line)
+    show(*tracker_lines(found))

@@ -27,6 +27,7 @@ from posttrain.cli.console import (
     open_control,
     say,
     style,
+    tinted,
 )
 from posttrain.cli.driving import DETACHED, FileArgument, open_quietly
 from posttrain.domain.overrides import parse_overrides, setting_words, value_words, written
@@ -87,19 +88,25 @@ def sweep(
 
 def _raise_first(runs: Iterable[str], control: Control) -> None:
     """Raise the outcome of the first run that did not succeed."""
-    errors = [control.status(run_id).outcome for run_id in runs]
-    first = next((error for error in errors if error is not None), None)
+    first = next(filter(None, (control.status(run_id).outcome for run_id in runs)), None)
     if first is not None:
         raise first
 
 
 def _show_points(found: Sweep, output: Output) -> None:
-    rows = [
-        {"set": dict(point.setting), "seed": point.seed, "manifest": point.planned.manifest.digest}
-        for point in found.points
-    ]
-    head = {"metric": found.metric, "better": found.better, "runs": rows, "notes": list(found.notes)}
-    answer_json(output, lambda: head | {"warnings": list(found.warnings)})
+    answer_json(
+        output,
+        lambda: {
+            "metric": found.metric,
+            "better": found.better,
+            "runs": [
+                {"set": dict(point.setting), "seed": point.seed, "manifest": point.planned.manifest.digest}
+                for point in found.points
+            ],
+            "notes": list(found.notes),
+            "warnings": list(found.warnings),
+        },
+    )
     say(*(f"{setting_words(point.setting)}, seed {point.seed}" for point in found.points))
 
 
@@ -117,8 +124,7 @@ def _show(found: Sweep, runs: Mapping[tuple[int, int], str], control: Control, o
             }
             for place, setting in enumerate(found.settings)
         ]
-        head = {"metric": found.metric, "better": found.better, "seeds": list(found.seeds)}
-        emit_json(head | ranked.to_json(own))
+        emit_json({"metric": found.metric, "better": found.better, "seeds": list(found.seeds)} | ranked.to_json(own))
         return
     screen = console()
     screen.print(ranking_table(found, ranking, states))
@@ -129,7 +135,6 @@ def _show(found: Sweep, runs: Mapping[tuple[int, int], str], control: Control, o
 
 def ranking_table(found: Sweep, ranking: Ranking, states: dict[tuple[int, int], str]) -> Grid:
     """A row for each setting, the best mean first; with what each seed gave."""
-    from rich.text import Text
 
     from posttrain.cli.tables import Column, Grid
 
@@ -145,9 +150,9 @@ def ranking_table(found: Sweep, ranking: Ranking, states: dict[tuple[int, int], 
         rank = "" if one.mean is None else f"{one.best}" if one.best == one.worst else f"{one.best}-{one.worst}"
         mean = f"{one.mean.value:.4g} {str(one.mean).partition(' ')[2]}" if one.mean else "not measured"
         seeds = [_seed_words(one.values.get(seed), states[place, seed]) for seed in found.seeds]
-        words = [Text(value_words(setting[path])) for path in paths]
+        words = [tinted(value_words(setting[path])) for path in paths]
         table.row(
-            Text(rank, style=style("pass") if one.worst == 1 else ""),
+            tinted(rank, style("pass") if one.worst == 1 else ""),
             *words,
             mean,
             "" if one_each else "  ".join(seeds),
@@ -177,9 +182,8 @@ def _short(paths: Sequence[str]) -> dict[str, str]:
 
 def _order(found: Sweep, ranking: Ranking) -> list[int]:
     sign = -1 if found.better == "higher" else 1
-    places = range(len(ranking.settings))
     return sorted(
-        places,
+        range(len(ranking.settings)),
         key=lambda place: (not (one := ranking.settings[place]).mean, sign * one.mean.value if one.mean else 0.0),
     )
 
@@ -201,16 +205,12 @@ def _to(ranking: Ranking, best: int, place: int) -> str:
 
 
 def _footnotes(found: Sweep, ranking: Ranking, troubles: Sequence[str]) -> Iterator[Any]:
-    from rich.text import Text
-
     methods = dict.fromkeys(one.mean.method for one in ranking.settings if one.mean)
     pairs = len(ranking.differences)
     all_held = f"; differences: {100 * ranking.confidence:g} % for all {pairs} pairs together" if pairs > 1 else ""
-    yield Text(
-        f"means: {100 * ranking.confidence:g} % intervals, {'; '.join(methods) or 'none'}{all_held}", style="dim"
-    )
-    yield from (Text(f"note: {note}", style=style("warn")) for note in (*ranking.notes, *troubles))
-    yield from (Text(f"warning: {warning}", style=style("warn")) for warning in ranking.warnings)
+    yield tinted(f"means: {100 * ranking.confidence:g} % intervals, {'; '.join(methods) or 'none'}{all_held}", "dim")
+    yield from (tinted(f"note: {note}", style("warn")) for note in (*ranking.notes, *troubles))
+    yield from (tinted(f"warning: {warning}", style("warn")) for warning in ranking.warnings)
 
 
 def _next(found: Sweep, ranking: Ranking) -> None:
@@ -292,26 +292,22 @@ def history_table(found: Comparison) -> Grid:
 
 def _against(row: MetricRow, cell: Cell) -> Iterator[Text | str]:
     """Difference, won, lost, tied. Of a metric that no way improves, how many items have more and how many less."""
-    from rich.text import Text
-
     pair = cell.paired
     if pair is None:
-        yield Text(f"not paired: {cell.unpaired}" if cell.unpaired else "", style="dim")
+        yield tinted(f"not paired: {cell.unpaired}" if cell.unpaired else "", "dim")
         yield from ("", "", "")
         return
     won, lost = pair.wins(row.better)
     good = pair.decided and row.better and (pair.difference > 0) == (row.better == "higher")
-    yield Text(str(pair), style="" if not (pair.decided and row.better) else style("pass" if good else "fail"))
+    yield tinted(str(pair), "" if not (pair.decided and row.better) else style("pass" if good else "fail"))
     yield from (f"{won}", f"{lost}") if row.better else (f"{won} more", f"{lost} less")
     yield str(pair.same)
 
 
 def _notes_below(found: Comparison) -> Iterator[Text]:
-    from rich.text import Text
-
-    yield Text(f"{100 * found.confidence:g} % intervals, each by itself: {'; '.join(found.methods)}", style="dim")
-    yield from (Text(f"note: {note}", style=style("warn")) for note in found.notes)
-    yield from (Text(f"warning: {warning}", style=style("warn")) for warning in found.warnings)
+    yield tinted(f"{100 * found.confidence:g} % intervals, each by itself: {'; '.join(found.methods)}", "dim")
+    yield from (tinted(f"note: {note}", style("warn")) for note in found.notes)
+    yield from (tinted(f"warning: {warning}", style("warn")) for warning in found.warnings)
 
 
 def parameter_table(found: Comparison) -> Grid:

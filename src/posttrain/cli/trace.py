@@ -18,7 +18,9 @@ from posttrain.cli.console import (
     excerpt,
     number,
     open_control,
+    plain_table,
     say,
+    tinted,
 )
 from posttrain.cli.driving import RunArgument
 from posttrain.domain.errors import InputError
@@ -84,11 +86,8 @@ def _show_written(written: WrittenTrace, output: Output) -> None:
 
 def role_table(stage: StageTimeline) -> Table:
     """Who was busy and who waited."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("role", "pool", "ranks", "busy", "idle", "idle share", "calls", "sent", "returned", "imbalance"):
-        table.add_column(title, justify="left" if title in ("role", "pool") else "right", no_wrap=True)
+    numbers = ("ranks", "busy", "idle", "idle share", "calls", "sent", "returned", "imbalance")
+    table = plain_table("role", "pool", *numbers, right=numbers)
     for role in stage.roles:
         table.add_row(
             role.role,
@@ -116,17 +115,31 @@ def _step_lines(stage: StageTimeline) -> Iterator[str]:
 
 
 def _show_samples(run_id: str, samples: Sequence[RecordedSample], output: Output) -> None:
-    answer_json(output, lambda: {"run": run_id, "samples": [_brief(one) for one in samples]})
+    answer_json(
+        output,
+        lambda: {
+            "run": run_id,
+            "samples": [
+                {
+                    "stage": one.stage,
+                    "attempt": one.attempt,
+                    "id": one.sample.id,
+                    "step": one.sample.step,
+                    "reward": one.sample.reward,
+                    "status": one.sample.status,
+                    "fate": one.sample.fate,
+                    "tokens": len(one.sample.tokens),
+                    "response": one.sample.response,
+                }
+                for one in samples
+            ],
+        },
+    )
     if not samples:
         say("no sample was recorded; `trace: {groups: 1}` in a stage that samples records the first group of each step")
         return
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("stage", "sample", "reward", "status", "tokens", "fate", "response"):
-        right = title in ("reward", "tokens")
-        table.add_column(title, justify="right" if right else "left", no_wrap=title != "response")
+    table = plain_table("stage", "sample", "reward", "status", "tokens", "fate", right=("reward", "tokens"))
+    table.add_column("response")
     for one in samples:
         it = one.sample
         words = (
@@ -138,15 +151,9 @@ def _show_samples(run_id: str, samples: Sequence[RecordedSample], output: Output
             it.fate,
             excerpt(it.response, _EXCERPT),
         )
-        table.add_row(*(Text(word) for word in words))
+        table.add_row(*(tinted(word) for word in words))
     console().print(table)
     say(f"next:   posttrain trace {run_id} --sample {samples[0].sample.id}")
-
-
-def _brief(one: RecordedSample) -> dict[str, object]:
-    it = one.sample
-    told = {"id": it.id, "step": it.step, "reward": it.reward, "status": it.status, "fate": it.fate}
-    return {"stage": one.stage, "attempt": one.attempt, **told, "tokens": len(it.tokens), "response": it.response}
 
 
 def _show_sample(one: RecordedSample, output: Output) -> None:
@@ -170,9 +177,6 @@ def _show_sample(one: RecordedSample, output: Output) -> None:
 
 def token_table(one: RecordedSample) -> Table:
     """One row per response token; columns only for what was recorded."""
-    from rich.table import Table
-    from rich.text import Text
-
     it = one.sample
     columns: list[tuple[str, Sequence[str]]] = [("id", [str(token) for token in it.tokens])]
     if one.pieces:
@@ -197,12 +201,12 @@ def token_table(one: RecordedSample) -> Table:
         columns.append(("policy", ["observed" if one else "" for one in seen]))
     if len(it.clipped):
         columns.append(("clipped", ["yes" if clipped else "" for clipped in it.clipped]))
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    table = plain_table()
     table.add_column("", justify="right", style="dim")
     for title, _ in columns:
         table.add_column(title, justify="left" if title in ("token", "clipped", "policy") else "right", no_wrap=True)
     for place in range(len(it.tokens)):
-        cells = [Text(values[place]) if place < len(values) else Text("-") for _, values in columns]
+        cells = [tinted(values[place]) if place < len(values) else tinted("-") for _, values in columns]
         table.add_row(str(place), *cells)
     return table
 

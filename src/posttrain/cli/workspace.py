@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,12 +25,13 @@ from posttrain.cli.console import (
     open_control,
     say,
     style,
+    tinted,
 )
 from posttrain.cli.sinks import TrackerOption
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:
-    from posttrain.app.backing import Adopted
+    from posttrain.app.backing import Draft
 
 UNFIT = 10  # the exit code of WorkspaceError
 _GLYPHS = {"ok": "succeeded", "warn": "stopped", "fail": "failed"}
@@ -149,7 +151,7 @@ def init(
     if written is None:
         say("next: posttrain asset add dataset:NAME FILE, or posttrain demo")
     else:
-        _tell(written)
+        _tell(*written)
     workspace.close()
 
 
@@ -168,24 +170,25 @@ def _refuse_beside_a_server() -> None:
         )
 
 
-def _adopt(trainer: str, source: Path, folder: Path) -> Adopted:
+def _adopt(trainer: str, source: Path, folder: Path) -> tuple[Path, Draft]:
     from posttrain.app.backing import RUN_FILE, Trainer, adopt
 
     if trainer not in tuple(Trainer):
         raise InputError(f"init: --from takes {' or '.join(Trainer)}, got {trainer!r}; name one of them")
     if not folder.is_dir():
         raise InputError(f"init: {folder} must be a folder that is there, for run.yaml to go to; make it first")
-    return adopt(Trainer(trainer), source, folder / RUN_FILE)
+    path = folder / RUN_FILE
+    return path, adopt(Trainer(trainer), source, path)
 
 
-def _tell(written: Adopted) -> None:
-    say(f"run file {written.path}")
+def _tell(path: Path, draft: Draft) -> None:
+    say(f"run file {path}")
     titles = {
-        "carried over": written.carried,
-        "not as it was there": written.changed,
-        "left out, without a counterpart here": written.dropped,
-        "without a meaning for the result": (", ".join(written.inert),) if written.inert else (),
-        "to do before the first run": (*written.fill_in, f"posttrain plan {written.path}"),
+        "carried over": draft.carried,
+        "not as it was there": draft.changed,
+        "left out, without a counterpart here": draft.dropped,
+        "without a meaning for the result": (", ".join(draft.inert),) if draft.inert else (),
+        "to do before the first run": (*draft.fill_in, f"posttrain plan {path}"),
     }
     for title, items in titles.items():
         if items:
@@ -198,8 +201,6 @@ def erase(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Erase what people wrote about a run or a version, or a person's name. That it happened stays, and is proved."""
-    from dataclasses import asdict
-
     found = open_control().erase(what, reason)
     answer_json(output, lambda: {"target": found.target, **asdict(found.done), "left": list(found.left)})
     say(f"{found.target}: erased the words of {found.done.events} events; {found.done.rows} rows say less now")
@@ -234,15 +235,13 @@ def doctor(
     if output is Output.JSON:
         emit_json([{"name": c.name, "state": c.state, "finding": c.finding, "remedy": c.remedy} for c in checks])
     else:
-        from rich.text import Text
-
         screen = console()
         for check in checks:
-            line = Text(f"{glyph(_GLYPHS[check.state])} {check.state:4s} ", style=style(check.state))
+            line = tinted(f"{glyph(_GLYPHS[check.state])} {check.state:4s} ", style(check.state))
             line.append(f"{check.name:11s} ", style="bold").append(check.finding, style="default")
             screen.print(line)
             if check.remedy:
-                screen.print(Text(f"       {'':11s} → {check.remedy}", style="dim"))
+                screen.print(tinted(f"       {'':11s} → {check.remedy}", "dim"))
     if worst == "fail":
         raise typer.Exit(UNFIT)
 
@@ -255,8 +254,6 @@ def gc(
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Delete artifacts that nothing recorded needs, and what else is left over. Runs may go on meanwhile."""
-    from dataclasses import asdict
-
     from posttrain.domain.placement import parse_duration
 
     try:
@@ -283,8 +280,17 @@ def backup(folder: FolderArgument, output: OutputOption = Output.TEXT) -> None:
     from posttrain.app.backing import backup as back_up
 
     done = back_up(folder)
-    told = {"artifacts": len(done.blobs), "bytes": done.bytes, "added": done.added, "events": done.events}
-    answer_json(output, lambda: {"folder": str(done.folder), "at": done.at, **told})
+    answer_json(
+        output,
+        lambda: {
+            "folder": str(done.folder),
+            "at": done.at,
+            "artifacts": len(done.blobs),
+            "bytes": done.bytes,
+            "added": done.added,
+            "events": done.events,
+        },
+    )
     say(
         f"backed up to {done.folder}: {len(done.blobs)} artifacts ({_size(done.bytes)}), {done.added} of them new",
         f"verified: {done.events} sealed events, every row, and every artifact",
@@ -297,17 +303,23 @@ def restore(folder: FolderArgument, output: OutputOption = Output.TEXT) -> None:
     from posttrain.app.backing import restore as bring_back
 
     done = bring_back(folder)
-    told = {"runs": done.runs, "under_way": list(done.under_way), "artifacts": len(done.found.blobs)}
-    answer_json(output, lambda: {"workspace": str(done.root), "at": done.found.at, **told})
+    answer_json(
+        output,
+        lambda: {
+            "workspace": str(done.root),
+            "at": done.found.at,
+            "runs": done.runs,
+            "under_way": list(done.under_way),
+            "artifacts": len(done.found.blobs),
+        },
+    )
     say(
         f"workspace {done.root}: {done.runs} runs, {len(done.found.blobs)} artifacts, verified",
         "tokens that had not expired still count; posttrain token ls lists them",
-    )
-    say(
         *(
             f"run {run} was under way: its jobs are not here; posttrain attach {run} tries their stages again"
             for run in done.under_way
-        )
+        ),
     )
 
 

@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,6 +31,7 @@ from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import StageRecord
 from posttrain.domain.rewards import JUDGES
 
+T = TypeVar("T")
 _MARGIN = 0.02  # of the gate that a regression names, at most; `plan` prints what it can tell on the items there are
 JUDGED = ("reward", "sampled_reward")  # metrics of a suite that its reward decides
 _LIGHT = ("suite", "item_id", "kind", "sample_index", "correct", "truncated", "tokens")
@@ -399,7 +400,7 @@ class Responses:
         return found
 
 
-def spread(rows: Sequence[Answered], most: int) -> list[Answered]:
+def spread(rows: Sequence[T], most: int) -> list[T]:
     """At most so many, evenly from the first to the last: the beginning of a suite need not be like the rest."""
     if len(rows) <= most:
         return list(rows)

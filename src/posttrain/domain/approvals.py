@@ -167,12 +167,8 @@ class Standing:
             return f"{counted}; nobody may approve, since the name of its owner was erased; {self.request.anew}"
         if self.missing > len(self.may):
             few = "too few may approve who are not its owner: have the policy name more approvers"
-            return f"{counted}; {few}{self._lacking}"
+            return f"{counted}; {few}{f', or give {one_of(self.roleless)} the role approver' if self.roleless else ''}"
         return f"{counted}; {one_of(self.may)} may approve" if self.missing else counted
-
-    @property
-    def _lacking(self) -> str:
-        return f", or give {one_of(self.roleless)} the role approver" if self.roleless else ""
 
 
 def one_of(names: Sequence[str]) -> str:
@@ -215,8 +211,10 @@ def weigh(
     ownerless = any(name.startswith(NOBODY) for name in own)
     able = [name for name in approvers if not (ownerless or canonical(name) in own or name in roleless)]
     given = tuple(one for one in said if one.verdict == APPROVED and one.actor in able)
-    rejected = [one for one in said if one.verdict == REJECTED]  # by an approver, whoever that is by now
-    refusal = next((one for one in rejected if one.actor in approvers or one.actor.startswith(NOBODY)), None)
+    refusal = next(  # by an approver, whoever that is by now
+        (one for one in said if one.verdict == REJECTED and (one.actor in approvers or one.actor.startswith(NOBODY))),
+        None,
+    )
     spoken = {one.actor for one in given}
     void = tuple(
         (one, _void(one, own, roleless)) for one in said if one.verdict != REJECTED and one.actor not in spoken

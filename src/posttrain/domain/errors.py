@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import difflib
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar
@@ -241,12 +241,16 @@ class FailureClass(StrEnum):
     @property
     def error(self) -> type[PosttrainError]:
         """The error (and so the exit code) a run ends with when a stage fails for this reason."""
-        if self.retried:
-            return InfrastructureError
-        known = {FailureClass.BUDGET: BudgetExceededError, FailureClass.BAD_INPUT: InputError}
-        return (known | {FailureClass.DISK_FULL: WorkspaceError}).get(self, JobFailedError)
+        return _ERRORS.get(self, JobFailedError)
 
 
+_ERRORS: Mapping[FailureClass, type[PosttrainError]] = {
+    FailureClass.INFRASTRUCTURE: InfrastructureError,
+    FailureClass.PREEMPTED: InfrastructureError,
+    FailureClass.DISK_FULL: WorkspaceError,
+    FailureClass.BAD_INPUT: InputError,
+    FailureClass.BUDGET: BudgetExceededError,
+}
 _WRITERS = ("sqlite3", "sqlalchemy", "obstore", "safetensors")
 
 
@@ -262,14 +266,9 @@ _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 def is_full(error: BaseException) -> bool:
     """Whether a write failed for want of space: it or a cause of it is the operating system's error, or that of a
     library of `_WRITERS`, which tell it in words. Words in any other error may be anybody's."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, OSError) and found.errno in _FULL:
-            return True
-        if type(found).__module__.partition(".")[0] in _WRITERS and any(words in str(found) for words in _SAID):
-            return True
-        found = found.__cause__
-    return False
+    told = type(error).__module__.partition(".")[0] in _WRITERS and any(words in str(error) for words in _SAID)
+    full = told or (isinstance(error, OSError) and error.errno in _FULL)
+    return full or (error.__cause__ is not None and is_full(error.__cause__))
 
 
 def unwritable(path: Path | str, error: OSError) -> WorkspaceError:

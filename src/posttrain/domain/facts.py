@@ -87,18 +87,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or _is_int(value)
 
 
-def _is_table(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
 _READERS: dict[str, Callable[[Any], bool]] = {
     "int": _is_int,
     "float": _is_number,
     "float | None": lambda value: value is None or _is_number(value),
     "str": lambda value: isinstance(value, str),
     "bool": lambda value: isinstance(value, bool),
-    "Mapping[str, Any]": _is_table,
-    "Mapping[str, float]": lambda value: _is_table(value) and all(map(_is_number, value.values())),
+    "Mapping[str, Any]": lambda value: isinstance(value, Mapping),
+    "Mapping[str, float]": lambda value: isinstance(value, Mapping) and all(map(_is_number, value.values())),
     **{f"Sequence[{one}]": lambda value: isinstance(value, list | tuple) for one in ("int", "float", "str", "bool")},
 }
 

@@ -18,12 +18,12 @@ from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
 from posttrain.domain.canonical import digest_json
 from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import ItemRange
-from posttrain.domain.validation import refuse_truth_values
+from posttrain.domain.validation import Frozen
 
 MOST_ITEMS = 10**7  # that a rule may want of a suite
 CHANNEL = "channel"  # the word for what the release channel points at; no stage is called so
@@ -62,15 +62,13 @@ class Direction(StrEnum):
 Rival = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}(/[a-z0-9_-]{1,62})?$")]
 
 
-class GateRule(BaseModel):
+class GateRule(Frozen):
     """One gate of a run.
 
     Raises:
         pydantic.ValidationError: two forms or none, a key the form does not use, a number out of range. The message
             names gate, field, constraint and value.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str  # unique in the run; lower case
     metric: str  # as the evaluation reports it, e.g. heldout/accuracy
@@ -86,11 +84,6 @@ class GateRule(BaseModel):
     min_items: Annotated[int, Field(le=MOST_ITEMS)] = (
         20  # fewer items are not judged: limits of a handful of items say little
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _numbers_are_numbers(cls, data: Any) -> Any:
-        return refuse_truth_values(cls, data)
 
     @model_validator(mode="before")
     @classmethod
@@ -113,7 +106,14 @@ class GateRule(BaseModel):
         if not self.metric.strip():
             raise ValueError(f"gate {self.name!r}: metric must not be empty, got {self.metric!r}")
         self._check_form()
-        self._check_ranges()
+        for key in ("margin", "by"):
+            value = getattr(self, key)
+            if value is not None and value < 0:
+                raise ValueError(f"gate {self.name!r}: {key} must be >= 0, got {value}")
+        if not 0.5 < self.confidence <= 0.999:
+            raise ValueError(f"gate {self.name!r}: confidence must be > 0.5 and <= 0.999, got {self.confidence}")
+        if self.min_items < 2:
+            raise ValueError(f"gate {self.name!r}: min_items must be >= 2, got {self.min_items}")
         return self
 
     def _check_form(self) -> None:
@@ -140,16 +140,6 @@ class GateRule(BaseModel):
             raise ValueError(
                 f"gate {self.name!r}: not_worse_than needs margin, the loss that is acceptable, e.g. margin: 0.02"
             )
-
-    def _check_ranges(self) -> None:
-        for key in ("margin", "by"):
-            value = getattr(self, key)
-            if value is not None and value < 0:
-                raise ValueError(f"gate {self.name!r}: {key} must be >= 0, got {value}")
-        if not 0.5 < self.confidence <= 0.999:
-            raise ValueError(f"gate {self.name!r}: confidence must be > 0.5 and <= 0.999, got {self.confidence}")
-        if self.min_items < 2:
-            raise ValueError(f"gate {self.name!r}: min_items must be >= 2, got {self.min_items}")
 
     def check_range(self, possible: ItemRange) -> None:
         """Refuse a threshold that no model could miss, or that none could meet, whatever is measured.
@@ -208,18 +198,15 @@ class GateRule(BaseModel):
 
 def whose_words(rival: str) -> str:
     """A gate's baseline as people call it: `the channel's model`, `the base model`, `the model of stage sft`."""
-    named = {CHANNEL: "the channel's model", "base": "the base model"}
-    return named.get(rival) or f"the model of stage {rival}"
+    return {CHANNEL: "the channel's model", "base": "the base model"}.get(rival) or f"the model of stage {rival}"
 
 
-class Verdict(BaseModel):
+class Verdict(Frozen):
     """What one gate said, with the numbers it said it from. All numbers are finite, so it is canonical JSON.
 
     `limit` and `threshold` are in the metric's units; for a relative rule both are about `difference`, which is
     candidate - baseline.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     gate: str
     metric: str
@@ -248,14 +235,12 @@ class Verdict(BaseModel):
         return whose_words(rival) if rival else ""
 
 
-class GateReport(BaseModel):
+class GateReport(Frozen):
     """All verdicts of one gate stage: what a promotion is decided on. Its digest names it in the release history.
 
     Raises:
         pydantic.ValidationError: an `outcome` that is not the worst of the verdicts.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     outcome: Outcome
     verdicts: tuple[Verdict, ...]
@@ -281,8 +266,13 @@ class GateReport(BaseModel):
     ) -> GateReport:
         """The report of these verdicts; none at all is an ERROR."""
         rows = tuple(verdicts)
-        outcome = worst(verdict.outcome for verdict in rows)
-        return cls(outcome=outcome, verdicts=rows, candidate=candidate, baseline=baseline, evaluator=evaluator)
+        return cls(
+            outcome=worst(verdict.outcome for verdict in rows),
+            verdicts=rows,
+            candidate=candidate,
+            baseline=baseline,
+            evaluator=evaluator,
+        )
 
     @property
     def digest(self) -> str:

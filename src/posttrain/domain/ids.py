@@ -27,7 +27,6 @@ _SHOWN = 80  # characters of what was given
 DRIVER = "service:posttrain"  # who acts where no person does: the server's driver and upgrades; never logs in
 NOBODY = "erased:"  # how the name of an erased principal begins; its id follows
 FORM = "user:NAME or service:NAME, without spaces around it and without line breaks"
-_PROJECT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _KINDS = ("user", "service")
 _LONGEST = 200  # characters of a name
 SERVER_VARIABLE, PROJECT_VARIABLE = "POSTTRAIN_SERVER", "POSTTRAIN_PROJECT"  # what commands ask
@@ -127,7 +126,7 @@ def is_principal(name: str) -> bool:
 
 def is_project(name: str) -> bool:
     """Whether a project may be called so: 1-63 of a-z 0-9 -, which begin with a letter or digit."""
-    return _PROJECT.fullmatch(name) is not None
+    return re.fullmatch(TYPES["ProjectId"].pattern, name) is not None
 
 
 def is_plain(word: str) -> bool:

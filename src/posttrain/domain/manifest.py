@@ -184,9 +184,8 @@ def manifest_from_json(value: Mapping[str, Any]) -> Manifest:
     Raises:
         InputError: an unknown external parameter, or another schema.
     """
-    from_schema = value.get("manifest")
-    if from_schema != 1:
-        raise InputError(f"manifest: schema must be 1, got {from_schema!r}; lock the run again with this version")
+    if (schema := value.get("manifest")) != 1:
+        raise InputError(f"manifest: schema must be 1, got {schema!r}; lock the run again with this version")
     return Manifest.model_validate(value)
 
 

@@ -66,16 +66,14 @@ class Resources(Frozen):
     @model_validator(mode="after")
     def _consistent(self) -> Resources:
         if self.with_ is not None and self.model_fields_set != {"with_"}:
-            raise ValueError(f"with must stand alone, got it beside {self._others()}: a pool has one set of resources")
+            others = ", ".join(name for name in Resources.model_fields if name in self.model_fields_set - {"with_"})
+            raise ValueError(f"with must stand alone, got it beside {others}: a pool has one set of resources")
         if self.kind is not None and not self.gpus:
             raise ValueError(f"kind needs gpus >= 1, got kind {self.kind!r} with gpus: 0; say how many")
         for name, amount in (("gpus", self.gpus), ("cpus", self.cpus or 0)):
             if amount % self.rank_count:
                 raise ValueError(f"{name} must be a multiple of ranks ({self.rank_count}), got {amount}")
         return self
-
-    def _others(self) -> str:
-        return ", ".join(name for name in Resources.model_fields if name in self.model_fields_set - {"with_"})
 
     @property
     def rank_count(self) -> int:
@@ -182,7 +180,8 @@ class Placement(Frozen):
         for role in ROLES:
             if role in roles:
                 homes.setdefault(self._head(role), []).append(role)
-        return {name: Pool(name, self._resources(name), tuple(found)) for name, found in homes.items()}
+        shared = self.collocated or Resources()
+        return {name: Pool(name, self.placed.get(name, shared), tuple(found)) for name, found in homes.items()}
 
     def pool_of(self, role: str) -> Pool:
         """The pool that a role lives in."""
@@ -217,9 +216,6 @@ class Placement(Frozen):
             if host in seen:
                 raise ValueError(f"{' with '.join([*seen, host])} is a circle; give one of them resources")
             seen.append(host)
-
-    def _resources(self, pool: str) -> Resources:
-        return self.placed.get(pool) or self.collocated or Resources()
 
     @model_serializer
     def _written(self) -> str | dict[str, Any]:

@@ -162,15 +162,11 @@ def _digests(module: str) -> dict[str, str]:
         f"{spec.name}/{path.relative_to(folder).as_posix()}": digest_bytes(path.read_bytes())
         for folder in folders
         for path in sorted(folder.rglob("*"))
-        if _decides(path)
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix not in _COMPILED
     }
     if not files:
         raise FileNotFoundError(f"{folders[0]} holds no file")
     return files
-
-
-def _decides(path: Path) -> bool:
-    return path.is_file() and "__pycache__" not in path.parts and path.suffix not in _COMPILED
 
 
 def _outermost(module: str) -> ModuleSpec:

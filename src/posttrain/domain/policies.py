@@ -14,29 +14,27 @@ It is kept as canonical JSON, with the digest of every suite's data, and the cha
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from posttrain.domain.canonical import digest_json
+from posttrain.domain.canonical import digest_json, is_digest
 from posttrain.domain.gates import CHANNEL, GateRule
 from posttrain.domain.ids import FORM, is_principal
 from posttrain.domain.runspec import read_yaml
-from posttrain.domain.validation import Frozen, explain
+from posttrain.domain.validation import Frozen, validated
 
 MOST_APPROVERS = 100
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-Digest = Annotated[str, Field(pattern=f"^{_DIGEST.pattern}$")]
+Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 SuiteName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 
 
 def _evaluators(value: Any) -> Any:
     listed = isinstance(value, list | tuple) and len(value) > 0
-    if value != "any" and not (listed and all(isinstance(one, str) and _DIGEST.fullmatch(one) for one in value)):
+    if value != "any" and not (listed and all(isinstance(one, str) and is_digest(one) for one in value)):
         raise ValueError(f"must be any, or digests (sha256:…) as `posttrain plan` shows them, got {value!r:.80}")
     return value
 
@@ -149,7 +147,4 @@ def load_policy(path: Path) -> ChannelPolicy:
 
 def parse_policy(raw: Mapping[str, Any], source: str) -> ChannelPolicy:
     """Validate an already parsed policy; `source` names it in errors."""
-    try:
-        return ChannelPolicy.model_validate(raw)
-    except ValidationError as error:
-        raise explain(error, source, ChannelPolicy) from error
+    return validated(ChannelPolicy, raw, source)

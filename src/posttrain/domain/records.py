@@ -13,6 +13,7 @@ from typing import Any, Final
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import (
     ApprovalError,
+    BudgetExceededError,
     ChannelClosedError,
     ConflictError,
     FailureClass,
@@ -44,6 +45,12 @@ _REJECTED: Mapping[str, type[PosttrainError]] = {
     Reason.CHANNEL_FROZEN: ChannelClosedError,
     Reason.RECALLED: RecalledError,
     Reason.APPROVAL_REJECTED: ApprovalError,
+}
+_FAILED: Mapping[str, type[PosttrainError]] = {
+    Reason.ATTEMPTS_EXHAUSTED: InfrastructureError,
+    Reason.CIRCUIT_OPEN: InfrastructureError,
+    Reason.CORRUPT: IntegrityError,
+    Reason.BUDGET_EXCEEDED: BudgetExceededError,
 }
 
 
@@ -412,11 +419,5 @@ def outcome_error(run: RunRecord, stages: Iterable[StageRecord]) -> PosttrainErr
     if run.state != RunState.FAILED:
         return None
     reason = next((stage.reason for stage in stages if stage.state == StageState.FAILED), run.reason)
-    if reason in (Reason.ATTEMPTS_EXHAUSTED, Reason.CIRCUIT_OPEN):
-        return InfrastructureError(message)
-    if reason == Reason.CORRUPT:
-        return IntegrityError(message)
-    if reason == Reason.BUDGET_EXCEEDED:
-        return FailureClass.BUDGET.error(message)
     kind = reason.partition(":")[2]
-    return (FailureClass(kind).error if kind else JobFailedError)(message)
+    return (FailureClass(kind).error if kind else _FAILED.get(reason, JobFailedError))(message)

@@ -39,6 +39,17 @@ DIALECTS: Mapping[str, Dialect] = {
     "verl": Dialect(("data_source", "solution_str", "ground_truth", "extra_info"), False, False),
     "slime": Dialect(("args", "sample"), False, False),
 }
+_TELLING = (  # names, and the dialect of a function that has them all; the first counts
+    ({"solution_str"}, "verl"),
+    ({"solution_strs"}, "verl_batch"),
+    ({"queries"}, "openrlhf"),
+    ({"args", "sample"}, "slime"),
+    ({"completions", "prompt"}, "areal"),
+    ({"completions"}, "trl"),
+    ({"prompts"}, "trl"),
+    *(({name}, "verifiers") for name in ("state", "parser", "task", "info")),
+    *(({name}, "row") for name in ("completion", "response", TURNS)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +113,9 @@ def detect(signature: Signature) -> str:
     """
     refuse_nameless(signature)
     names = set(signature.names)
-    if "solution_str" in names:
-        return "verl"
-    if "solution_strs" in names:
-        return "verl_batch"
-    if "queries" in names:
-        return "openrlhf"
-    if {"args", "sample"} <= names:
-        return "slime"
-    if "completions" in names:
-        return "areal" if "prompt" in names else "trl"
-    if "prompts" in names:
-        return "trl"
-    if names & {"state", "parser", "task", "info"}:
-        return "verifiers"
-    if names & {"completion", "response", TURNS}:
-        return "row"
+    dialect = next((dialect for told, dialect in _TELLING if told <= names), None)
+    if dialect is not None:
+        return dialect
     raise SignatureError(
         f"parameters ({', '.join(signature.words())}) are of no known dialect; name the text `completion`, or give "
         f"its dialect, in run.yaml (dialect:) or when you register it: asset add --dialect {'|'.join(DIALECTS)}"

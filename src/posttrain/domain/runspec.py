@@ -35,7 +35,6 @@ from pydantic import (
     BeforeValidator,
     Field,
     SerializerFunctionWrapHandler,
-    ValidationError,
     model_serializer,
     model_validator,
 )
@@ -49,7 +48,7 @@ from posttrain.domain.placement import LONGEST, StallAfter, parse_duration
 from posttrain.domain.requests import image_reference
 from posttrain.domain.rewards import AUTO, DIALECTS, Called
 from posttrain.domain.trackers import Trackers
-from posttrain.domain.validation import Frozen, explain
+from posttrain.domain.validation import Frozen, validated
 
 _DEEPEST, _MOST_VALUES = 64, 100_000  # of a run file
 RESERVED_STAGES = frozenset({"base", *ADDED, CHANNEL})
@@ -259,10 +258,7 @@ def load_run_spec(path: Path, setting: Setting = ()) -> RunSpec:
 
 def parse_run_spec(raw: Any, source: str) -> RunSpec:
     """Validate an already parsed `run.yaml`; `source` names it in errors."""
-    try:
-        return RunSpec.model_validate(raw)
-    except ValidationError as error:
-        raise explain(error, source, RunSpec) from error
+    return validated(RunSpec, raw, source)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from posttrain.domain.errors import InputError, nearest
@@ -50,8 +50,7 @@ class Rule:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON, without what is empty."""
-        said = {"on": list(self.on), "run": self.run, "owner": self.owner, "channel": self.channel, "words": self.words}
-        return {name: value for name, value in said.items() if value}
+        return {name: value for name, value in {**asdict(self), "on": list(self.on)}.items() if value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +125,7 @@ class Envelope:
 
     def row(self, table: str) -> Mapping[str, Any]:
         """The columns that it tells of a row of this table; empty: it tells of none."""
-        for row in self.audited.get("rows", ()):
-            if row[1] == table:
-                return dict(row[3])
-        return {}
+        return next((dict(row[3]) for row in self.audited.get("rows", ()) if row[1] == table), {})
 
 
 @dataclass(frozen=True, slots=True)

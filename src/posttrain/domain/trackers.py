@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-from posttrain.domain.validation import bare
+from posttrain.domain.validation import Frozen, bare
 
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 
@@ -40,10 +40,9 @@ NONE = "none"  # on the command line: no tracker at all
 _LONE = ("csv", "parquet", "tensorboard", "mlflow", "wandb")
 
 
-class _Choice(BaseModel):
+class _Choice(Frozen):
     """One tracker's words. Where a single word is given, it is the `target`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     target: ClassVar[str]
 
     @model_validator(mode="before")
@@ -108,10 +107,8 @@ class WandbChoice(_Choice):
         return value
 
 
-class Trackers(BaseModel):
+class Trackers(Frozen):
     """The trackers of a run, by kind. A list of kinds stands for each with its defaults."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     csv: FileChoice | None = None
     parquet: FileChoice | None = None

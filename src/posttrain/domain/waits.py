@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import Driver, StageContract, kind_of
@@ -19,7 +19,7 @@ from posttrain.domain.manifest import Manifest
 from posttrain.domain.placement import LONGEST, parse_duration
 from posttrain.domain.records import Signal, StageRecord
 from posttrain.domain.runspec import Name
-from posttrain.domain.validation import Frozen, explain
+from posttrain.domain.validation import Frozen, validated
 
 _Seconds = Annotated[float, BeforeValidator(parse_duration), Field(gt=0, le=LONGEST)]
 _UNITS = (("day", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
@@ -57,9 +57,7 @@ class Wait(Frozen):
 
     def given_up_at(self, stage: StageRecord) -> float | None:
         """When its signal is waited for no longer; None: never."""
-        if self.within is None or stage.started_at is None:
-            return None
-        return stage.started_at + self.within
+        return None if self.within is None or stage.started_at is None else stage.started_at + self.within
 
 
 def wait_contract(params: Mapping[str, Any], source: str) -> StageContract:
@@ -68,10 +66,7 @@ def wait_contract(params: Mapping[str, Any], source: str) -> StageContract:
     Raises:
         InputError: an unknown key, a value out of range, nothing to wait for.
     """
-    try:
-        wait = Wait.model_validate(dict(params))
-    except ValidationError as error:
-        raise explain(error, source, Wait) from error
+    wait = validated(Wait, dict(params), source)
     return StageContract(wait.model_dump(by_alias=True, exclude_none=True), {}, {})
 
 
@@ -101,8 +96,7 @@ def signals_of(manifest: Manifest) -> set[str]:
 
 def times(wait: Wait, stage: StageRecord) -> list[float]:
     """When a stage that waits is to be looked at, though nobody sends anything."""
-    found = (stage.not_before, wait.given_up_at(stage))
-    return [at for at in found if at is not None]
+    return [at for at in (stage.not_before, wait.given_up_at(stage)) if at is not None]
 
 
 def waiting(stage: StageRecord) -> bool:

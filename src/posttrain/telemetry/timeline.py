@@ -21,7 +21,6 @@ import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Any
 
 from posttrain.domain.facts import Span
@@ -226,8 +225,7 @@ def step_times(attempt: AttemptSpans) -> list[StepTime]:
         if BETWEEN.issuperset(span.name for span in spans):
             continue
         started, end = min(span.started for span in spans), max(end_of(span) for span in spans)
-        phases = _own_seconds(spans)
-        found.append(StepTime(attempt.stage, attempt.attempt, step, started, end - started, phases))
+        found.append(StepTime(attempt.stage, attempt.attempt, step, started, end - started, _own_seconds(spans)))
     return sorted(found, key=lambda one: (one.started, one.step))
 
 
@@ -326,17 +324,13 @@ def chrome_trace(attempts: Sequence[AttemptSpans]) -> dict[str, Any]:
     Events of metadata come first, then all others by time.
     """
     said = [attempt for attempt in attempts if attempt.spans]
-    writer = _Writer(_first(said))
+    starts = [span.started for attempt in said for span in attempt.spans]
+    starts += [start for a in said for call in a.calls() for _, start, _ in rank_intervals(call)]
+    writer = _Writer(min(starts, default=0.0))
     for stage in dict.fromkeys(attempt.stage for attempt in said):
         writer.stage(stage, [attempt for attempt in said if attempt.stage == stage])
     events = sorted(writer.events, key=lambda event: (event["ts"], -event.get("dur", 0)))
     return {"traceEvents": [*writer.names, *events], "displayTimeUnit": "ms"}
-
-
-def _first(attempts: Sequence[AttemptSpans]) -> float:
-    starts = [span.started for attempt in attempts for span in attempt.spans]
-    starts += [start for a in attempts for call in a.calls() for _, start, _ in rank_intervals(call)]
-    return min(starts, default=0.0)
 
 
 class _Writer:
@@ -357,7 +351,8 @@ class _Writer:
         self._slices(driver, _HAND_OFFS, hand_offs)
         moved = 0
         for attempt in attempts:
-            self._mark(driver, attempt)
+            where = {"pid": driver, "tid": _HAND_OFFS, "ts": self._at(attempt.window()[0])}
+            self.events.append({"ph": "i", "s": "p", "name": f"attempt {attempt.attempt}", "cat": "attempt", **where})
             for call in sorted(attempt.calls(), key=lambda span: span.started):
                 work = list(self._work(call))
                 flows = tuple(arrow for _, one in work for arrow in one.flows)
@@ -418,10 +413,6 @@ class _Writer:
             self.events.append({"ph": "C", "name": "bytes moved", **where, "args": {"bytes": moved}})
         return moved
 
-    def _mark(self, process: int, attempt: AttemptSpans) -> None:
-        where = {"pid": process, "tid": _HAND_OFFS, "ts": self._at(attempt.window()[0])}
-        self.events.append({"ph": "i", "s": "p", "name": f"attempt {attempt.attempt}", "cat": "attempt", **where})
-
     def _process(self, name: str) -> int:
         self._processes += 1
         base = {"ph": "M", "pid": self._processes, "tid": 0}
@@ -474,7 +465,7 @@ def _nested(slices: Iterable[_Slice]) -> Iterator[_Slice]:
     Of two that overlap by less than half of the shorter, the second is made to begin where the first ends (the clock
     that says when differs from the one that says how long); of others, the second ends with the first.
     """
-    order = count()
+    order = itertools.count()
     waiting = [(one.start, -one.end, next(order), one) for one in slices]
     heapq.heapify(waiting)
     open_: list[_Slice] = []

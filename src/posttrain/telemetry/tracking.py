@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, Protocol, runtime_checkable
 
 from posttrain.domain.errors import WorkspaceError
-from posttrain.domain.facts import Metric, Note, Progress, Span
+from posttrain.domain.facts import Fact, Metric, Note, Progress, Span
 from posttrain.domain.ports import crashpoint
 from posttrain.domain.records import AttemptRecord
 from posttrain.store.atomic import make_folder, private, taken, writing
@@ -273,6 +273,18 @@ def refuse_another(known: str, run: TrackedRun, target: str) -> None:
         )
 
 
+def _unseen(
+    root: Path, attempts: Sequence[AttemptRecord], seen: dict[str, int], unreadable: Callable[[Exception], None]
+) -> Iterator[tuple[str, Fact]]:
+    """Folder and fact, of segments behind those in `seen` (folder → the last one), which moves along behind each."""
+    for attempt in attempts:
+        folder = AttemptFolder(root / attempt.folder, attempt.channel)
+        for facts, number in folder.segments(seen.get(attempt.folder, 0), unreadable):
+            for fact in facts:
+                yield attempt.folder, fact
+            seen[attempt.folder] = number
+
+
 class StageFeed:
     """Reads the facts of one stage's attempts as they come; each segment is read once.
 
@@ -292,14 +304,9 @@ class StageFeed:
 
     def read(self, attempts: Sequence[AttemptRecord]) -> Iterator[Row]:
         """Rows of what is new, a segment at a time."""
-        for attempt in attempts:
-            folder = AttemptFolder(self._root / attempt.folder, attempt.channel)
-            seen = self._seen.get(attempt.folder, 0)
-            for facts, number in folder.segments(seen, lambda error: self.troubles.append(str(error))):
-                for fact in facts:
-                    if isinstance(fact, Metric):
-                        yield from self.take(fact.step, fact.at, fact.values)
-                self._seen[attempt.folder] = number
+        for _, fact in _unseen(self._root, attempts, self._seen, lambda error: self.troubles.append(str(error))):
+            if isinstance(fact, Metric):
+                yield from self.take(fact.step, fact.at, fact.values)
 
     def take(self, step: int, at: float, values: Mapping[str, float]) -> Iterator[Row]:
         """The row of what is new in `values`, if there is any."""
@@ -365,12 +372,10 @@ class StageWatcher:
 
     def read(self, attempts: Sequence[AttemptRecord]) -> StageProgress:
         """Take in what is new and sum up. A segment that cannot be read becomes a note: watching harms no run."""
-        for attempt in attempts:
-            folder = AttemptFolder(self._root / attempt.folder, attempt.channel)
-            for facts, number in folder.segments(self._seen.get(attempt.folder, 0), self._unreadable):
-                for fact in facts:
-                    self._take(fact, attempt.folder)
-                self._seen[attempt.folder] = number
+        noted = self._notes.append
+        told = _unseen(self._root, attempts, self._seen, lambda error: noted(Note(str(error), time.time(), "warning")))
+        for folder, fact in told:
+            self._take(fact, folder)
         last = self._last
         if last is None:
             return StageProgress(latest=dict(self._latest), notes=tuple(self._notes))
@@ -397,9 +402,6 @@ class StageWatcher:
         left = last.total - last.step
         return (last.tokens - first.tokens) / seconds, left / pace if pace > 0 and left > 0 else None
 
-    def _unreadable(self, error: Exception) -> None:
-        self._notes.append(Note(str(error), time.time(), "warning"))
-
     def curve(self, metric: str) -> list[Point]:
         """A metric by step, without the steps that were lost and redone."""
         return [Point(step, value) for step, value in sorted(self.curves.get(metric, {}).items())]
@@ -412,7 +414,11 @@ class StageWatcher:
             self._last = fact
             self._recent.append(fact)
         elif isinstance(fact, Metric):
-            self._forget_updates(fact)
+            if fact.values.get("updates"):
+                self._of_step = frozenset(fact.values)
+            elif "updates" in fact.values:  # nothing was updated: the loss of an earlier step is not the newest
+                for name in self._of_step - fact.values.keys():
+                    self._latest.pop(name, None)
             for name, value in fact.values.items():
                 self._latest[name] = value
                 self.curves.setdefault(name, {})[fact.step] = value
@@ -424,11 +430,3 @@ class StageWatcher:
                 self.hand_offs.append(fact)
         elif isinstance(fact, Note):
             self._notes.append(fact)
-
-    def _forget_updates(self, fact: Metric) -> None:
-        """A step that updated nothing has no loss: that of an earlier one is not the newest value."""
-        if fact.values.get("updates"):
-            self._of_step = frozenset(fact.values)
-        elif "updates" in fact.values:
-            for name in self._of_step - fact.values.keys():
-                self._latest.pop(name, None)

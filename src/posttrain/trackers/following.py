@@ -344,8 +344,9 @@ def _write(workspace: OpenWorkspace, run_id: str, kind: str, words: Any) -> Trac
                 remarks.insert(0, f"all there is by now; {again} writes what comes")
             return TrackerState(kind, WRITTEN, tracker.where, "; ".join(remarks))
     except Exception as error:
-        said = line(error, target(words))
-        raise TrackerError(f"run {run_id}: tracker {kind}: {said}; {again} tries again") from error
+        raise TrackerError(
+            f"run {run_id}: tracker {kind}: {line(error, target(words))}; {again} tries again"
+        ) from error
 
 
 def _open(workspace: OpenWorkspace, run_id: str, kind: str, words: Any) -> None:
@@ -354,9 +355,9 @@ def _open(workspace: OpenWorkspace, run_id: str, kind: str, words: Any) -> None:
         with opened(kind, words) as tracker:
             tracker.begin(RunSource(workspace, run_id).about())
     except Exception as error:
-        said = line(error, target(words))
         raise TrackerError(
-            f"run {run_id}: tracker {kind}: {said}; the run's trackers are as before; choose another place"
+            f"run {run_id}: tracker {kind}: {line(error, target(words))}; the run's trackers are as before; choose "
+            "another place"
         ) from error
 
 
@@ -391,8 +392,7 @@ class Scribe:
             held.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused: another has it, if only to look
             self._starts += 1
-            environment = {_HANDED: str(lock)}
-            self._process = start_writer(self._workspace, [self._id, "--follow"], folder, environment, lock)
+            self._process = start_writer(self._workspace, [self._id, "--follow"], folder, {_HANDED: str(lock)}, lock)
 
     def keep(self) -> None:
         """Start it again if it was killed, or was not started yet."""

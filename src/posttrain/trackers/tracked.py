@@ -73,10 +73,8 @@ class RunSource:
         """What is new; and how the run ended, once it has: then no row comes after these."""
         with self._workspace.ledger.snapshot() as now:
             run, stages = now.run(self._id), now.stages(self._id)
-            attempts = {}
-            for stage in stages:
-                origin = stage.cached_from.rpartition("/") if stage.cached_from else (run.id, "/", stage.name)
-                attempts[stage.name] = now.attempts(origin[0], origin[2])  # a reused stage's where it was computed
+            origins = {one.name: (one.cached_from or f"{run.id}/{one.name}").rpartition("/") for one in stages}
+            attempts = {name: now.attempts(of, stage) for name, (of, _, stage) in origins.items()}
         report = self._report(stages)
         rows = (row for stage in stages for row in self._rows(stage, attempts[stage.name], report))
         return rows, _ending(run, stages, report) if is_final("run", run.state) else None
@@ -215,8 +213,9 @@ def channel_states(workspace: OpenWorkspace, name: str) -> list[TrackerState]:
     for where in wanted:
         known = next((one for one in said if one["where"] == where), None)
         if known is None or known["sequence"] != live.sequence:
-            message = f"release {live.sequence} is not there yet; {remedy}"
-            found.append(TrackerState(_REGISTRY, "waiting", where, message))
+            found.append(
+                TrackerState(_REGISTRY, "waiting", where, f"release {live.sequence} is not there yet; {remedy}")
+            )
         elif known["state"] == TROUBLE:
             found.append(TrackerState(_REGISTRY, TROUBLE, where, f"{known['message']}; {remedy}"))
         else:

@@ -26,13 +26,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from pydantic import ValidationError
-
 from posttrain.domain.errors import InputError, IntegrityError, PosttrainError, TrackerError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import RunRecord
 from posttrain.domain.trackers import NONE, MlflowChoice, TensorBoardChoice, Trackers, WandbChoice, from_words
-from posttrain.domain.validation import bare, explain
+from posttrain.domain.validation import bare, validated
 from posttrain.store.atomic import is_held, make_folder, read_json, taken, write_json
 from posttrain.telemetry.trackers.csv import CsvTracker
 from posttrain.telemetry.trackers.mlflow import MlflowTracker
@@ -138,16 +136,14 @@ def resolved(trackers: Trackers, base: Path, root: Path) -> Trackers:
 
     made: dict[str, Any] = {}
     for kind, words in trackers.chosen().items():
-        if isinstance(words, TensorBoardChoice):
-            made[kind] = words.model_copy(update={"logdir": place(words.logdir, kind)})
-        elif isinstance(words, MlflowChoice):
+        if isinstance(words, MlflowChoice):
             uri = _tracking_uri(words.tracking_uri, base, root)
             model = words.registered_model or re.sub(r"[^A-Za-z0-9 ._-]", "-", words.experiment).strip("-")
             made[kind] = words.model_copy(update={"tracking_uri": uri, "registered_model": model})
-        elif isinstance(words, WandbChoice):
-            made[kind] = words.model_copy(update={"dir": place(words.dir, "")})
         else:
-            made[kind] = words.model_copy(update={"dir": place(getattr(words, "dir", None), kind)})
+            folder = "logdir" if isinstance(words, TensorBoardChoice) else "dir"
+            where = place(getattr(words, folder), "" if isinstance(words, WandbChoice) else kind)
+            made[kind] = words.model_copy(update={folder: where})
     return Trackers.of(made)
 
 
@@ -168,10 +164,7 @@ def parse_trackers(raw: Any, source: str) -> Trackers:
     Raises:
         InputError: an unknown tracker or word of one, named with its field.
     """
-    try:
-        return Trackers.model_validate(raw)
-    except ValidationError as error:
-        raise explain(error, source, Trackers) from error
+    return validated(Trackers, raw, source)
 
 
 def read_choice(words: Sequence[str]) -> dict[str, Any]:
@@ -310,16 +303,11 @@ def describe(trackers: Trackers) -> Iterator[tuple[str, str]]:
             yield kind, str(folder_of(words))
 
 
-def make_tracker(kind: str, words: Any) -> Tracker:
-    """The back-end of a resolved choice. Its package is imported when it begins."""
-    return _MAKES[kind](words)
-
-
 @contextmanager
 def opened(kind: str, words: Any) -> Iterator[Tracker]:
     """The back-end of a resolved choice, whose server answers; let go of at the end of the block."""
     refuse_unreachable(words)
-    made = make_tracker(kind, words)
+    made = _MAKES[kind](words)  # its package is imported when it begins
     try:
         yield made
     finally:
@@ -399,8 +387,9 @@ def _state(kind: str, where: str, said: Mapping[str, Any], run: RunRecord, held:
     if held:
         return TrackerState(kind, WRITING, where, str(said.get("message", "")))
     if ended and not recorded and not said:
-        never = f"chosen after the run was submitted; posttrain track {run.id} writes it"
-        return TrackerState(kind, UNWRITTEN, where, never)
+        return TrackerState(
+            kind, UNWRITTEN, where, f"chosen after the run was submitted; posttrain track {run.id} writes it"
+        )
     if ended:
         return TrackerState(kind, TROUBLE, where, f"it was left before the end of the run; {remedy}")
     return TrackerState(kind, "waiting", where, str(said.get("message", "")))

@@ -39,8 +39,7 @@ def compare_runs(workspace: OpenWorkspace, words: Sequence[str]) -> Comparison:
     if not 2 <= len(words) <= MOST:
         raise InputError(f"compare: name 2 to {MOST} runs or RUN/STAGE, got {len(words)}; posttrain ls lists the runs")
     outside = [word for word in words if word.startswith(_HISTORY)]
-    named = [*(word for word in words if word not in outside), *outside]
-    labelled = list(zip(ascii_uppercase, named, strict=False))
+    labelled = list(zip(ascii_uppercase, [*(word for word in words if word not in outside), *outside], strict=False))
     subjects = [_subject(workspace, label, word) for label, word in labelled if word not in outside]
     if not subjects:
         raise InputError(f"compare: one run must stand beside imported histories, got only {', '.join(outside)}")
@@ -134,15 +133,10 @@ def _changed(workspace: OpenWorkspace, first: Subject, other: Subject, troubles:
             if ours is None or answers is None:
                 continue
             for suite in ours.suites:
-                there = next(
-                    (m for m in theirs.evidence if mine.identity(f"{suite}/") == theirs.identity(_of(m))), None
-                )
-                if there is not None:
-                    yield _suite(ours, answers, suite, there.partition("/")[0], other.label)
-
-
-def _of(metric: str) -> str:
-    return f"{metric.partition('/')[0]}/"
+                there = (metric.partition("/")[0] for metric in theirs.evidence)
+                same = next((one for one in there if mine.identity(f"{suite}/") == theirs.identity(f"{one}/")), None)
+                if same is not None:
+                    yield _suite(ours, answers, suite, same, other.label)
 
 
 def _suite(ours: Responses, theirs: Responses, suite: str, there: str, label: str) -> Changed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from posttrain.control.judging import read_evidence
@@ -151,12 +151,10 @@ def _measured(
 
 
 def _suite_accuracy(
-    workspace: OpenWorkspace, stage: StageManifest, record: StageRecord, probed: Iterable[str | None]
+    workspace: OpenWorkspace, stage: StageManifest, record: StageRecord, probed: Collection[str | None]
 ) -> tuple[float, float, float] | None:
     suites = {slot.removeprefix("suites."): ref for slot, ref in stage.inputs.items() if slot.startswith("suites.")}
-    wanted = set(probed)
-    ordered = sorted(suites, key=lambda name: suites[name].digest not in wanted)
-    for name in ordered[:1]:
+    for name in sorted(suites, key=lambda name: suites[name].digest not in probed)[:1]:
         try:
             measured = read_evidence(workspace.blobs.get(record.outputs["metrics"]["digest"]), name)
             one = estimate(f"{name}/accuracy", measured[f"{name}/accuracy"])

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.control.jobs import job_of
-from posttrain.domain.errors import DeadlineError, NotFoundError, nearest
+from posttrain.domain.errors import DeadlineError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import AttemptRecord, RunRecord
 from posttrain.domain.requests import JobRef
 from posttrain.drivers.requests import DriverKind, run_driver
 from posttrain.execution.ports import Executor
 from posttrain.store.hosts import Host
-from posttrain.views.since import named
+from posttrain.views.since import named, stage_attempts
 from posttrain.workspace.opened import OpenWorkspace
 
 _ALONE = 5.0  # seconds without a driver before that is told: from one driver to the next takes less
@@ -46,22 +46,15 @@ def log_files(workspace: OpenWorkspace, run_id: str, stage: str | None = None) -
     Raises:
         NotFoundError: the run has no such stage.
     """
-    rows = workspace.ledger.stages(run_id)
-    if stage is not None and stage not in {row.name for row in rows}:
-        raise NotFoundError(f"run {run_id} has no stage {stage!r}{nearest(stage, [row.name for row in rows])}")
     found: list[LogFile] = []
     known: dict[str, Host] = {}
-    for row in rows:
-        if stage not in (None, row.name):
-            continue
-        origin, _, name = (row.cached_from or f"{run_id}/{row.name}").rpartition("/")
-        for attempt in workspace.ledger.attempts(origin, name):
-            folder = workspace.jobs.folders.of(attempt)
-            job, why = job_of(workspace.jobs.folders, attempt), ""
-            if workspace.hosts is not None and workspace.jobs.elsewhere(attempt):
-                known = known or {one.id: one for one in workspace.hosts.all()}
-                why = not_here(attempt, known.get(str(attempt.host)))
-            found.append(LogFile(origin, name, attempt.number, folder.log, job, workspace.jobs.executor, why))
+    for _, attempt, folder in stage_attempts(workspace, run_id, stage):
+        job, why = job_of(workspace.jobs.folders, attempt), ""
+        if workspace.hosts is not None and workspace.jobs.elsewhere(attempt):
+            known = known or {one.id: one for one in workspace.hosts.all()}
+            why = not_here(attempt, known.get(str(attempt.host)))
+        place = (attempt.run_id, attempt.stage, attempt.number)
+        found.append(LogFile(*place, folder.log, job, workspace.jobs.executor, why))
     return found
 
 

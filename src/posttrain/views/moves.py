@@ -47,12 +47,14 @@ def moves(ledger: Ledger, name: str, limit: int | None = None, before: str | Non
         history = moving(now.history(name))
         events = [event for kind in _KINDS for event in now.events_about(name, kind)]
         told = {event.payload.get("sequence"): event.payload for event in events}
-        states = [_ended_by(follower) for follower in history[1:]] + [ReleaseState.LIVE] * bool(history)
-        rows = [(one, state) for one, state in zip(history, states, strict=True) if _older(one, before)]
-        chosen = rows[::-1][:limit]
+        ended = {"rollback": ReleaseState.ROLLED_BACK}  # by the action of the move that followed
+        states = [ended.get(follower.action, ReleaseState.SUPERSEDED) for follower in history[1:]]
+        states += [ReleaseState.LIVE] * bool(history)
+        moved = zip(history, states, strict=True)
+        rows = [(one, state) for one, state in moved if before is None or one.sequence < int(before)]
         return [
             Move(_requested(now, one), state, str(said.get("why") or ""), _approvers(now, said.get("approved")))
-            for one, state in chosen
+            for one, state in rows[::-1][:limit]
             for said in [told.get(one.sequence, {})]
         ]
 
@@ -62,14 +64,6 @@ def _requested(now: Snapshot, one: ReleaseEntry) -> ReleaseEntry:
     if one.actor != DRIVER or one.run_id is None:
         return one
     return replace(one, actor=now.known_submitter(one.run_id) or one.actor)
-
-
-def _ended_by(follower: ReleaseEntry) -> ReleaseState:
-    return ReleaseState.ROLLED_BACK if follower.action == "rollback" else ReleaseState.SUPERSEDED
-
-
-def _older(one: ReleaseEntry, before: str | None) -> bool:
-    return before is None or one.sequence < int(before)
 
 
 def _approvers(now: Snapshot, request: Any) -> tuple[str, ...]:

@@ -49,11 +49,9 @@ def write_report(workspace: OpenWorkspace, run_id: str, folder: Path | None = No
     Raises:
         WorkspaceError: the folder cannot be written.
     """
-    watcher = RunWatcher(workspace, run_id, cached=True)
-    status = watcher.read()  # of a run that is there
+    watcher, status, manifest = _read(workspace, run_id)  # of a run that is there
     folder = folder or workspace.root / "runs" / run_id
     folder.mkdir(parents=True, exist_ok=True)
-    manifest = workspace.stores.manifest(status.run)
     curves = main_curves(workspace, watcher, status, manifest, run_id)
     if curves.series:
         title = "\n".join([run_id, *(f"{s.record.name}: {s.begun}" for s in status.stages if s.begun)])
@@ -68,9 +66,13 @@ def read_report(workspace: OpenWorkspace, run_id: str) -> RunReport:
     Raises:
         NotFoundError: there is no such run.
     """
+    return _report(workspace, *_read(workspace, run_id))
+
+
+def _read(workspace: OpenWorkspace, run_id: str) -> tuple[RunWatcher, RunStatus, Manifest]:
     watcher = RunWatcher(workspace, run_id, cached=True)
     status = watcher.read()
-    return _report(workspace, watcher, status, workspace.stores.manifest(status.run))
+    return watcher, status, workspace.stores.manifest(status.run)
 
 
 def overlay(workspace: OpenWorkspace, runs: Sequence[tuple[str, str]], path: Path, title: str = "") -> Path:
@@ -82,11 +84,7 @@ def overlay(workspace: OpenWorkspace, runs: Sequence[tuple[str, str]], path: Pat
     Raises:
         InputError: none of them reported anything to draw.
     """
-    drawn = []
-    for label, run_id in runs:
-        watcher = RunWatcher(workspace, run_id, cached=True)
-        status = watcher.read()
-        drawn.append(main_curves(workspace, watcher, status, workspace.stores.manifest(status.run), label))
+    drawn = [main_curves(workspace, *_read(workspace, run_id), label) for label, run_id in runs]
     series = [one for curves in drawn for one in curves.series]
     order = list(dict.fromkeys([*PANELS.values(), *LOSS.values()]))
     series.sort(key=lambda one: order.index(one.quantity))
@@ -114,6 +112,16 @@ def _report(workspace: OpenWorkspace, watcher: RunWatcher, status: RunStatus, ma
     troubles: list[str] = []
     scores = run_scores(workspace, status)
     answers = tuple(suite_answers(workspace, manifest, rows, troubles))
+    rewarded = (
+        f"trained on {change.after}; the channel's model ({other}) was trained on {change.before}"
+        for change in changes
+        if change.after.startswith("reward:")
+    )
+    begun = (
+        f"{stage.record.name}: {stage.begun}; curve and trace begin behind them"
+        for stage in status.stages
+        if stage.begun
+    )
     return RunReport(
         run_id=run.id,
         name=run.name,
@@ -127,7 +135,7 @@ def _report(workspace: OpenWorkspace, watcher: RunWatcher, status: RunStatus, ma
         gates=gates.verdicts if gates else (),
         lineage=tuple(tree_lines(run_lineage(workspace.stores, run.id))),
         budgets=tuple(_budget_rows(workspace, status, manifest)),
-        warnings=(*scores.regressions, *_warnings(changes, other), *_begun(status), *status.warnings, *troubles),
+        warnings=(*scores.regressions, *rewarded, *begun, *status.warnings, *troubles),
         compared_with=other,
         changes=tuple(changes),
         scores=scores,
@@ -233,19 +241,4 @@ def _changes(
     if other is None or other == status.run.id:
         return "", []
     theirs, _ = workspace.manifest_or_trouble(workspace.ledger.run(other))
-    if theirs is None:
-        return "", []
-    return other, compare(workspace.ledger, theirs, manifest)
-
-
-def _begun(status: RunStatus) -> Iterator[str]:
-    """One line for every stage whose curve does not begin at its beginning."""
-    for stage in status.stages:
-        if stage.begun:
-            yield f"{stage.record.name}: {stage.begun}; curve and trace begin behind them"
-
-
-def _warnings(changes: Sequence[Difference], other: str) -> Iterator[str]:
-    for change in changes:
-        if change.after.startswith("reward:"):
-            yield f"trained on {change.after}; the channel's model ({other}) was trained on {change.before}"
+    return ("", []) if theirs is None else (other, compare(workspace.ledger, theirs, manifest))

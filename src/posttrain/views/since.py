@@ -9,13 +9,13 @@ stage is where it is: what it waits for, and what a person would do next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from signal import Signals
 
 from posttrain.domain.approvals import Action, Standing, one_of
-from posttrain.domain.errors import PosttrainError
+from posttrain.domain.errors import NotFoundError, PosttrainError, nearest
 from posttrain.domain.ids import canonical
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import Reason, StageState, is_final
@@ -23,6 +23,7 @@ from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord
 from posttrain.domain.waits import Wait, span, told, waiting, waits
 from posttrain.store.atomic import read_json
+from posttrain.store.attempts import AttemptFolder
 from posttrain.store.hosts import Host
 from posttrain.store.snapshot import Snapshot
 from posttrain.workspace.opened import OpenWorkspace
@@ -157,6 +158,25 @@ def on_another_host(
         f"host {named(host) if host else last.host}, which has attempt {last.number}, {silent}",
         f"start its server again; if it is gone for good: posttrain dead {last.run_id}/{last.stage} --assume-dead",
     )
+
+
+def stage_attempts(
+    workspace: OpenWorkspace, run_id: str, stage: str | None = None
+) -> Iterator[tuple[str, AttemptRecord, AttemptFolder]]:
+    """The attempts of a run in order, of one stage or of all; of a reused stage, those that computed it.
+
+    Raises:
+        NotFoundError: there is no such run or stage.
+    """
+    with workspace.ledger.snapshot() as now:
+        rows = now.stages(now.run(run_id).id)
+    if stage is not None and stage not in {row.name for row in rows}:
+        raise NotFoundError(f"run {run_id} has no stage {stage!r}{nearest(stage, [row.name for row in rows])}")
+    for row in rows:
+        if stage in (None, row.name):
+            origin, _, name = (row.cached_from or f"{run_id}/{row.name}").rpartition("/")
+            for attempt in workspace.ledger.attempts(origin, name):
+                yield row.name, attempt, workspace.jobs.folders.of(attempt)
 
 
 def named(host: Host) -> str:

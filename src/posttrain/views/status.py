@@ -67,23 +67,15 @@ class Rows:
         self.hosts = functools.cache(hosts)
         ids = [run.id for run in runs]
         self.released = ledger.released(*ids) if ids else {}
-        self._stages: dict[str, list[StageRecord]] = {run_id: [] for run_id in ids}
-        self._live: dict[tuple[str, str], list[AttemptRecord]] = {}
+        self.stages: dict[str, list[StageRecord]] = {run_id: [] for run_id in ids}
+        self.live: dict[tuple[str, str], list[AttemptRecord]] = {}
         self.tags: dict[str, list[str]] = {run_id: [] for run_id in ids}
         for note in ledger.notes(*ids, tags=True) if ids else ():
             self.tags[note.run_id].append(note.tag)
         for stage in ledger.stages_in_brief(*ids) if ids else ():
-            self._stages[stage.run_id].append(stage)
+            self.stages[stage.run_id].append(stage)
         for attempt in ledger.attempts_of(*ids, live=True) if ids else ():
-            self._live.setdefault((attempt.run_id, attempt.stage), []).append(attempt)
-
-    def stages(self, run_id: str) -> list[StageRecord]:
-        """See `Snapshot.stages_in_brief`."""
-        return self._stages[run_id]
-
-    def live(self, run_id: str, stage: str) -> list[AttemptRecord]:
-        """The attempts of a stage that have not ended."""
-        return self._live.get((run_id, stage), [])
+            self.live.setdefault((attempt.run_id, attempt.stage), []).append(attempt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +145,7 @@ class StageStatus:
             "cached_from": row.cached_from,
             **({"drawn": list(self.drawn)} if self.drawn else {}),
             "begun": self.begun,
-            "attempts": [_attempt_json(attempt) for attempt in self.attempts],
+            "attempts": [{key: getattr(attempt, key) for key in _SHOWN} for attempt in self.attempts],
             "seconds": round(self.seconds, 3),
             "tokens": self.tokens,
             "step": progress.step,
@@ -315,14 +307,16 @@ class RunSummary:
             tags=(),
         )
         words = _cut(status.trouble or status.why, _SENTENCE)
-        said = [brief.id, brief.name, brief.standing, brief.reason, brief.next_action, brief.owner, brief.under_way]
-        said += [brief.release, *brief.score]
-        said += [brief.driver.log, brief.driver.host, brief.driver.trouble] if brief.driver else []
+        said = [
+            *(brief.id, brief.name, brief.standing, brief.reason, brief.next_action, brief.owner, brief.under_way),
+            *(brief.release, *brief.score),
+            *((brief.driver.log, brief.driver.host, brief.driver.trouble) if brief.driver else ()),
+        ]
         least = _FRAME + _SENTENCE + sum(map(_size, said)) + sum(len(tag) + _QUOTED for tag in tags)
         if least <= _MOST:  # all fits, and nothing is measured
             return replace(brief, message=words, tags=tuple(sorted(tags)))
-        left = _MOST - len(json.dumps(asdict(brief), ensure_ascii=False).encode("utf-8", "surrogatepass"))
-        left -= _REST if tags else 0
+        taken = len(json.dumps(asdict(brief), ensure_ascii=False).encode("utf-8", "surrogatepass"))
+        left = _MOST - taken - (_REST if tags else 0)
         words = _cut(words, max(_ASIDE, min(_SENTENCE, left)))
         return replace(brief, message=words, tags=_fitting(sorted(tags), left - _size(words)))
 
@@ -334,8 +328,7 @@ class RunSummary:
 
 def _fitting(tags: Sequence[str], room: int) -> tuple[str, ...]:
     """As many tags as have room in so many bytes of JSON; where that is not all, `…` behind them."""
-    taken = itertools.accumulate(len(tag) + _QUOTED for tag in tags)
-    kept = sum(size <= room for size in taken)
+    kept = sum(size <= room for size in itertools.accumulate(len(tag) + _QUOTED for tag in tags))
     return (*tags[:kept], *(["…"] if kept < len(tags) else ()))
 
 
@@ -390,8 +383,8 @@ class RunWatcher:
 
     def of(self, run: RunRecord, rows: Rows) -> RunStatus:
         """The run by rows that were read already, in the words that they have; its manifest is not read."""
-        self._hosts, self._listed, stages = rows.hosts, True, rows.stages(run.id)
-        return self._told(run, stages, (), [rows.live(run.id, row.name) for row in stages])
+        self._hosts, self._listed, stages = rows.hosts, True, rows.stages[run.id]
+        return self._told(run, stages, (), [rows.live.get((run.id, row.name), []) for row in stages])
 
     def _found(
         self, ledger: Snapshot
@@ -513,7 +506,7 @@ def _summaries(workspace: OpenWorkspace, rows: Rows) -> list[RunSummary]:
     """Of runs that ask a person for something, which may have been done since, the first are looked at; others send to
     `why`, which does.
     """
-    asking = [run.id for run in rows.runs if any(asks(row) for row in rows.stages(run.id))]
+    asking = [run.id for run in rows.runs if any(asks(row) for row in rows.stages[run.id])]
     looked_at, sent_on, found = set(asking[:_LOOKED_AT]), set(asking[_LOOKED_AT:]), []
     for run in rows.runs:
         watcher = RunWatcher(workspace, run.id, brief=True)
@@ -526,13 +519,13 @@ def _summaries(workspace: OpenWorkspace, rows: Rows) -> list[RunSummary]:
 
 def run_scores(workspace: OpenWorkspace, status: RunStatus) -> Scores:
     """What the run has measured; nothing where its manifest cannot be read, which `trouble` tells."""
-    from posttrain.control.scores import Scores  # here: intervals need numpy, which `ls` does without
-    from posttrain.control.scores import run_scores as measured_scores
+    from posttrain.control import scores  # here: intervals need numpy, which `ls` does without
 
     manifest, _ = workspace.manifest_or_trouble(status.run)
     if manifest is None:
-        return Scores()
-    return measured_scores(workspace.blobs, manifest, {stage.record.name: stage.record for stage in status.stages})
+        return scores.Scores()
+    rows = {stage.record.name: stage.record for stage in status.stages}
+    return scores.run_scores(workspace.blobs, manifest, rows)
 
 
 def baseline_run(workspace: OpenWorkspace, manifest: Manifest, report: GateReport | None) -> str | None:
@@ -584,8 +577,3 @@ _SHOWN = (
     *("number", "state", "reason", "message", "stop_cause", "tokens", "seconds", "reserved_tokens"),
     *("reserved_seconds", "resume", "folder"),
 )
-
-
-def _attempt_json(attempt: AttemptRecord) -> dict[str, Any]:
-    shown = asdict(attempt)
-    return {key: shown[key] for key in _SHOWN}

@@ -6,7 +6,7 @@ The responses are recorded training samples, and what the run's evaluations got 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from posttrain.control.deciding import ADDED
 from posttrain.control.launching import trained_elsewhere
 from posttrain.control.scores import Answered, Response, Responses, model_words, released, spread
-from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, PosttrainError, nearest
+from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, PosttrainError
 from posttrain.domain.facts import Sample, Span
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, StageRecord
@@ -23,6 +23,7 @@ from posttrain.store.attempts import AttemptFolder
 from posttrain.store.trees import tree_listing
 from posttrain.telemetry.timeline import AttemptSpans, StageTimeline, chrome_trace, summarise
 from posttrain.views.drawn import sampling_words
+from posttrain.views.since import stage_attempts
 from posttrain.web.report import SampledStep, StageSamples, SuiteAnswers
 from posttrain.web.trace import TracePage, trace_page
 from posttrain.workspace.opened import OpenWorkspace
@@ -136,29 +137,7 @@ def recorded_sample(workspace: OpenWorkspace, run_id: str, sample: str, stage: s
         stages = ", ".join(one.stage for one in found)
         raise InputError(f"sample {sample} must name one stage's, got it of {stages}; add --stage")
     (one,) = found
-    pieces = _pieces(workspace, run_id, one)
-    return RecordedSample(one.stage, one.attempt, one.sample, tuple(pieces))
-
-
-def stage_attempts(
-    workspace: OpenWorkspace, run_id: str, stage: str | None
-) -> list[tuple[str, AttemptRecord, AttemptFolder]]:
-    """The attempts of a run in order; of a reused stage, those that computed it.
-
-    Raises:
-        NotFoundError: there is no such run or stage.
-    """
-    with workspace.ledger.snapshot() as now:
-        rows = now.stages(now.run(run_id).id)
-    if stage is not None and stage not in {row.name for row in rows}:
-        raise NotFoundError(f"run {run_id} has no stage {stage!r}{nearest(stage, [row.name for row in rows])}")
-    found = []
-    for row in rows:
-        if stage in (None, row.name):
-            origin, _, name = (row.cached_from or f"{run_id}/{row.name}").rpartition("/")
-            for attempt in workspace.ledger.attempts(origin, name):
-                found.append((row.name, attempt, workspace.jobs.folders.of(attempt)))
-    return found
+    return RecordedSample(one.stage, one.attempt, one.sample, tuple(_pieces(workspace, run_id, one)))
 
 
 def _begun(workspace: OpenWorkspace, run_id: str, stage: str | None) -> Iterator[str]:
@@ -231,31 +210,21 @@ def stage_samples(workspace: OpenWorkspace, run_id: str, stages: Sequence[StageR
         ]
         steps: dict[int, dict[str, dict[str, Sample]]] = {}
         for sample in said:  # of a step that was redone, the last attempt's
-            steps.setdefault(sample.step, {}).setdefault(_group(sample), {})[sample.id] = sample
-        known = sorted(steps)
-        chosen = known if len(known) <= _STEPS else [known[n * (len(known) - 1) // (_STEPS - 1)] for n in range(_STEPS)]
+            steps.setdefault(sample.step, {}).setdefault(sample.id.rpartition(".")[0], {})[sample.id] = sample
+        chosen = spread(sorted(steps), _STEPS)
         if chosen:
             groups = (next(iter(steps[step].values())) for step in chosen)
             shown = tuple(
-                SampledStep(step, len(group), tuple(_members(list(group.values()))))
+                SampledStep(step, len(group), _members(group.values()))
                 for step, group in zip(chosen, groups, strict=True)
             )
             yield StageSamples(row.name, shown)
 
 
-def _group(sample: Sample) -> str:
-    return sample.id.rpartition(".")[0]
-
-
-def _members(group: list[Sample]) -> Iterator[Sample]:
+def _members(group: Iterable[Sample]) -> tuple[Sample, ...]:
     """The best, the worst and some between them, best first; what has no score last."""
     ordered = sorted(group, key=lambda one: (one.reward is None, -(one.reward or 0.0)))
-    places = range(len(ordered)) if len(ordered) <= _MEMBERS else _evenly(len(ordered), _MEMBERS)
-    yield from (ordered[place] for place in places)
-
-
-def _evenly(count: int, most: int) -> list[int]:
-    return [place * (count - 1) // (most - 1) for place in range(most)]
+    return tuple(spread(ordered, _MEMBERS))
 
 
 def suite_answers(

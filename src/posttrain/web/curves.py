@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from posttrain.domain.errors import InputError, WorkspaceError
+from posttrain.domain.errors import InputError
+from posttrain.web.pages import write_page
 from posttrain.web.panels import CurveSeries, StageBoundary, extent
 
 PANEL_WIDTH, HEIGHT, DPI = 4.4, 3.9, 120  # inches, inches, pixels per inch
@@ -49,15 +49,7 @@ def learning_curve(
         InputError: see `draw_learning_curve`.
         WorkspaceError: `path` cannot be written.
     """
-    data = draw_learning_curve(series, boundaries=boundaries, title=title)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # two may write it at once
-    try:
-        partial.write_bytes(data)
-        os.replace(partial, path)
-    except OSError as error:
-        raise WorkspaceError(
-            f"learning curve: cannot write {path}: {error.strerror}; free the place or choose another"
-        ) from error
+    write_page(path, draw_learning_curve(series, boundaries=boundaries, title=title), "learning curve")
 
 
 def draw_learning_curve(
@@ -75,15 +67,13 @@ def draw_learning_curve(
     """
     if not series:
         raise InputError("learning curve: at least one series is needed, got none; the run has reported no metrics")
-    for one in series:
-        _check(one)
     panels: dict[str, list[CurveSeries]] = {}
     for one in series:
+        _check(one)
         panels.setdefault(one.quantity, []).append(one)
-    runs = list(dict.fromkeys(one.run for one in series))
     looks: dict[str, dict[str, Any]] = {
         run: {"color": _COLOURS[index % len(_COLOURS)], "linestyle": _STYLES[index // len(_COLOURS) % len(_STYLES)]}
-        for index, run in enumerate(runs)
+        for index, run in enumerate(dict.fromkeys(one.run for one in series))
     }
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_SETTINGS, "backend": "agg"}):
         figure = _figure(panels, looks, boundaries, title)
@@ -131,12 +121,11 @@ def _figure(
     if any(len(one.values) > _SPARSE for rows in panels.values() for one in rows):
         figure.text(0.5, 0.012, "faint: each step, bold: running mean", ha="center", fontsize=7.5, color=_MUTED)
     width = PANEL_WIDTH * len(panels)
-    rows_of_legend = math.ceil(len(looks) / (2 * len(panels)))
     figure.subplots_adjust(
         left=0.55 / width,
         right=1 - 0.15 / width,
         top=0.80 if title else 0.88,
-        bottom=0.17 + 0.045 * rows_of_legend,
+        bottom=0.17 + 0.045 * math.ceil(len(looks) / (2 * len(panels))),
         wspace=0.17,
     )
     return figure

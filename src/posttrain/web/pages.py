@@ -66,8 +66,8 @@ def fitted(render: Callable[[Sizes], str], most: int = MOST_BYTES) -> str:
     return text
 
 
-def write_page(path: Path, text: str, what: str) -> None:
-    """Write a page; whoever reads it meanwhile sees the one before.
+def write_page(path: Path, page: str | bytes, what: str) -> None:
+    """Write a page or a picture; whoever reads it meanwhile sees the one before.
 
     Args:
         what: how errors call it.
@@ -77,7 +77,8 @@ def write_page(path: Path, text: str, what: str) -> None:
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # two may write it at once
     try:
-        partial.write_text(text, encoding="utf-8", errors="replace")  # a lone surrogate in a response ends no report
+        # a lone surrogate in a response ends no report
+        partial.write_bytes(page if isinstance(page, bytes) else page.encode("utf-8", "replace"))
         os.replace(partial, path)
     except OSError as error:
         raise WorkspaceError(
@@ -90,13 +91,14 @@ def template(name: str) -> Template:
     """A page's template, read once: who drives a run for days reports at its end, whatever became of the file."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
+        # the card is no HTML; what comes from a run goes through `plain` there, or into a block of code
+        autoescape=name.endswith(".html"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(number=number, duration=duration, tone=tone, brief=brief, volume=volume, excerpt=excerpt)
-    environment.filters.update(ago=ago, moment=moment)
+    shown = {one.__name__: one for one in (number, duration, tone, brief, volume, excerpt, ago, moment, plain, code)}
+    environment.filters.update(shown, figure=lambda value: f"{value:.4g}")
     return environment.get_template(name)
 
 
@@ -243,20 +245,7 @@ class ModelCard:
 
 def render_card(card: ModelCard) -> str:
     """The card as Markdown; the same card gives the same text."""
-    return _template().render(card=card)
-
-
-@functools.cache
-def _template() -> Template:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=False,  # it is no HTML; what comes from a run goes through `plain` or into a block of code
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(plain=plain, code=code, figure=lambda value: f"{value:.4g}")
-    return environment.get_template("card.md")
+    return template("card.md").render(card=card)
 
 
 def plain(text: str) -> str:

@@ -354,14 +354,13 @@ def panel(metric: str, series: Sequence[CurveSeries], most: int, marked: Sequenc
     low, high = extent(metric, [*(value for curve in curves for value in curve.values), *limits])
     steps = [float(step) for curve in curves for step in curve.steps]
     axes = _Axes(min(steps, default=0.0), max(steps, default=1.0), low, high)
-    lines = tuple(
-        _line(tone, one, curve, axes, most) for tone, (one, curve) in enumerate(zip(series, curves, strict=True))
-    )
     return Panel(
         metric=metric,
         words=WORDS.get(metric, ""),
         told=_told(curves[0]) if len(curves) == 1 else "",
-        lines=lines,
+        lines=tuple(
+            _line(tone, one, curve, axes, most) for tone, (one, curve) in enumerate(zip(series, curves, strict=True))
+        ),
         across=tuple((round(axes.y(at), 1), brief(at)) for at in ticks(low, high)),
         along=tuple((round(axes.x(at), 1), brief(at)) for at in _whole(axes.first, axes.last)),
         zero=round(axes.y(0.0), 1) if low < 0 < high else None,

@@ -278,12 +278,6 @@ class ComparePage:
     troubles: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _StageView:
-    stage: str
-    panels: tuple[Panel, ...]
-
-
 def compare_page(path: Path, page: ComparePage) -> None:
     """Write the page.
 
@@ -314,7 +308,7 @@ def _render_comparison(page: ComparePage, sizes: Sizes, name: str) -> str:
         drawn = list(metrics.items())[:left]
         left -= len(drawn)
         if drawn:
-            views.append(_StageView(stage, tuple(panel(metric, series, points) for metric, series in drawn)))
+            views.append((stage, [panel(metric, series, points) for metric, series in drawn]))
     return template(name).render(page=page, found=page.found, pictures=pictures, curves=views, sizes=sizes, tones=TONES)
 
 

@@ -144,15 +144,15 @@ def _view(timeline: StageTimeline, attempts: Sequence[AttemptSpans]) -> StageVie
     wanted = [("Typical step", typical), ("Slowest step", slowest[0] if slowest else None)]
     if typical in slowest:
         wanted = wanted[:1]
-    gantts = tuple(_gantt(title, step, _attempt_of(step, attempts), colours) for title, step in wanted if step)
+    gantts = tuple(_gantt(title, step, attempts, colours) for title, step in wanted if step)
     return StageView(timeline, tuple(_bars(timeline, colours, each)), legend, each, gantts)
 
 
 def _legend(timeline: StageTimeline, phase: str, colour: str) -> LegendEntry:
     steps = [step for step in timeline.steps if phase in step.phases]
     share = statistics.median(step.shares()[phase] for step in steps)
-    rare = len(steps) < 0.9 * len(timeline.steps)
-    return LegendEntry(phase, colour, share, statistics.median(step.phases[phase] for step in steps), len(steps), rare)
+    middle = statistics.median(step.phases[phase] for step in steps)
+    return LegendEntry(phase, colour, share, middle, len(steps), rare=len(steps) < 0.9 * len(timeline.steps))
 
 
 def _bars(timeline: StageTimeline, colours: Mapping[str, str], each: int) -> Iterator[Block]:
@@ -175,12 +175,9 @@ def _bars(timeline: StageTimeline, colours: Mapping[str, str], each: int) -> Ite
             y += height
 
 
-def _attempt_of(step: StepTime, attempts: Sequence[AttemptSpans]) -> AttemptSpans:
-    return next(a for a in attempts if (a.stage, a.attempt) == (step.stage, step.attempt) and a.spans)
-
-
-def _gantt(title: str, step: StepTime, attempt: AttemptSpans, colours: Mapping[str, str]) -> Gantt:
+def _gantt(title: str, step: StepTime, attempts: Sequence[AttemptSpans], colours: Mapping[str, str]) -> Gantt:
     begin, seconds = step.started, max(step.seconds, 1e-9)
+    attempt = next(a for a in attempts if (a.stage, a.attempt) == (step.stage, step.attempt) and a.spans)
     near = [span for span in attempt.spans if end_of(span) > begin and span.started < begin + seconds]
     tracks, left_out = _tracks(near, colours)
     rows = []

@@ -82,8 +82,7 @@ class OpenWorkspace:
                 self._manifests[run.manifest_digest] = found
             return found, ""
         except (PosttrainError, ValueError) as error:  # bytes gone or corrupt, or a manifest of another version
-            why = str(error).splitlines()[0]
-            return None, f"manifest unreadable: {why}"
+            return None, f"manifest unreadable: {str(error).splitlines()[0]}"
 
     @functools.cached_property
     def reconciler(self) -> Reconciler:
@@ -103,13 +102,10 @@ class OpenWorkspace:
         return recorded(self.root, self.settings)
 
     @functools.cached_property
-    def _channels(self) -> str:
-        url = str(self.settings.get(CHANNEL, ""))
-        return f"{url}/{self.place()}" if url else ""
-
     def channels(self) -> str:
         """The URL below which new attempts have their channels; empty: in their folders. Copies have another."""
-        return self._channels
+        url = str(self.settings.get(CHANNEL, ""))
+        return f"{url}/{self.place()}" if url else ""
 
     @property
     def channel_address(self) -> str | None:
@@ -197,7 +193,7 @@ class OpenWorkspace:
             request: what they ask, by which events tell its transactions.
         """
         other = copy.copy(self)
-        for cached in ("reconciler", "_channels"):
+        for cached in ("reconciler", "channels"):
             other.__dict__.pop(cached, None)
         other.actor = actor
         mine = self.ledger

@@ -209,16 +209,14 @@ def record_variables(root: Path, names: Collection[str]) -> None:
                 f"init: --job-variable must be the name of a variable, and none of {', '.join(NEVER[:4])}…, which are "
                 f"the server's own; got {name[:80]!a}"
             )
-    with settings_lock(root):
-        record = {key: value for key, value in read_json(root / SETTINGS).items() if key != VARIABLES}
-        write_json(root / SETTINGS, record | ({VARIABLES: sorted(set(names))} if names else {}))
+    record_setting(root, VARIABLES, sorted(set(names)))
 
 
-def record_limits(root: Path, limits: Mapping[str, int]) -> None:
-    """What a model folder may hold, in place of what was recorded before; empty: the defaults."""
+def record_setting(root: Path, key: str, value: Any) -> None:
+    """What workspace.json says under a key, in place of what was recorded before; nothing where the value is empty."""
     with settings_lock(root):
-        record = {key: value for key, value in read_json(root / SETTINGS).items() if key != LIMITS}
-        write_json(root / SETTINGS, record | ({LIMITS: dict(limits)} if limits else {}))
+        others = {name: said for name, said in read_json(root / SETTINGS).items() if name != key}
+        write_json(root / SETTINGS, others | ({key: value} if value else {}))
 
 
 def settings_lock(root: Path) -> AbstractContextManager[None]:

@@ -217,8 +217,7 @@ class MlflowTracker(Tracker):
                 known[version.digest] = self._register(version, channel)
                 crashpoint("track.inside_log")
         alias = channel.channel if not _RESERVED.fullmatch(channel.channel) else f"channel-{channel.channel}"
-        aliases = self._client.get_registered_model(self._model).aliases
-        if str(aliases.get(alias)) != known[channel.live]:
+        if str(self._client.get_registered_model(self._model).aliases.get(alias)) != known[channel.live]:
             self._client.set_registered_model_alias(self._model, alias, known[channel.live])
 
     def _register(self, version: Version, channel: ChannelState) -> str:

@@ -83,16 +83,13 @@ class TensorBoardTracker(AppendedTracker):
         self.flush()
 
     def _text(self, tag: str, text: str, step: int, at: float) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.compat.proto.tensor_pb2 import TensorProto
-        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-        from tensorboard.compat.proto.types_pb2 import DT_STRING
+        from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
         from tensorboard.plugins.text.metadata import create_summary_metadata
 
-        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
-        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()], tensor_shape=shape)
-        value = Summary.Value(tag=tag, tensor=tensor, metadata=create_summary_metadata("", ""))
-        self._write(_event(at, step, summary=Summary(value=[value])))
+        one = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)])
+        tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[text.encode()], tensor_shape=one)
+        value = summary_pb2.Summary.Value(tag=tag, tensor=tensor, metadata=create_summary_metadata("", ""))
+        self._write(_event(at, step, summary=summary_pb2.Summary(value=[value])))
         self._texts.setdefault(tag, []).append(text)
 
     def _write(self, event: Event) -> None:

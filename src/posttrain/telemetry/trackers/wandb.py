@@ -62,8 +62,7 @@ class WandbTracker(Tracker):
     def where(self) -> str:
         """See `Tracker.where`."""
         path = "/".join(filter(None, (self._entity, self._project, self._about.id if self._about else "")))
-        target = self._target()
-        return f"online {path}" if self._mode == "online" else str(target or self._base / "wandb")
+        return f"online {path}" if self._mode == "online" else str(self._target() or self._base / "wandb")
 
     def name(self, metric: str) -> str:
         """See `Tracker.name`."""
@@ -78,8 +77,7 @@ class WandbTracker(Tracker):
             for row in self._online():
                 self._seen(row)
             return Cursor(self._cursor)
-        lock = self._base / f".{run.id}.wandb.writer"
-        self._held = hold(lock, run, self.where, lambda: self._target() is not None)
+        self._held = hold(self._base / f".{run.id}.wandb.writer", run, self.where, lambda: self._target() is not None)
         self._old = self._target(tidy=True)
         if self._old is not None:
             for row in self._rows(self._old):
