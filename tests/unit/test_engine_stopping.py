@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from posttrain.app.sampling import Ask
+from posttrain.app.sampling import ask
 from posttrain.domain.errors import InputError
 from posttrain.engine.models.loading import character_tokenizer
 from posttrain.engine.rollout.decoding import StopStrings
@@ -196,4 +197,7 @@ def test_bad_stop_strings_are_refused(stop: object, message: str) -> None:
 
 def test_one_string_is_not_taken_for_its_letters() -> None:
     with pytest.raises(InputError, match=r"stop must be a list of strings, got the string '</answer>'; write \['</ans"):
-        Ask(stop="</answer>")
+        ask(
+            cast("Any", "none is opened"), "model:a", ["a"], samples=1, max_new_tokens=None, temperature=0.0, seed=0,
+            runtime={}, timeout=None, chat=None, system=None, stop="</answer>",
+        )  # fmt: skip

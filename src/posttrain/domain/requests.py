@@ -15,7 +15,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from posttrain.domain.canonical import is_digest
 from posttrain.domain.errors import InputError
 
 REQUEST_SCHEMA = 1
@@ -29,6 +28,7 @@ ANY = "*"
 _HOST = r"(?:localhost|[a-z0-9-]+(?:\.[a-z0-9-]+)+)(?::[0-9]{1,5})?"
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _NAME = re.compile(rf"{_HOST}(?:/{_PART})+")
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _LONGEST = 400  # characters of a reference
 _SHOWN = 120
 _WHERE = "REGISTRY/NAME@sha256:…"
@@ -176,7 +176,7 @@ def image_reference(text: str) -> str:
         ValueError: it is none, in one line.
     """
     name, _, digest = text.partition("@")
-    if is_digest(digest) and _named(name):
+    if _DIGEST.fullmatch(digest) and _named(name):
         return text
     if _named(name) or _named(name.rpartition(":")[0]):
         raise ValueError(
