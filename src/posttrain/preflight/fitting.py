@@ -22,7 +22,7 @@ from typing import Any
 
 from posttrain.control.deciding import ADDED
 from posttrain.control.planning import Count, Planned
-from posttrain.control.selecting import dataset_slots, selects
+from posttrain.control.deciding import dataset_slots, selects
 from posttrain.data.catalog import external_versions, local_copy
 from posttrain.data.files import data_files, read_file
 from posttrain.data.fitting import (

@@ -18,7 +18,7 @@ from posttrain.control.deciding import ADDED, measures
 from posttrain.control.judging import gate_looks
 from posttrain.control.launching import cache_key, tokens_inherited, usable
 from posttrain.control.planning import Planned
-from posttrain.control.selecting import dataset_slots, selected_on
+from posttrain.control.deciding import dataset_slots, selected_on
 from posttrain.decision.gates import NOT_TESTED, Look
 from posttrain.decision.power import ENOUGH, PowerNote, gate_power, unknown_power
 from posttrain.domain.errors import InputError, IntegrityError

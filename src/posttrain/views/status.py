@@ -20,7 +20,7 @@ from posttrain.control.budgets import spending
 from posttrain.control.channels import standings
 from posttrain.control.deciding import ADDED
 from posttrain.control.launching import trained_elsewhere
-from posttrain.control.selecting import choice_warnings, selection_words
+from posttrain.control.deciding import choice_warnings, selection_words
 from posttrain.domain.approvals import Standing
 from posttrain.domain.errors import PosttrainError
 from posttrain.domain.gates import GateReport
