@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.control.environments import closure
+from posttrain.control.jobs import closure
 from posttrain.domain.errors import WorkspaceError
 from posttrain.domain.jobs import JobOrder, JobState
 from posttrain.domain.requests import JobRequest

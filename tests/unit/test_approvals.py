@@ -28,7 +28,8 @@ from posttrain.app.driver import Driver
 from posttrain.app.workspace import open_workspace
 from posttrain.cli.live import run_table
 from posttrain.cli.screens import approval_lines
-from posttrain.control import actions, channels, environments, judging
+from posttrain.control import actions, channels, judging
+from posttrain.control import jobs as environments
 from posttrain.control.actions import promote, retry, stop
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.approvals import APPROVED, REJECTED, Action, Approval, Standing, Terms, request_of, weigh

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from posttrain.control import approvals, environments
+from posttrain.control import approvals
+from posttrain.control import jobs as environments
 from posttrain.control.approvals import outdated, owners, release_request, standing, terms
 from posttrain.control.channels import policy_of, refuse_lift, unknown_channel
 from posttrain.control.jobs import AttemptFolders

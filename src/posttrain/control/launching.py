@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.control import budgets, environments
+from posttrain.control import budgets
+from posttrain.control import jobs as environments
 from posttrain.control.decide import View, hold_back, phase_seconds, stall_after
 from posttrain.control.jobs import AttemptFolders, Jobs, deciding_code, job_of, request_of, secrets_of_rewards
 from posttrain.control.stores import Stores

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from posttrain.control import budgets, environments
+from posttrain.control import budgets
+from posttrain.control import jobs as environments
 from posttrain.control.decide import View, hold_back
 from posttrain.control.jobs import Jobs, called, names_of, present_code
 from posttrain.control.launching import (
