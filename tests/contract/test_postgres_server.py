@@ -13,7 +13,8 @@ import ledger_workers as work
 import pytest
 
 from postgres_server import PASSWORD, Server
-from posttrain.control import actions, judging, recalls, submission
+from posttrain.control import actions, judging, submission
+from posttrain.control import channels as recalls
 from posttrain.domain.errors import ConflictError, PosttrainError, WorkspaceError
 from posttrain.domain.records import Asset
 from posttrain.store.database import Database

@@ -10,7 +10,7 @@ from posttrain.api.control import Control
 from posttrain.api.values import Marked
 from posttrain.api.verbs import answers
 from posttrain.app.workspace import Workspace
-from posttrain.control import recalls
+from posttrain.control import channels as recalls
 from posttrain.control.downstream import of_bytes
 from posttrain.data import importing
 from posttrain.data.refs import is_confined

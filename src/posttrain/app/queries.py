@@ -157,7 +157,7 @@ def asset_status(workspace: Workspace) -> list[AssetStatus]:
 
 @answers(Control.recalled)
 def recalled(workspace: Workspace, *digests: str) -> dict[str, AssetStatus]:
-    from posttrain.control import recalls
+    from posttrain.control import channels as recalls
 
     return recalls.recalled(workspace.ledger, digests)
 

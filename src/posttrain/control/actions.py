@@ -15,7 +15,7 @@ from posttrain.control.approvals import outdated, owners, release_request, stand
 from posttrain.control.channels import policy_of, refuse_lift, unknown_channel
 from posttrain.control.jobs import AttemptFolders
 from posttrain.control.judging import check_weights, read_report, refuse_unmet
-from posttrain.control.recalls import refuse_recalled, refuse_release
+from posttrain.control.channels import refuse_recalled, refuse_release
 from posttrain.control.stores import Stores
 from posttrain.decision.releases import judged_at, moves, promotion, rollback_target
 from posttrain.domain.approvals import APPROVED, WITHDRAWN, ApprovalRequest, Standing, Terms, one_of

@@ -29,7 +29,7 @@ from pyarrow.lib import ArrowException
 from posttrain.control import approvals
 from posttrain.control.channels import check_manifest, policy_of
 from posttrain.control.deciding import BASELINE, EVIDENCE, RIVAL
-from posttrain.control.recalls import refuse_release
+from posttrain.control.channels import refuse_release
 from posttrain.control.stores import Stores
 from posttrain.decision.gates import Baseline, Evidence, Look, judge_all
 from posttrain.decision.releases import judged_at, promotion

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from dataclasses import dataclass
 
-from posttrain.control.recalls import refuse_recalled
+from posttrain.control.channels import refuse_recalled
 from posttrain.control.stores import Stores
 from posttrain.domain.canonical import canonical_json
 from posttrain.domain.errors import ConflictError
