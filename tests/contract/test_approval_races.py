@@ -48,7 +48,7 @@ def judged(bench: Bench) -> str:
         raise StaleWriteError("not yet")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("posttrain.control.actuator.release_stage", not_yet)
+        patch.setattr("posttrain.control.stages.release_stage", not_yet)
         while not reached:
             assert bench.reconciler.tick(run_id) is not None
     return run_id

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
-from posttrain.control.actuator import act
+from posttrain.control.stages import act
 from posttrain.control.attempts import Looks, end_orphans, see
 from posttrain.control.decide import View, decide_run, decide_stage, settle
 from posttrain.control.jobs import Jobs
