@@ -23,7 +23,7 @@ from posttrain.events.bus import BACKOFF, PATIENCE, Deliverer, Deliveries, RunFa
 from posttrain.events.ports import Sink
 from posttrain.events.sinks.fake import FakeSink
 from posttrain.store.audit import verify_rows
-from posttrain.store.cursors import LEASE_SECONDS, Cursors
+from posttrain.store.work import LEASE_SECONDS, Cursors
 from posttrain.store.erasure import erase_principal
 from posttrain.store.ledger import Ledger
 from posttrain.store.schema import cursors, sinks
@@ -425,7 +425,7 @@ from posttrain.events.bus import Deliveries, RunFacts
 from posttrain.events.sinks.jsonl import JsonLinesSink
 from posttrain.events.sinks.webhook import WebhookSink
 from posttrain.control.owners import process_alive, process_name
-from posttrain.store.cursors import Cursors
+from posttrain.store.work import Cursors
 from posttrain.store.database import Database
 from posttrain.store.erasure import erase_principal
 from posttrain.store.ledger import Ledger

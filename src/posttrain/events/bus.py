@@ -32,7 +32,7 @@ from posttrain.domain.lifecycle import Reason
 from posttrain.domain.ports import crashpoint
 from posttrain.domain.sinks import BY_FAILURE, Cursor, Envelope, Notice, SinkRecord
 from posttrain.events.ports import Sink, matching, occasions, one_line, run_of
-from posttrain.store.cursors import Cursors
+from posttrain.store.work import Cursors
 from posttrain.store.ledger import Ledger
 
 TEST = "sink.test"  # the type of a message that tells of nothing

@@ -2,7 +2,7 @@
 
 Rows are added and changed, and each change is recorded. Events about access name principals by their ids, and tokens by
 the digests of their secrets. Events about sinks record their rows; a cursor belongs to whoever delivers
-(`store/cursors.py`).
+(`store/work.py`).
 """
 
 from __future__ import annotations
