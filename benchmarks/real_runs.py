@@ -40,7 +40,7 @@ from posttrain.domain.runspec import parse_run_spec
 from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import AttemptFolder, EventWriter
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 
 RUNS, STEPS, ITEMS, TRIES, HELDOUTS = 2_000, 40, 200, 3, 20
 _APART = 300.0  # seconds from one run to the next, at least

@@ -42,7 +42,7 @@ from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.blobs import open_blobs
 from posttrain.store.database import Database
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 
 HERE = Path(__file__).resolve().parents[1]
 INTERVAL = 5.0  # seconds: what a running job reports is seen within them

@@ -24,7 +24,7 @@ from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.blobs import open_blobs
 from posttrain.store.database import Database, SystemClock
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 
 _STAGES = 2
 

@@ -15,7 +15,7 @@ from posttrain.domain.errors import ConflictError, StaleWriteError
 from posttrain.domain.records import Asset, RunRecord, StageRecord
 from posttrain.store.database import Database
 from posttrain.store.journal import RUN
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 from posttrain.store.releasing import POLICY_SET
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.work import WorkQueue

@@ -21,7 +21,7 @@ from posttrain.domain.errors import AccessError, ConflictError, InputError, NotF
 from posttrain.domain.ids import Role
 from posttrain.store.audit import verify_rows
 from posttrain.store.erasure import erase_principal
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 from posttrain.store.sealer import seal, verify_chain
 
 DAY = 86400.0

@@ -23,7 +23,7 @@ from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import SpendingMeter
 from posttrain.store.blobs import open_blobs
 from posttrain.store.database import Database
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the local executor needs /proc")
 

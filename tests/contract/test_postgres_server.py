@@ -18,7 +18,7 @@ from posttrain.control import channels as recalls
 from posttrain.domain.errors import ConflictError, PosttrainError, WorkspaceError
 from posttrain.domain.records import Asset
 from posttrain.store.database import Database
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.transaction import Transaction
 

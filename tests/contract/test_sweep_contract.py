@@ -16,7 +16,7 @@ from posttrain.store.atomic import FileLock
 from posttrain.store.audit import verify_rows
 from posttrain.store.blobs import ObjectBlobs, open_blobs
 from posttrain.store.database import Database
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 from posttrain.store.schema import artifacts, projects
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.sweeping import SweptBlobs, sweep

@@ -30,7 +30,7 @@ from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.blobs import open_blobs
 from posttrain.store.database import Database
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 
 Script = Callable[[AttemptFolder], int | None]
 

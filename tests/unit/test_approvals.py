@@ -44,7 +44,7 @@ from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.store.atomic import make_folder
 from posttrain.store.audit import verify_rows
 from posttrain.store.erasure import erase_principal, erase_subject
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 from posttrain.views.moves import moves
 from posttrain.views.status import RunWatcher
 

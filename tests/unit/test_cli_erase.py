@@ -20,7 +20,7 @@ from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database
 from posttrain.store.erasure import erase_subject
 from posttrain.store.journal import TABLES
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 
 WHO, SAID = "quillfeather", "whisperings"
 

@@ -27,7 +27,7 @@ from posttrain.store.audit import verify_rows
 from posttrain.store.channels import objects
 from posttrain.store.channels.objects import ObjectStoreObjects
 from posttrain.store.database import Database
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 from posttrain.store.trees import file_digest
 from posttrain.telemetry.tracking import StageWatcher
 from posttrain.workspace.settings import SETTINGS

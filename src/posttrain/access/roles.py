@@ -9,7 +9,7 @@ from posttrain.access.ports import OS, Identity
 from posttrain.domain.errors import AccessError
 from posttrain.domain.ids import NOBODY, Role, lower
 from posttrain.domain.records import Token
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 
 
 def role_of(ledger: Ledger, identity: Identity) -> Role | None:

@@ -23,7 +23,7 @@ from posttrain.store.audit import verify_rows
 from posttrain.store.backing import BackedUp, back_up, fill, read_backup
 from posttrain.store.blobs import open_blobs
 from posttrain.store.database import Database
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 from posttrain.store.sealer import verify_chain
 from posttrain.store.work import let_go
 from posttrain.workspace.settings import FILE, FOLDER, KEY, OWN_STORE, SETTINGS, VARIABLE

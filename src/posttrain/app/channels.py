@@ -27,7 +27,7 @@ from posttrain.store.releasing import POLICY_SET
 if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace
     from posttrain.domain.records import ChannelRecord, Event, Look, ReleaseEntry
-    from posttrain.store.ledger import Ledger
+    from posttrain.store.hosts import Ledger
 
 
 @answers(Control.live)

@@ -35,7 +35,7 @@ from posttrain.store.blobs import USERS, ObjectBlobs, blobs_url, open_blobs
 from posttrain.store.channels.objects import checked_url
 from posttrain.store.database import Database, SystemClock
 from posttrain.store.hosts import Hosts, LedgerLock
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 from posttrain.trackers.tracking import check_trackers, describe, of_workspace, parse_trackers, resolved
 from posttrain.trackers.tracking import read_choice as read_choice
 from posttrain.workspace.opened import OpenWorkspace

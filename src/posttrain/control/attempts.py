@@ -38,7 +38,7 @@ from posttrain.execution import processes
 from posttrain.store.atomic import its_doing, look_over
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.channel import EVENTS, ControlKind, Start
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 from posttrain.store.trees import put_tree, stored_sizes
 
 

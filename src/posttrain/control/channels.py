@@ -41,7 +41,7 @@ from posttrain.domain.kinds import MODEL, better, kind_of
 from posttrain.domain.manifest import InputRef, Manifest, StageManifest, measured_suites, model_output, suite_evaluator
 from posttrain.domain.policies import ChannelPolicy, PinnedPolicy, parse_policy, suite_of
 from posttrain.domain.records import Asset, AssetStatus, ChannelRecord
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 from posttrain.store.releasing import POLICY_SET, refuse_protected
 from posttrain.store.snapshot import Snapshot
 

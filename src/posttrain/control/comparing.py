@@ -20,7 +20,7 @@ from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.kinds import better, few_seeds
 from posttrain.domain.manifest import InputRef, Manifest
 from posttrain.domain.records import RunRecord, StageRecord
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 
 _ABSENT = "(absent)"
 # settings that numbers depend on; and those that a manifest leaves out by default, with what they are then

@@ -9,7 +9,7 @@ from posttrain.control.lineage import Node
 from posttrain.decision.releases import release_states
 from posttrain.domain.lifecycle import ReleaseState
 from posttrain.domain.records import Edge, release_end, release_of, run_end, stage_end, stage_of
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 from posttrain.store.snapshot import Snapshot
 
 

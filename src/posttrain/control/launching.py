@@ -46,7 +46,7 @@ from posttrain.events.admitting import SECRETS, secrets_of
 from posttrain.execution.ports import Trainer
 from posttrain.store.atomic import ANSWER, make_folder
 from posttrain.store.attempts import AttemptFolder, unclaimed
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 from posttrain.store.reaching import PRIVATE_CACHE
 from posttrain.store.sealer import head_name
 from posttrain.store.trees import TreeFile, put_tree, read_json, tree_listing, verify_tree

@@ -55,7 +55,7 @@ from posttrain.domain.manifest import Manifest
 from posttrain.domain.ports import crashpoint
 from posttrain.domain.records import StageRecord
 from posttrain.domain.waits import wait_of
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 
 
 def bind_pending(

@@ -12,7 +12,7 @@ from typing import Any
 from posttrain.domain.manifest import Manifest, manifest_from_json
 from posttrain.domain.ports import BlobStore, Clock
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 
 
 @dataclass(frozen=True, slots=True)

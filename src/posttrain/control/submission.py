@@ -13,7 +13,7 @@ from posttrain.domain.lifecycle import Reason, RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.ports import crashpoint
 from posttrain.domain.records import Artifact, RunRecord, StageRecord
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 from posttrain.store.trees import stored_sizes
 
 _LONGEST = 55  # characters of a name in an id, which has 64

@@ -33,7 +33,7 @@ from posttrain.domain.ports import crashpoint
 from posttrain.domain.sinks import BY_FAILURE, Cursor, Envelope, Notice, SinkRecord
 from posttrain.events.ports import Sink, matching, occasions, one_line, run_of
 from posttrain.store.work import Cursors
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 
 TEST = "sink.test"  # the type of a message that tells of nothing
 _SHOWN = 19  # characters of a digest

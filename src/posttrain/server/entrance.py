@@ -25,7 +25,7 @@ from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import AccessError, AuthenticationError, InputError, NotFoundError, PosttrainError
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.drivers.requests import RunDriver
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 from posttrain.views.status import RunStatus, RunWatcher
 from posttrain.workspace.opened import OpenWorkspace
 

@@ -28,7 +28,7 @@ from posttrain.domain.errors import LimitError, PosttrainError
 from posttrain.server.connections import is_loopback
 from posttrain.server.limits import PASS_ON, READ, in_thread
 from posttrain.store.hosts import Host, Hosts, host_of
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 from posttrain.store.reaching import connected
 
 log = logging.getLogger("posttrain.server")

@@ -70,7 +70,7 @@ from posttrain.server.workers import Workers
 from posttrain.store.atomic import Refusal, held, make_folder, write_json
 from posttrain.store.blobs import open_blobs
 from posttrain.store.hosts import Hosts
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 from posttrain.store.operations import forget_before
 from posttrain.store.reaching import SOCKET, SOCKETS
 from posttrain.workspace.served import LOCK, PLACE, server_of

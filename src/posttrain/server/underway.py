@@ -54,7 +54,7 @@ from posttrain.server.logs import logged_problem
 from posttrain.server.metering import Meters
 from posttrain.server.workers import OPERATION_SECONDS, Answers, Asking, Refused
 from posttrain.store.hosts import server_lives
-from posttrain.store.ledger import Ledger, numbered
+from posttrain.store.hosts import Ledger, numbered
 from posttrain.store.operations import BEAT_SECONDS, DONE, Begun, Operations, Repeats
 
 _FORM = re.compile(r"[A-Za-z0-9_-]{8,64}")

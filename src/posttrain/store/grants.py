@@ -18,7 +18,7 @@ from posttrain.domain.lifecycle import AttemptState, is_final
 from posttrain.domain.ports import Clock
 from posttrain.domain.records import AttemptRecord
 from posttrain.store.database import Database, now_in
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 from posttrain.store.schema import attempts, grants, runs, sessions, tokens
 
 SECONDS = 900.0  # that a grant is good for without being renewed

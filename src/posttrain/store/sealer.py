@@ -47,7 +47,7 @@ from posttrain.domain.ports import crashpoint
 from posttrain.store.atomic import ANSWER, read_left
 from posttrain.store.blobs import ObjectBlobs
 from posttrain.store.journal import CREATED, ERASED, FIELDS, Payload, envelope_leaf
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 from posttrain.store.merkle import LEVELS, Tree
 from posttrain.store.schema import attempts, events, leaves, payloads, tiles, tree_head, unsealed
 

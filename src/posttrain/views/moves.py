@@ -11,7 +11,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.ids import DRIVER
 from posttrain.domain.lifecycle import ReleaseState
 from posttrain.domain.records import ReleaseEntry
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 from posttrain.store.snapshot import Snapshot
 
 _DIGITS = 18  # of the number of a release, at most

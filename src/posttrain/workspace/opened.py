@@ -27,7 +27,7 @@ from posttrain.execution.executors.installed import InstalledExecutor
 from posttrain.store.atomic import read_json, write_json
 from posttrain.store.blobs import ObjectBlobs, blobs_url
 from posttrain.store.hosts import Hosts
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 from posttrain.store.sealer import Lost, accept_loss, find_lost, keep_head, seal
 from posttrain.workspace.served import is_served
 from posttrain.workspace.settings import (

@@ -26,7 +26,7 @@ from posttrain.execution.processes import NEVER
 from posttrain.store.atomic import held, read_json, write_json
 from posttrain.store.blobs import blobs_url
 from posttrain.store.hosts import GONE_SECONDS, Hosts
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 from posttrain.store.postgres import checked_address
 from posttrain.store.snapshot import Snapshot
 

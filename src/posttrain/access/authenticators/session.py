@@ -13,7 +13,7 @@ from posttrain.access.roles import identity_of
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import AccessError
 from posttrain.store.grants import begin_session, end_session
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 
 SESSION = "session"
 SECONDS = 12 * 3600.0  # that a session lasts, where its token does

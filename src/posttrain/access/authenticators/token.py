@@ -12,7 +12,7 @@ from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import AccessError, InputError, NotFoundError
 from posttrain.domain.ids import FORM, Role, is_principal
 from posttrain.domain.records import Token
-from posttrain.store.ledger import Ledger
+from posttrain.store.hosts import Ledger
 from posttrain.store.transaction import Transaction
 
 TOKEN = "token"
