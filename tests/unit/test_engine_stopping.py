@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from posttrain.app.sampling import ask
+from posttrain.app.models import ask
 from posttrain.domain.errors import InputError
 from posttrain.engine.models.loading import character_tokenizer
 from posttrain.engine.rollout.decoding import StopStrings

@@ -571,7 +571,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, answers: Callable[[], Iterator[Said |
     def ask(workspace: object, *_: Any, **__: Any) -> Asked:
         return Asked("model:x@1", "sha256:x", "text", "as it was", answers())
 
-    monkeypatch.setattr("posttrain.app.sampling.ask", ask)
+    monkeypatch.setattr("posttrain.app.models.ask", ask)
 
 
 HOW: dict[str, Any] = {
