@@ -29,7 +29,7 @@ from posttrain.server.attempts import Granting
 from posttrain.server.calling import to_json
 from posttrain.server.connections import Door, Room
 from posttrain.server.entrance import Entrance
-from posttrain.server.forwarding import Peers
+from posttrain.server.connections import Peers
 from posttrain.server.limits import Limits
 from posttrain.server.metering import Meters
 from posttrain.server.serving import Bind, configured

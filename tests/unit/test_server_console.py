@@ -383,7 +383,7 @@ def test_a_page_of_a_run_comes_from_the_host_that_has_its_jobs(
     async def answer(*_: object, **__: object) -> Response:
         return Response("drawn elsewhere", media_type="text/html")
 
-    monkeypatch.setattr("posttrain.server.forwarding.Peers.answer", answer)
+    monkeypatch.setattr("posttrain.server.connections.Peers.answer", answer)
     for path in (f"/runs/{world.run}", f"/runs/{world.run}/report", f"/live?of=run/{world.run}"):
         found = ann.get(HOME + path)
         assert text_of(found) == "drawn elsewhere"

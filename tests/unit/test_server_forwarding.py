@@ -13,7 +13,7 @@ from posttrain.control.owners import process_name
 from posttrain.domain.errors import InputError
 from posttrain.domain.ids import Role
 from posttrain.server.connections import checked_advertised
-from posttrain.server.forwarding import is_near, is_sure
+from posttrain.server.connections import is_near, is_sure
 from posttrain.server.serving import Bind
 from posttrain.store.hosts import Host
 from posttrain.store.schema import attempts
@@ -72,8 +72,8 @@ def test_a_peer_that_accepts_and_says_nothing_is_left_alone_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """This server answers from the ledger once its peer had time to begin; who asks next does not wait for it."""
-    monkeypatch.setattr("posttrain.server.forwarding._FIRST_SECONDS", 0.5)
-    monkeypatch.setattr("posttrain.server.forwarding.LOOK_SECONDS", 3600.0)
+    monkeypatch.setattr("posttrain.server.connections._FIRST_SECONDS", 0.5)
+    monkeypatch.setattr("posttrain.server.connections.LOOK_SECONDS", 3600.0)
     with served(tmp_path) as bench, socket.create_server(("127.0.0.1", 0)) as hung:
         token, peers = bench.person("ann", Role.ADMIN), bench.app.state.server.peers
         made = attempt_with_access(bench, "far")

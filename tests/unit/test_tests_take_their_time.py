@@ -126,7 +126,7 @@ ALLOWED = {
         'evaluate_suite("h", config, items, rollout, tokenizer, seed=0, meter=Meter(deadline=1.0))',
     ): PAST,
     ("unit/test_cli_erase.py", "ledger = Ledger(Database(file, busy_seconds=0.2))"): NEVER,
-    ("unit/test_server_forwarding.py", 'monkeypatch.setattr("posttrain.server.forwarding._FIRST_SECONDS", 0.5)'): NEVER,
+    ("unit/test_server_forwarding.py", 'monkeypatch.setattr("posttrain.server.connections._FIRST_SECONDS", 0.5)'): NEVER,
     ("unit/test_server_bounds.py", "await asyncio.sleep(0)"): TURN,
     ("unit/test_server_workers.py", "await asyncio.sleep(0)"): TURN,
     ("unit/test_underway.py", "await asyncio.sleep(0)"): TURN,
@@ -181,8 +181,8 @@ WAIT = re.compile(
     r"^(?P<name>_?[A-Z_]*(?:SECONDS|TIMEOUT|GRACE|CLOSING|LEAVING|ALONE|PATIENCE)\w*)\s*=\s*(?P<value>[0-9.]+)", re.M
 )
 SHORT_WAITS = {
-    "server/forwarding.py:LOOK_SECONDS": "between two looks at who there is",
-    "server/forwarding.py:_CONNECT_SECONDS": "a server that is away longer is asked again later; this one answers",
+    "server/connections.py:LOOK_SECONDS": "between two looks at who there is",
+    "server/connections.py:_CONNECT_SECONDS": "a server that is away longer is asked again later; this one answers",
     "server/limits.py:RETRY_SECONDS": "what a client is told to wait before it asks again",
     "control/reconciler.py:RACED_SECONDS": "until whoever lost a race looks again; nothing ends with it",
     "control/reconciler.py:POLL_SECONDS": "between two questions to the queue; nothing ends with it",

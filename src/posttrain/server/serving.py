@@ -63,7 +63,7 @@ from posttrain.server.connections import (
     raise_files,
 )
 from posttrain.server.entrance import Entrance
-from posttrain.server.forwarding import Peers
+from posttrain.server.connections import Peers
 from posttrain.server.metering import Board, Meters
 from posttrain.server.underway import Server
 from posttrain.server.workers import Workers

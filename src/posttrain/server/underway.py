@@ -48,7 +48,7 @@ from posttrain.domain.errors import (
     StoppedError,
 )
 from posttrain.server.entrance import Asker, Entrance
-from posttrain.server.forwarding import Peers
+from posttrain.server.connections import Peers
 from posttrain.server.limits import READ, Limits, check_path, in_thread
 from posttrain.server.logs import logged_problem
 from posttrain.server.metering import Meters
