@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from posttrain.app.workspace import init_workspace
-from posttrain.server.children import at_start, start
+from posttrain.server.workers import at_start, start
 from posttrain.workspace.served import PLACE
 
 KEYS = {"AWS_SECRET_ACCESS_KEY": "key-of-the-store", "PGPASSWORD": "word-of-the-ledger", "LICENSE_SERVER": "other"}

@@ -51,7 +51,7 @@ from posttrain.domain.ids import Role
 from posttrain.events.admitting import public, secrets_of
 from posttrain.server import logs
 from posttrain.server.app import build
-from posttrain.server.children import start
+from posttrain.server.workers import start
 from posttrain.server.connections import (
     Door,
     Room,
