@@ -26,7 +26,7 @@ from posttrain.domain.lifecycle import AttemptState
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.server.app import build
 from posttrain.server.attempts import Granting
-from posttrain.server.calling import to_json
+from posttrain.server.entrance import to_json
 from posttrain.server.connections import Door, Room
 from posttrain.server.entrance import Entrance
 from posttrain.server.connections import Peers

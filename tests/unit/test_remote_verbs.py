@@ -34,7 +34,7 @@ from posttrain.domain.ids import Role
 from posttrain.domain.overrides import parse_overrides
 from posttrain.foreign.outside import RUN as FOUND
 from posttrain.foreign.outside import FoundModel, Named, OutsideRun, Points, carried, carry
-from posttrain.server.calling import to_json
+from posttrain.server.entrance import to_json
 
 
 @pytest.fixture(scope="module")

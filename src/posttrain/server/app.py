@@ -36,7 +36,7 @@ from posttrain.domain.errors import (
 from posttrain.domain.ids import refuse_control_characters
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.server import attempts, blobs, streams, underway
-from posttrain.server.calling import arguments, call, to_json
+from posttrain.server.entrance import arguments, call, to_json
 from posttrain.server.console import routes as console
 from posttrain.server.entrance import Asker
 from posttrain.server.limits import (

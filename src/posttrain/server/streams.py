@@ -18,7 +18,7 @@ from posttrain.api.verbs import PREFIX
 from posttrain.domain.errors import InputError, PosttrainError
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.records import RunRecord
-from posttrain.server.calling import ANSWER, ASKED, to_json
+from posttrain.server.entrance import ANSWER, ASKED, to_json
 from posttrain.server.limits import FOLLOW, READ, in_thread
 from posttrain.server.logs import logged_problem
 from posttrain.server.underway import Server

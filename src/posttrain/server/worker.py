@@ -18,7 +18,7 @@ from typing import Any
 
 from posttrain.api.control import OPERATIONS
 from posttrain.app.workspace import Workspace
-from posttrain.server.calling import Told, arguments, call, telling, to_json
+from posttrain.server.entrance import Told, arguments, call, telling, to_json
 from posttrain.server.console import CONSOLE
 from posttrain.server.entrance import Asker, Entrance
 from posttrain.server.logs import Logging, Printed, begin, logged_problem
