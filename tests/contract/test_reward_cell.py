@@ -23,7 +23,7 @@ from reward_bench import PATIENCE, Opener, call
 from posttrain.domain.errors import InfrastructureError
 from posttrain.sandbox import cell
 from posttrain.sandbox.barriers import OVER_MEMORY, Group, below
-from posttrain.sandbox.layout import Provision
+from posttrain.sandbox.session import Provision
 from posttrain.sandbox.port import RewardError
 from posttrain.sandbox.process import ProcessReward, open_reward
 
@@ -167,7 +167,7 @@ class TestBounds:
             opened("import time\ntime.sleep(600)\n", timeout=0.5)
 
     def test_memory_of_all_processes_together(self, opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("posttrain.sandbox.layout.MEMORY", 300 * 2**20)
+        monkeypatch.setattr("posttrain.sandbox.session.MEMORY", 300 * 2**20)
         source = """
             import os, time
             def score(completion):
@@ -630,7 +630,7 @@ def test_an_environment_below_tmp_is_there_and_nothing_beside_it(
     try:
         (place / "word.txt").write_text("here")
         (place.parent / "secret.txt").write_text("x")
-        monkeypatch.setattr("posttrain.sandbox.layout._added", lambda: iter([place]))
+        monkeypatch.setattr("posttrain.sandbox.session._added", lambda: iter([place]))
         reward = opened(IN_TMP.format(place=str(place)))
         assert reward.score(call("x"))[0].score == 1.0
     finally:

@@ -54,7 +54,7 @@ import json, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_reward_cell import call
-from posttrain.sandbox.layout import Provision
+from posttrain.sandbox.session import Provision
 from posttrain.sandbox.process import open_reward
 
 declared, other = int(sys.argv[3]), int(sys.argv[4])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.domain.errors import InputError
-from posttrain.sandbox.layout import Provision, lay_out
+from posttrain.sandbox.session import Provision, lay_out
 from posttrain.sandbox.port import RewardError
 from posttrain.sandbox.process import LOAD_TIMEOUT, open_reward
 from posttrain.sandbox.protocol import Fault

@@ -19,7 +19,7 @@ from typing import Any, Self, final
 from posttrain.domain.errors import InfrastructureError, InputError
 from posttrain.pacing.balancing import balance
 from posttrain.sandbox.dialects import BATCHED
-from posttrain.sandbox.layout import Provision, Scratch, lay_out, source_file
+from posttrain.sandbox.session import Provision, Scratch, lay_out, source_file
 from posttrain.sandbox.port import (
     RewardCall,
     RewardError,

@@ -13,7 +13,7 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.facts import Note
 from posttrain.domain.rewards import reward_slots
 from posttrain.jobs.entry import Job
-from posttrain.sandbox.layout import Provision
+from posttrain.sandbox.session import Provision
 from posttrain.sandbox.port import RewardFunction
 from posttrain.sandbox.process import ParallelReward, WeightedReward, open_reward
 
