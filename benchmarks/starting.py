@@ -115,7 +115,7 @@ def encoding(rounds: int) -> float:
     """Median processor seconds of encoding the rows of an SFT stage, after a first time."""
     # here: a process that launches jobs has no torch
     from posttrain.engine.config import InitModelConfig
-    from posttrain.engine.models.chat import encode_examples
+    from posttrain.engine.models.loading import encode_examples
     from posttrain.engine.models.loading import character_tokenizer
 
     tokenizer = character_tokenizer(InitModelConfig().characters)

@@ -35,7 +35,7 @@ from posttrain.domain import rendering
 from posttrain.domain.errors import InputError
 from posttrain.domain.rendering import TimeLimitError, time_limit
 from posttrain.engine.config import InitModelConfig
-from posttrain.engine.models.chat import (
+from posttrain.engine.models.loading import (
     encode_examples,
     encode_preferences,
     encode_prompts,
@@ -350,7 +350,7 @@ class TestForeignTemplates:
         return planned, load_tokenizer(tmp_path)
 
     def test_loops_over_ranges_end_in_plan_and_job(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in ("posttrain.data.fitting", "posttrain.engine.models.chat"):
+        for module in ("posttrain.data.fitting", "posttrain.engine.models.loading"):
             monkeypatch.setattr(f"{module}._RENDER_SECONDS", 0.5)
         planned, real = self.tokenizers(LOOPS, tmp_path)
         rows = [{"prompt": [QUESTION]}]

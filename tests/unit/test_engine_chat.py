@@ -16,7 +16,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from posttrain.domain.errors import InputError
 from posttrain.domain.rendering import Row
 from posttrain.engine.config import InitModelConfig
-from posttrain.engine.models.chat import (
+from posttrain.engine.models.loading import (
     decode_response,
     encode_examples,
     encode_preferences,

@@ -36,7 +36,7 @@ from posttrain.engine.groups.worker_group import Future, ResourcePool
 from posttrain.engine.loop.controller import Controller, FromRows, Order, Outcome
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Recipe
-from posttrain.engine.models.chat import PreferencePair
+from posttrain.engine.models.loading import PreferencePair
 from posttrain.engine.models.language_model import ScalarModel, adopt_classifier, adopt_module, put_scalar_head
 from posttrain.engine.models.loading import ModelSource, character_tokenizer, initial_model
 from posttrain.engine.recipes.algorithm import VALUES, Column, Update

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.worker_group import Future, WorkerGroup
-from posttrain.engine.models.chat import decode_response, decode_turn
+from posttrain.engine.models.loading import decode_response, decode_turn
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.roles.training import FrozenWorker
 from posttrain.engine.samples import Prompt, Trajectory

@@ -38,7 +38,7 @@ from posttrain.engine.evaluation.evaluate import (
     evaluate_suite,
     suite_items,
 )
-from posttrain.engine.models.chat import decode_response, encode_prompts
+from posttrain.engine.models.loading import decode_response, encode_prompts
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.loading import ModelSource, load_tokenizer
 from posttrain.engine.rollout.decoding import StopStrings

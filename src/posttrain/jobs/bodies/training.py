@@ -55,7 +55,7 @@ from posttrain.engine.groups.worker_group import DEADLINES, Deadlines, ResourceP
 from posttrain.engine.loop.controller import Controller, FromRows, Limits, Order, Selection
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Recipe
-from posttrain.engine.models.chat import encode_examples, encode_preferences, encode_prompts
+from posttrain.engine.models.loading import encode_examples, encode_preferences, encode_prompts
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.loading import (
     ModelSource,
