@@ -94,7 +94,7 @@ def _metrics(workspace: Workspace, run_id: str) -> dict[str, float]:
 @answers(Control.compare)
 def compare(workspace: Workspace, words: Sequence[str], page: Path | None = None) -> Comparison:
     from posttrain.app.models import measured_word
-    from posttrain.views.comparing import compare_runs, write_comparison
+    from posttrain.views.drawing import compare_runs, write_comparison
 
     found = compare_runs(workspace, [measured_word(workspace, word) for word in words])
     if page is not None:
@@ -104,7 +104,7 @@ def compare(workspace: Workspace, words: Sequence[str], page: Path | None = None
 
 @answers(Control.comparison)
 def comparison(workspace: Workspace, words: Sequence[str]) -> ComparePage:
-    from posttrain.views.comparing import compare_runs, comparison
+    from posttrain.views.drawing import compare_runs, comparison
 
     return comparison(workspace, compare_runs(workspace, words))
 

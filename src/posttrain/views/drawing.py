@@ -1,18 +1,31 @@
-"""What a run's stages recorded, as series to draw: the picture of the main quantities, and every panel of a page."""
+"""What a run's stages recorded, as series to draw: the picture of the main quantities, and every panel of a page.
+
+`posttrain compare`: from words on the command line to the evaluations they name, and the page of a comparison.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from string import ascii_uppercase
 
+from posttrain.control.comparing import MOST, Comparison, ImportedHistory, Subject, side_by_side, subject
 from posttrain.control.judging import read_evidence
+from posttrain.control.scores import Answered, Measured, Responses, spread
+from posttrain.data.importing import curves, recorded
+from posttrain.data.refs import parse_ref
 from posttrain.decision.gates import estimate
 from posttrain.decision.statistics import rate_lower
+from posttrain.domain.canonical import is_digest
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
+from posttrain.domain.kinds import METRICS
 from posttrain.domain.manifest import Manifest, StageManifest
-from posttrain.domain.records import StageRecord
+from posttrain.domain.records import StageRecord, stage_of
 from posttrain.views.status import RunStatus, RunWatcher
+from posttrain.views.tracing import shortened
 from posttrain.web.panels import Curve, CurveSeries, StageBoundary, rank
+from posttrain.web.report import Changed, ComparePage, ItemPair, SubjectFacts, compare_page
 from posttrain.workspace.opened import OpenWorkspace
 
 # metric of a training stage → the panel of the picture that it is drawn in
@@ -29,6 +42,9 @@ _MEANS = 160  # points of a running mean
 _EACH = 0.975  # one-sided, each end of a 95 % interval
 _ERRORS = {"reward/mean": "reward/stderr"}  # metric → the one that is its standard error, which needs no panel
 _NORMAL = 1.96  # standard errors to each side of a 95 % interval
+_SHOWN = 16  # items of each kind, won and lost
+_HISTORY = "history:"
+_TRAINING = "train/"  # what transformers' trackers put before a metric of training
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +179,150 @@ def _suite_accuracy(
         if one.low is not None and one.high is not None:
             return one.value, one.low, one.high
     return None
+
+
+def compare_runs(workspace: OpenWorkspace, words: Sequence[str]) -> Comparison:
+    """Compare runs, or single evaluate stages, with the first of them.
+
+    Args:
+        words: `RUN` or `RUN/STAGE`, where a run's id may be shortened; `history:NAME` for an imported run.
+
+    Raises:
+        InputError: fewer than two, one twice, or what was not evaluated.
+        NotFoundError: no such run.
+    """
+    if not 2 <= len(words) <= MOST:
+        raise InputError(f"compare: name 2 to {MOST} runs or RUN/STAGE, got {len(words)}; posttrain ls lists the runs")
+    outside = [word for word in words if word.startswith(_HISTORY)]
+    labelled = list(zip(ascii_uppercase, [*(word for word in words if word not in outside), *outside], strict=False))
+    subjects = [_subject(workspace, label, word) for label, word in labelled if word not in outside]
+    if not subjects:
+        raise InputError(f"compare: one run must stand beside imported histories, got only {', '.join(outside)}")
+    histories = [_imported(workspace, label, word) for label, word in labelled if word in outside]
+    names = [*(one.name for one in subjects), *(one.ref for one in histories)]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise InputError(f"compare: {twice} must be named once, got it more often; name another run or RUN/STAGE")
+    return side_by_side(workspace.ledger, subjects, histories)
+
+
+def _imported(workspace: OpenWorkspace, label: str, word: str) -> ImportedHistory:
+    ref = parse_ref(word, "history")
+    asset = workspace.ledger.asset(ref.kind, ref.name, ref.version)
+    return ImportedHistory(label, asset.ref, asset.digest, tuple(curves(workspace.blobs.get(asset.digest))))
+
+
+def _subject(workspace: OpenWorkspace, label: str, word: str) -> Subject:
+    name, _, stage = (_comparing_measured(workspace, word) if is_digest(word) else word).partition("/")
+    return subject(workspace.stores, label, workspace.ledger.find_run(name), stage or None)
+
+
+def _comparing_measured(workspace: OpenWorkspace, digest: str) -> str:
+    """`RUN/STAGE` of the newest evaluation of a model that has ended.
+
+    Raises:
+        InputError: it was not evaluated.
+    """
+    with workspace.ledger.snapshot() as now:
+        used = [stage_of(edge.consumer) for edge in now.uses_of_bytes(digest) if edge.slot == "model"]
+        rows = now.stages(*{place[0] for place in used if place})
+    found = [row for row in rows if (row.run_id, row.name) in used and METRICS in row.outputs]
+    if found:
+        newest = max(found, key=lambda row: (row.finished_at or 0.0, row.run_id))
+        return f"{newest.run_id}/{newest.name}"
+    raise InputError(f"compare: the model {digest} was not evaluated; posttrain eval FOLDER SUITE does")
+
+
+def write_comparison(workspace: OpenWorkspace, found: Comparison, path: Path) -> None:
+    """Write the page of a comparison.
+
+    Raises:
+        WorkspaceError: `path` cannot be written.
+    """
+    compare_page(path, comparison(workspace, found))
+
+
+def comparison(workspace: OpenWorkspace, found: Comparison) -> ComparePage:
+    """What the page of a comparison shows."""
+    watchers = {one.run.id: RunWatcher(workspace, one.run.id, cached=True) for one in found.subjects}
+    statuses = {run: watcher.read() for run, watcher in watchers.items()}
+    facts = tuple(
+        SubjectFacts(one.run.state, one.manifest.seed, statuses[one.run.id].seconds, statuses[one.run.id].tokens)
+        for one in found.subjects
+    )
+    troubles: list[str] = []
+    changed = [each for other in found.subjects[1:] for each in _changed(workspace, found.subjects[0], other, troubles)]
+    several = len(watchers) + len(found.histories) > 1  # one run has one set
+    drawn = tuple(_overlaid(workspace, found, watchers).items()) if several else ()
+    return ComparePage(found, facts, tuple(changed), drawn, tuple(dict.fromkeys(troubles)))
+
+
+def _overlaid(
+    workspace: OpenWorkspace, found: Comparison, watchers: dict[str, RunWatcher]
+) -> dict[str, dict[str, list[CurveSeries]]]:
+    """Stage → metric → a line of each run: stages of one name lie over each other."""
+    stages: dict[str, dict[str, list[CurveSeries]]] = {}
+    for run, watcher in watchers.items():
+        subjects = [one for one in found.subjects if one.run.id == run]
+        label = f"{', '.join(one.label for one in subjects)} {subjects[0].run.name}"
+        for stage in subjects[0].manifest.stages:
+            if not stage.measures and watcher.watcher(stage.name).curves:
+                own = stage_curves(workspace, watcher, subjects[0].manifest, stage.name, label)
+                for metric, series in own.items():
+                    stages.setdefault(stage.name, {}).setdefault(metric, []).append(series)
+    for one in found.histories:
+        for name, steps, values in recorded(workspace.blobs.get(one.digest)):
+            for metrics in stages.values():
+                if (metric := name.removeprefix(_TRAINING)) in metrics:  # a run's own metric of that name
+                    line = Curve.of(steps.tolist(), values.tolist()).thinned(KEPT)
+                    label = f"{one.label} {one.ref}"
+                    metrics[metric].append(CurveSeries(metric, label, line.steps.tolist(), line.values.tolist()))
+    return {stage: dict(sorted(metrics.items(), key=lambda it: rank(it[0]))) for stage, metrics in stages.items()}
+
+
+def _changed(workspace: OpenWorkspace, first: Subject, other: Subject, troubles: list[str]) -> Iterator[Changed]:
+    """The items of every suite on which one is right and the other wrong."""
+    for mine in first.evaluations:
+        for theirs in other.evaluations:
+            ours, answers = _responses(workspace, mine, troubles), _responses(workspace, theirs, troubles)
+            if ours is None or answers is None:
+                continue
+            for suite in ours.suites:
+                there = (metric.partition("/")[0] for metric in theirs.evidence)
+                same = next((one for one in there if mine.identity(f"{suite}/") == theirs.identity(f"{one}/")), None)
+                if same is not None:
+                    yield _suite(ours, answers, suite, same, other.label)
+
+
+def _suite(ours: Responses, theirs: Responses, suite: str, there: str, label: str) -> Changed:
+    known = {one.item_id: one for one in ours.greedy(suite)}
+    pairs = [(known[one.item_id], one) for one in theirs.greedy(there) if one.item_id in known]
+    won = [pair for pair in pairs if _worth(pair[1]) > _worth(pair[0])]
+    lost = [pair for pair in pairs if _worth(pair[0]) > _worth(pair[1])]
+    shown = [_spread(won), _spread(lost)]
+    texts = ours.texts({mine for part in shown for mine, _ in part})
+    answers = theirs.texts({one for part in shown for _, one in part})
+    won_shown, lost_shown = (
+        tuple(ItemPair(shortened(texts[mine.row]), shortened(answers[one.row])) for mine, one in part) for part in shown
+    )
+    return Changed(label, suite, len(won), len(lost), won_shown, lost_shown)
+
+
+def _worth(one: Answered) -> float:
+    """Whether it is right; of an item without an answer what its reward says."""
+    return (one.reward or 0.0) if one.correct is None else float(one.correct)
+
+
+def _spread(pairs: Sequence[tuple[Answered, Answered]]) -> list[tuple[Answered, Answered]]:
+    """Some of them, from the first to the last."""
+    by_row = {mine.row: (mine, other) for mine, other in pairs}
+    return [by_row[mine.row] for mine in spread([mine for mine, _ in pairs], _SHOWN)]
+
+
+def _responses(workspace: OpenWorkspace, one: Measured, troubles: list[str]) -> Responses | None:
+    made = one.record.outputs.get("items")
+    try:
+        return Responses(workspace.blobs.get(made["digest"]), one.stage.name) if made else None
+    except (IntegrityError, NotFoundError) as error:
+        troubles.append(f"{one.record.run_id}/{one.stage.name}: {error}")
+        return None
