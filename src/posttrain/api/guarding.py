@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from posttrain.api.access import Whoami
+from posttrain.api.assets import Whoami
 from posttrain.api.control import VERBS, Control
 from posttrain.api.verbs import Asks, Verb
 from posttrain.domain.errors import AccessError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from posttrain.access.authenticators.token import issue, refuse_unnamed, rotate
-from posttrain.api.access import Issued, Whoami
+from posttrain.api.assets import Issued, Whoami
 from posttrain.api.control import Control
 from posttrain.api.verbs import answers
 from posttrain.domain.errors import InputError, NotFoundError, meant, meant_name

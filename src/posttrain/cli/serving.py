@@ -16,7 +16,7 @@ from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.ids import PROJECT_VARIABLE, SERVER_VARIABLE
 
 if TYPE_CHECKING:
-    from posttrain.api.access import Issued
+    from posttrain.api.assets import Issued
     from posttrain.domain.records import Token
 
 project_app = typer.Typer(help="Projects of a server.", no_args_is_help=True, rich_markup_mode=None)
