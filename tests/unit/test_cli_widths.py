@@ -13,7 +13,7 @@ from cli_world import BAD_REWARD, RUN, World, make_world
 from rich.console import Console
 
 from posttrain.cli.main import app
-from posttrain.cli.tables import Column, Grid
+from posttrain.cli.screens import Column, Grid
 
 EVALUATE = "  evaluate: {kind: evaluate, model: grpo, suites: {heldout: {data: heldout}}}\n"
 BASE = "  base-eval: {kind: evaluate, model: base, suites: {heldout: {data: heldout}}}\n"

@@ -66,7 +66,7 @@ def ls(
         _say_channels(live, records, barred)
         return
 
-    from posttrain.cli.tables import Column, Grid
+    from posttrain.cli.screens import Column, Grid
 
     words = [Column(title, wraps=True) for title in ("reason", "next action")]
     table = Grid(

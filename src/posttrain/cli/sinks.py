@@ -129,7 +129,7 @@ def ls(output: OutputOption = Output.TEXT) -> None:
     """List the sinks: what each is told of, how far behind it is, and what went wrong last."""
     from dataclasses import asdict
 
-    from posttrain.cli.tables import Column, Grid
+    from posttrain.cli.screens import Column, Grid
 
     found = open_control().sinks()
     answer_json(output, lambda: [{**asdict(one), "rules": [rule.to_json() for rule in one.rules]} for one in found])

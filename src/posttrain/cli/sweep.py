@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from posttrain.api.control import Control
     from posttrain.api.values import Cell, Comparison, MetricRow, Ranking, Sweep
-    from posttrain.cli.tables import Grid
+    from posttrain.cli.screens import Grid
 
 _ARROWS = {"higher": " ↑", "lower": " ↓", None: ""}
 _VALUE = 48  # characters of a parameter's value on a terminal
@@ -136,7 +136,7 @@ def _show(found: Sweep, runs: Mapping[tuple[int, int], str], control: Control, o
 def ranking_table(found: Sweep, ranking: Ranking, states: dict[tuple[int, int], str]) -> Grid:
     """A row for each setting, the best mean first; with what each seed gave."""
 
-    from posttrain.cli.tables import Column, Grid
+    from posttrain.cli.screens import Column, Grid
 
     arrow = {"higher": "↑", "lower": "↓"}[found.better]
     paths = [path for path, _ in found.settings[0] if path not in _the_same(found)]
@@ -262,7 +262,7 @@ def _show_comparison(found: Comparison) -> None:
 
 def metric_table(found: Comparison) -> Grid:
     """A row for each metric and subject; differences are to the first subject."""
-    from posttrain.cli.tables import Column, Grid
+    from posttrain.cli.screens import Column, Grid
 
     counts = ("items", "won", "lost", "tied")
     titles = ("metric", "", "items", "value", f"difference to {found.subjects[0].label}", "won", "lost", "tied")
@@ -279,7 +279,7 @@ def metric_table(found: Comparison) -> Grid:
 
 def history_table(found: Comparison) -> Grid:
     """The metrics of imported runs: their steps, and the first, last, least and greatest values."""
-    from posttrain.cli.tables import Column, Grid
+    from posttrain.cli.screens import Column, Grid
 
     numbers = ("points", "steps", "first", "last", "least", "most")
     table = Grid([Column("imported metric"), Column(""), *(Column(title, right=True) for title in numbers)], heads=2)
@@ -312,7 +312,7 @@ def _notes_below(found: Comparison) -> Iterator[Text]:
 
 def parameter_table(found: Comparison) -> Grid:
     """Fields that are not the same for all, a column for each subject."""
-    from posttrain.cli.tables import Column, Grid
+    from posttrain.cli.screens import Column, Grid
 
     subjects = [Column(one.label, wraps=True) for one in found.subjects]
     table = Grid([Column("field"), *subjects], title="parameters that differ")
