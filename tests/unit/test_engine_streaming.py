@@ -37,7 +37,7 @@ from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.port import Flow
 from posttrain.engine.groups.worker_group import Feed, Future, ResourcePool
 from posttrain.engine.loop.collecting import Incoming
-from posttrain.engine.loop.columns import Asked
+from posttrain.engine.loop.collecting import Asked
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.loading import ModelSource, ScalarSource, initial_model
 from posttrain.engine.recipes.algorithm import ScoredGroup, pack

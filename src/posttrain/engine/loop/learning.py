@@ -24,7 +24,7 @@ from posttrain.engine.algorithms.losses import kl_estimate, log_ratio
 from posttrain.engine.algorithms.objectives import Totals
 from posttrain.engine.batch import Need, Predictions, Provenance, TokenBatch
 from posttrain.engine.groups.worker_group import Future
-from posttrain.engine.loop.columns import Columns, Form, ask, attached, credited, refuse_odd
+from posttrain.engine.loop.collecting import Columns, Form, ask, attached, credited, refuse_odd
 from posttrain.engine.loop.publishing import Roles
 from posttrain.engine.recipes.algorithm import Algorithm, Column, ScoredGroup, Update
 from posttrain.engine.roles.port import Division
