@@ -13,7 +13,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from posttrain.domain.rewards import reward_slots
 from posttrain.domain.validation import Frozen
-from posttrain.domain.weights import Reward
+from posttrain.domain.runspec import Reward
 from posttrain.engine.config.training import TrainingConfig
 from posttrain.engine.settings import (
     MOST_ROWS,

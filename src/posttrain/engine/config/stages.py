@@ -16,7 +16,7 @@ from posttrain.domain.kinds import OWN, RATE, SHARE, AlgorithmSpec, Driver, Item
 from posttrain.domain.placement import Placement
 from posttrain.domain.rewards import JUDGES, reward_slots
 from posttrain.domain.validation import Frozen
-from posttrain.domain.weights import Reward
+from posttrain.domain.runspec import Reward
 from posttrain.engine.config.sampling import DistillConfig, OnPolicyConfig, SamplingConfig
 from posttrain.engine.config.training import RowsConfig, TrainingConfig
 from posttrain.engine.settings import (
