@@ -1,23 +1,222 @@
-"""What the jobs of a run printed, and the watch over a run that somebody else drives, until it ends."""
+"""What the jobs of a run printed, and the watch over a run that somebody else drives, until it ends.
+
+What the rows of a run ask a person for, and the state of its stages in words, as things stand by now.
+
+What a row asks for may have been done since it was written: a driver writes down what it waits for when it looks, and a
+run that has ended is looked at by nobody.
+
+The words state that a job has ended while no process drives its run, where a job runs that does not run here, and why a
+stage is where it is: what it waits for, and what a person would do next.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from signal import Signals
 
 from posttrain.control.jobs import job_of
-from posttrain.domain.errors import DeadlineError
-from posttrain.domain.lifecycle import is_final
-from posttrain.domain.records import AttemptRecord, RunRecord
+from posttrain.domain.approvals import Action, Standing, one_of
+from posttrain.domain.errors import DeadlineError, NotFoundError, PosttrainError, nearest
+from posttrain.domain.ids import canonical
+from posttrain.domain.kinds import kind_of
+from posttrain.domain.lifecycle import Reason, StageState, is_final
+from posttrain.domain.manifest import Manifest
+from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord
 from posttrain.domain.requests import JobRef
+from posttrain.domain.waits import Wait, span, told, waiting, waits
 from posttrain.drivers.requests import DriverKind, run_driver
 from posttrain.execution.ports import Executor
+from posttrain.store.atomic import read_json
+from posttrain.store.attempts import AttemptFolder
 from posttrain.store.hosts import Host
-from posttrain.views.since import named, stage_attempts
+from posttrain.store.snapshot import Snapshot
 from posttrain.workspace.opened import OpenWorkspace
 
+NOTHING = "none needed"  # what a person would do next
+DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
 _ALONE = 5.0  # seconds without a driver before that is told: from one driver to the next takes less
+
+
+def as_they_stand(
+    now: Snapshot,
+    run: RunRecord,
+    manifest: Manifest,
+    rows: Sequence[StageRecord],
+    asked: Sequence[Standing],
+    signals: Sequence[Signal],
+    reader: str,
+) -> tuple[RunRecord, list[StageRecord]]:
+    """A run and its stages with the words that hold by now.
+
+    Args:
+        asked: where everything stands that was asked for on behalf of the run.
+        signals: that were sent to it.
+        reader: who looks: only who may approve is told to.
+    """
+    release, sent = manifest.release, {signal.name: signal for signal in signals}
+    own = [one for one in asked if release and one.request.channel == release.channel]
+    of_release = [one for one in own if one.request.action == Action.RELEASE]
+    params = dict(waits(manifest)) if sent else {}
+    rows = [_waits(row, of_release, sent, params.get(row.name), reader) for row in rows]
+    turned_away = next((row for row in rows if row.state == StageState.REJECTED and row.reason == run.reason), None)
+    if release is None or turned_away is None:
+        return run, rows
+    action = _left_to_do(now, run, release.channel, of_release, reader)
+    if not action:
+        return run, rows
+    return replace(run, next_action=action), [
+        replace(row, next_action=action) if row is turned_away else row for row in rows
+    ]
+
+
+def _waits(
+    row: StageRecord, asked: Sequence[Standing], sent: Mapping[str, Signal], wait: Wait | None, reader: str
+) -> StageRecord:
+    """A stage that waits, with what has come by now."""
+    if not waiting(row):
+        return row
+    if row.reason == Reason.WAITING_FOR_APPROVAL:
+        found = asked[-1] if asked else None
+        if found is None:
+            return row
+        return replace(row, message=found.words, next_action=asks_of(reader, found) if found.missing else NOTHING)
+    came = sent.get(wait.signal) if wait is not None and wait.signal is not None else None
+    if wait is None or came is None:
+        return row
+    if row.not_before is None:
+        return replace(row, message=f"signal {wait.signal} was sent, so its wait is over", next_action=NOTHING)
+    _, message, action = told(row, wait, came)
+    return replace(row, message=message, next_action=action)
+
+
+def _left_to_do(now: Snapshot, run: RunRecord, channel: str, asked: Sequence[Standing], reader: str) -> str:
+    """What is next for a run whose release was turned away; empty: what was said then."""
+    live = now.channel(channel)
+    if live is not None and live.run_id == run.id:
+        return f"posttrain get {channel}"  # somebody promoted it
+    promote = f"posttrain promote {run.id}"
+    if run.reason == Reason.CHANNEL_FROZEN and not now.channel_record(channel).frozen:
+        return promote
+    found = asked[-1] if asked else None
+    if run.reason != Reason.APPROVAL_REJECTED or found is None or found.refusal or found.outdated:
+        return ""
+    return asks_of(reader, found) if found.missing else promote
+
+
+def asks_of(reader: str, found: Standing) -> str:
+    """What is next where approvals are missing: the command for who may, and who may for anybody else."""
+    command = found.request.command
+    if not found.may:
+        return f"posttrain channel policy {found.request.channel}"
+    if canonical(reader) in map(canonical, found.may):
+        return command
+    return f"{one_of(found.may)} may: {command}"
+
+
+def ended_unseen(workspace: OpenWorkspace, attempts: Sequence[AttemptRecord]) -> tuple[str, str] | None:
+    """Why a stage is where it is whose job has ended with nobody to take that in, and what a person would do next.
+
+    It is told of jobs on this machine, whose supervisor writes down how they end.
+
+    Args:
+        attempts: of the stage, oldest first.
+
+    Returns:
+        None: no such end is known.
+    """
+    last = attempts[-1] if attempts else None
+    if last is None or is_final("attempt", last.state) or workspace.jobs.elsewhere(last):
+        return None
+    record = None
+    with suppress(PosttrainError, OSError):  # whoever drives the run on says what is wrong with it
+        record = read_json(workspace.jobs.folders.of(last).path / "exit.json")
+    code = record.get("exit_code") if isinstance(record, dict) else None
+    if not isinstance(code, int):
+        return None
+    how = f"was ended by {Signals(-code).name}" if -code in set(Signals) else f"ended with {code}"
+    return (
+        f"the job of attempt {last.number} {how}, and no process drives the run to take that in",
+        f"posttrain attach {last.run_id} does, and drives it on",
+    )
+
+
+def on_another_host(
+    workspace: OpenWorkspace, attempts: Sequence[AttemptRecord], hosts: Callable[[], Sequence[Host]]
+) -> tuple[str, str] | None:
+    """Why a stage is where it is whose live attempt another host has, and what a person would do next.
+
+    Args:
+        attempts: of the stage, oldest first.
+        hosts: those of the ledger.
+
+    Returns:
+        None: no other host has it.
+    """
+    last = attempts[-1] if attempts else None
+    if last is None or is_final("attempt", last.state) or not workspace.jobs.elsewhere(last) or not workspace.hosts:
+        return None
+    host = next((one for one in hosts() if one.id == last.host), None)
+    if host is not None and not host.gone:
+        return f"attempt {last.number} is on host {named(host)}", "none needed"
+    silent = f"was last heard of {span(host.silent)} ago" if host else "was never heard of"
+    return (
+        f"host {named(host) if host else last.host}, which has attempt {last.number}, {silent}",
+        f"start its server again; if it is gone for good: posttrain dead {last.run_id}/{last.stage} --assume-dead",
+    )
+
+
+def stage_attempts(
+    workspace: OpenWorkspace, run_id: str, stage: str | None = None
+) -> Iterator[tuple[str, AttemptRecord, AttemptFolder]]:
+    """The attempts of a run in order, of one stage or of all; of a reused stage, those that computed it.
+
+    Raises:
+        NotFoundError: there is no such run or stage.
+    """
+    with workspace.ledger.snapshot() as now:
+        rows = now.stages(now.run(run_id).id)
+    if stage is not None and stage not in {row.name for row in rows}:
+        raise NotFoundError(f"run {run_id} has no stage {stage!r}{nearest(stage, [row.name for row in rows])}")
+    for row in rows:
+        if stage in (None, row.name):
+            origin, _, name = (row.cached_from or f"{run_id}/{row.name}").rpartition("/")
+            for attempt in workspace.ledger.attempts(origin, name):
+                yield row.name, attempt, workspace.jobs.folders.of(attempt)
+
+
+def named(host: Host) -> str:
+    """`HOSTNAME:FOLDER (URL)`."""
+    return f"{host.name} ({host.url})" if host.url else host.name
+
+
+def asks(row: StageRecord) -> bool:
+    """Whether it asks a person for something, who may have done it since."""
+    return waiting(row) or (row.state == StageState.REJECTED and kind_of(row.kind).ships)
+
+
+def waiting_for(manifest: Manifest, rows: Sequence[StageRecord]) -> dict[str, str]:
+    """Stage → the unfinished stages it waits for, as words."""
+    undone = {row.name for row in rows if row.state not in DONE}
+    return {stage.name: ", ".join(sorted(stage.upstream() & undone)) for stage in manifest.stages}
+
+
+def stage_words(run: RunRecord, row: StageRecord, above: str, now: float) -> tuple[str, str]:
+    """Why the stage is where it is, and what a person would do next."""
+    if row.state in DONE:  # whatever its row asked for before that
+        return row.message or row.state, "none needed"
+    if row.state == StageState.RUNNING:
+        return row.message or row.state, row.next_action or "none needed"
+    if row.state in (StageState.PENDING, StageState.READY):
+        if is_final("run", run.state):
+            return f"not started: the run ended first ({run.state})", run.next_action or f"posttrain why {run.id}"
+        told = row.message if row.state == StageState.READY else ""
+        if waiting(row) and row.not_before is not None and row.not_before > now:
+            told += f" (in {span(row.not_before - now)})"
+        return told or (f"waits for {above}" if above else "its turn comes next"), row.next_action or "none needed"
+    return row.message or row.state, row.next_action or f"posttrain why {run.id}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from posttrain.store.hosts import Host
 from posttrain.store.snapshot import Snapshot
 from posttrain.telemetry.tracking import StageProgress, StageWatcher
 from posttrain.views.drawn import drawn_words
-from posttrain.views.since import as_they_stand, asks, ended_unseen, on_another_host, stage_words, waiting_for
+from posttrain.views.logs import as_they_stand, asks, ended_unseen, on_another_host, stage_words, waiting_for
 from posttrain.workspace.opened import OpenWorkspace
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from posttrain.store.attempts import AttemptFolder
 from posttrain.store.trees import tree_listing
 from posttrain.telemetry.timeline import AttemptSpans, StageTimeline, chrome_trace, summarise
 from posttrain.views.drawn import sampling_words
-from posttrain.views.since import stage_attempts
+from posttrain.views.logs import stage_attempts
 from posttrain.web.report import SampledStep, StageSamples, SuiteAnswers
 from posttrain.web.trace import TracePage, trace_page
 from posttrain.workspace.opened import OpenWorkspace
