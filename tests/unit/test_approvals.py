@@ -45,7 +45,7 @@ from posttrain.store.atomic import make_folder
 from posttrain.store.audit import verify_rows
 from posttrain.store.erasure import erase_principal, erase_subject
 from posttrain.store.hosts import Ledger
-from posttrain.views.moves import moves
+from posttrain.views.logs import moves
 from posttrain.views.status import RunWatcher
 
 TWO = {"approvers": ["user:ann", "user:bob", "user:cy"], "approvals": 2}

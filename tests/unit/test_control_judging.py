@@ -24,7 +24,7 @@ from posttrain.store.audit import verify_rows
 from posttrain.store.journal import TABLES
 from posttrain.store.schema import deployments, releases
 from posttrain.store.sealer import seal
-from posttrain.views.moves import moves
+from posttrain.views.logs import moves
 
 Range = tuple[bool, float | None, float | None]
 METRIC = "heldout/accuracy"

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from posttrain.telemetry.timeline import StageTimeline as StageTimeline
     from posttrain.trackers.tracking import TrackerState as TrackerState
     from posttrain.views.logs import LogFile as LogFile
-    from posttrain.views.moves import Move as Move
+    from posttrain.views.logs import Move as Move
     from posttrain.views.plans import PlanView as PlanView
     from posttrain.views.plans import StagePlan as StagePlan
     from posttrain.views.reporting import Written as Written

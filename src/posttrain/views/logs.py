@@ -7,37 +7,43 @@ run that has ended is looked at by nobody.
 
 The words state that a job has ended while no process drives its run, where a job runs that does not run here, and why a
 stage is where it is: what it waits for, and what a person would do next.
+
+The moves of a channel, the newest first: what became of each, who requested it, why, and who approved it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from signal import Signals
+from typing import Any
 
 from posttrain.control.jobs import job_of
-from posttrain.domain.approvals import Action, Standing, one_of
-from posttrain.domain.errors import DeadlineError, NotFoundError, PosttrainError, nearest
-from posttrain.domain.ids import canonical
+from posttrain.decision.releases import moves as moving
+from posttrain.domain.approvals import APPROVED, Action, Standing, one_of
+from posttrain.domain.errors import DeadlineError, InputError, NotFoundError, PosttrainError, nearest
+from posttrain.domain.ids import DRIVER, canonical
 from posttrain.domain.kinds import kind_of
-from posttrain.domain.lifecycle import Reason, StageState, is_final
+from posttrain.domain.lifecycle import Reason, ReleaseState, StageState, is_final
 from posttrain.domain.manifest import Manifest
-from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord
+from posttrain.domain.records import AttemptRecord, ReleaseEntry, RunRecord, Signal, StageRecord
 from posttrain.domain.requests import JobRef
 from posttrain.domain.waits import Wait, span, told, waiting, waits
 from posttrain.drivers.requests import DriverKind, run_driver
 from posttrain.execution.ports import Executor
 from posttrain.store.atomic import read_json
 from posttrain.store.attempts import AttemptFolder
-from posttrain.store.hosts import Host
+from posttrain.store.hosts import Host, Ledger
 from posttrain.store.snapshot import Snapshot
 from posttrain.workspace.opened import OpenWorkspace
 
 NOTHING = "none needed"  # what a person would do next
 DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
 _ALONE = 5.0  # seconds without a driver before that is told: from one driver to the next takes less
+_DIGITS = 18  # of the number of a release, at most
+_KINDS = ("channel.promote", "channel.rollback")
 
 
 def as_they_stand(
@@ -335,3 +341,58 @@ class Vigil:
     def rest(self, seconds: float) -> None:
         """Until the next look."""
         self._workspace.ledger.clock.sleep(seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One move of a channel. Exactly one, the last, is live, however often its model was before."""
+
+    entry: ReleaseEntry
+    state: ReleaseState  # of this move, not of its model
+    why: str = ""
+    approved_by: tuple[str, ...] = ()  # where it needed approvals
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {**asdict(self.entry), "state": self.state, "why": self.why, "approved_by": list(self.approved_by)}
+
+
+def moves(ledger: Ledger, name: str, limit: int | None = None, before: str | None = None) -> list[Move]:
+    """The newest `limit` moves.
+
+    Args:
+        before: the number of a release: only those that are older.
+
+    Raises:
+        InputError: `before` is no number.
+    """
+    if before is not None and not (before.isdecimal() and len(before) <= _DIGITS):
+        raise InputError(f"channel {name}: before must be the number of a release, got {before[:80]!r}")
+    with ledger.snapshot() as now:
+        history = moving(now.history(name))
+        events = [event for kind in _KINDS for event in now.events_about(name, kind)]
+        told = {event.payload.get("sequence"): event.payload for event in events}
+        ended = {"rollback": ReleaseState.ROLLED_BACK}  # by the action of the move that followed
+        states = [ended.get(follower.action, ReleaseState.SUPERSEDED) for follower in history[1:]]
+        states += [ReleaseState.LIVE] * bool(history)
+        moved = zip(history, states, strict=True)
+        rows = [(one, state) for one, state in moved if before is None or one.sequence < int(before)]
+        return [
+            Move(_requested(now, one), state, str(said.get("why") or ""), _approvers(now, said.get("approved")))
+            for one, state in rows[::-1][:limit]
+            for said in [told.get(one.sequence, {})]
+        ]
+
+
+def _requested(now: Snapshot, one: ReleaseEntry) -> ReleaseEntry:
+    """A release with who asked for it: entries of older versions name the account of the server's driver."""
+    if one.actor != DRIVER or one.run_id is None:
+        return one
+    return replace(one, actor=now.known_submitter(one.run_id) or one.actor)
+
+
+def _approvers(now: Snapshot, request: Any) -> tuple[str, ...]:
+    if not request:
+        return ()
+    last = {said.actor: said.verdict for said in now.approvals(str(request))}
+    return tuple(sorted(actor for actor, verdict in last.items() if verdict == APPROVED))
