@@ -35,7 +35,7 @@ from typing import Any
 from benchmarks.empty_worker import Empty
 from benchmarks.judging import at_most, judge
 from benchmarks.sorting_task import exact, render, task, teach
-from posttrain.domain.facts import Fact, Sample, Span
+from posttrain.domain.jobs import Fact, Sample, Span
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import GRPOConfig, InitModelConfig

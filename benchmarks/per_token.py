@@ -31,7 +31,7 @@ import numpy as np
 from torch import Tensor
 
 from benchmarks.judging import at_most, judge
-from posttrain.domain.facts import Fact
+from posttrain.domain.jobs import Fact
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import GRPOConfig, InitModelConfig, TraceConfig
 from posttrain.engine.groups.backends.inline import InlineBackend

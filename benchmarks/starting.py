@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.judging import at_most, judge
-from posttrain.domain.facts import Progress
+from posttrain.domain.jobs import Progress
 from posttrain.domain.jobs import JobState
 from posttrain.domain.requests import JobRequest
 from posttrain.execution.executors.local.executor import LocalExecutor

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.judging import at_most, judge
-from posttrain.domain.facts import Fact, Sample, Span
+from posttrain.domain.jobs import Fact, Sample, Span
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import GRPOConfig, InitModelConfig, TraceConfig
 from posttrain.engine.groups.backends.inline import InlineBackend

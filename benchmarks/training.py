@@ -59,7 +59,7 @@ from benchmarks.judging import at_least, judge
 from benchmarks.rollout import CPU
 from benchmarks.sorting_task import TEACHING_STEPS, exact, one_process, render, task, teach
 from benchmarks.trl_trainers import Clock, mean_loss, seconds_of, trainer_options
-from posttrain.domain.facts import Fact, Sample
+from posttrain.domain.jobs import Fact, Sample
 from posttrain.engine.assembly import open_learner, open_roles
 from posttrain.engine.batch import Document
 from posttrain.engine.config import GRPOConfig, InitModelConfig, SFTConfig, TraceConfig

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, GraniteConfig, GraniteForCausalLM, PreTrainedModel
 
-from posttrain.domain.facts import Metric, Note
+from posttrain.domain.jobs import Metric, Note
 from posttrain.domain.jobs import InputBlob, JobOrder, JobResult
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.models import adopt_module, load_scalar_model, save_model

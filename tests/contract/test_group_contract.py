@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.domain.errors import DeadlineError, InfrastructureError, InputError, PosttrainError, raised_by
-from posttrain.domain.facts import Fact, Span
+from posttrain.domain.jobs import Fact, Span
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.port import Backend, Recorder, RemoteTraceback, WorkerError, WorkerLostError

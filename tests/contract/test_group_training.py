@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from posttrain.domain.canonical import digest_bytes
-from posttrain.domain.facts import Span
+from posttrain.domain.jobs import Span
 from posttrain.domain.jobs import InputBlob, JobOrder
 from posttrain.engine.config import InitModelConfig
 from posttrain.jobs import entry

@@ -13,7 +13,7 @@ import torch
 from test_engine_lag import APART
 from test_engine_training import PROMPTS, TINY, TOKENIZER, Desk, FixedScorer, even_tokens
 
-from posttrain.domain.facts import Fact, Note
+from posttrain.domain.jobs import Fact, Note
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import GRPOConfig
 from posttrain.engine.groups.backends.inline import InlineBackend

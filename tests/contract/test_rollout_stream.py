@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from posttrain.domain.errors import InputError, IntegrityError, JobFailedError, PosttrainError
-from posttrain.domain.facts import Fact
+from posttrain.domain.jobs import Fact
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import GRPOConfig
 from posttrain.engine.groups.backends.inline import InlineBackend

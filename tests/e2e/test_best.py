@@ -14,7 +14,7 @@ from test_recovery import BEST, armed
 from tiny_run import RUN
 from workbench import Workbench
 
-from posttrain.domain.facts import Note
+from posttrain.domain.jobs import Note
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import pytest
 from tiny_run import RUN
 from workbench import Reference, Workbench
 
-from posttrain.domain.facts import Progress
+from posttrain.domain.jobs import Progress
 
 pytestmark = pytest.mark.slow
 

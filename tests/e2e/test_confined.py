@@ -22,7 +22,7 @@ from tiny_run import RUN
 from workbench import PATIENCE, Reference, Workbench
 
 import posttrain
-from posttrain.domain.facts import Metric, Note, Sample
+from posttrain.domain.jobs import Metric, Note, Sample
 from posttrain.store.attempts import AttemptFolder
 
 pytestmark = pytest.mark.slow

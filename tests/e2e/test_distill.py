@@ -16,7 +16,7 @@ from tiny_run import RUN
 from torch import Tensor
 from workbench import Workbench
 
-from posttrain.domain.facts import Metric, Note, Span
+from posttrain.domain.jobs import Metric, Note, Span
 from posttrain.store.trees import materialise
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "distill.md"

@@ -18,7 +18,7 @@ from tiny_run import RUN
 from workbench import PATIENCE, Workbench
 
 import posttrain
-from posttrain.domain.facts import Metric
+from posttrain.domain.jobs import Metric
 from posttrain.store.attempts import AttemptFolder
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))

@@ -18,7 +18,7 @@ from torch import Tensor
 from workbench import Workbench
 
 from posttrain.domain.canonical import digest_json
-from posttrain.domain.facts import Metric, Span
+from posttrain.domain.jobs import Metric, Span
 from posttrain.domain.manifest import job_identity
 from posttrain.domain.placement import Placement, Resources
 from posttrain.engine.assembly import open_learner

@@ -25,7 +25,7 @@ import pytest
 from tiny_run import RUN, SHORT
 from workbench import Reference, Workbench
 
-from posttrain.domain.facts import Metric
+from posttrain.domain.jobs import Metric
 from posttrain.domain.ports import CRASHPOINTS
 from posttrain.store.atomic import read_json
 

@@ -10,7 +10,7 @@ import pytest
 from tiny_run import RUN
 from workbench import Workbench
 
-from posttrain.domain.facts import Metric
+from posttrain.domain.jobs import Metric
 
 FACTOR = 1.5  # that the estimate of resident memory is held to, both ways
 WIDE = {"hidden_size": 512, "intermediate_size": 1536, "layers": 8, "heads": 8, "kv_heads": 4, "context_length": 1024}

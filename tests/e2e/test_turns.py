@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from workbench import Workbench
 
-from posttrain.domain.facts import Metric, Span
+from posttrain.domain.jobs import Metric, Span
 
 pytestmark = pytest.mark.slow
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "turns.md"

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from posttrain.app.workspace import Workspace
-from posttrain.domain.facts import Fact, Note, Progress
+from posttrain.domain.jobs import Fact, Note, Progress
 from posttrain.domain.lifecycle import INITIAL, TABLES, is_final
 from posttrain.domain.records import AttemptRecord
 from posttrain.store.attempts import AttemptFolder

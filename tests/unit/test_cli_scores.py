@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from cli_world import BAD_REWARD, ITEMS, RUN, World, make_world, metrics_table
 
-from posttrain.domain.facts import Progress
+from posttrain.domain.jobs import Progress
 from posttrain.store.attempts import AttemptFolder, EventWriter
 
 EVALUATE = "  evaluate: {kind: evaluate, model: grpo, suites: {heldout: {data: heldout}}}\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli_world import World, make_world
 
-from posttrain.domain.facts import Sample, Span
+from posttrain.domain.jobs import Sample, Span
 from posttrain.store.attempts import AttemptFolder, EventWriter
 
 EPOCH = 1_700_000_000.0

@@ -18,7 +18,7 @@ from cli_world import RUN, World, make_world
 
 from posttrain.app.workspace import Workspace, open_workspace
 from posttrain.domain.errors import TrackerError
-from posttrain.domain.facts import Metric
+from posttrain.domain.jobs import Metric
 from posttrain.domain.trackers import Trackers
 from posttrain.store.atomic import write_json
 from posttrain.store.attempts import AttemptFolder, EventWriter

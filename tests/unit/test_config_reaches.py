@@ -21,7 +21,7 @@ import pytest
 from pydantic import BaseModel
 
 from posttrain.domain.canonical import digest_bytes, digest_json
-from posttrain.domain.facts import Metric
+from posttrain.domain.jobs import Metric
 from posttrain.domain.jobs import InputBlob, JobOrder
 from posttrain.domain.placement import Placement
 from posttrain.engine.config import STAGE_CONFIGS, stage_config

@@ -17,7 +17,7 @@ from posttrain.control import budgets
 from posttrain.control.launching import cache_key
 from posttrain.domain.canonical import canonical_json, digest_bytes
 from posttrain.domain.errors import BudgetExceededError, FailureClass
-from posttrain.domain.facts import Progress
+from posttrain.domain.jobs import Progress
 from posttrain.domain.jobs import CheckpointCommit, Failure, InputBlob, JobResult, JobState, Observation
 from posttrain.domain.manifest import Manifest, StageManifest, job_identity
 from posttrain.domain.requests import JobRequest

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from posttrain.control.decide import STOP_GRACE_SECONDS
 from posttrain.control.pulse import OBSERVE_SECONDS
 from posttrain.domain.errors import FailureClass
-from posttrain.domain.facts import Progress
+from posttrain.domain.jobs import Progress
 from posttrain.domain.jobs import Failure, JobResult
 from posttrain.domain.records import AttemptRecord
 from posttrain.store.attempts import EventWriter, SpendingMeter

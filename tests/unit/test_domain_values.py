@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from posttrain.domain import lifecycle
 from posttrain.domain.canonical import canonical_json, derive_seed, digest_json, is_digest
 from posttrain.domain.errors import ConflictError, FailureClass, InputError, PosttrainError
-from posttrain.domain.facts import Metric, Note, Progress, Span, fact_from_json, fact_to_json
+from posttrain.domain.jobs import Metric, Note, Progress, Span, fact_from_json, fact_to_json
 from posttrain.domain.jobs import Failure, InputBlob, JobOrder, JobResult, Output
 
 ROOT = Path(__file__).resolve().parents[2]

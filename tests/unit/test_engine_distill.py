@@ -17,7 +17,7 @@ from test_engine_recipes import PROMPTS, TINY, TOKENIZER, inline, quiet
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.facts import Fact, Sample, Span
+from posttrain.domain.jobs import Fact, Sample, Span
 from posttrain.engine.algorithms.objectives import DIVERGENCES, DistillationObjective, Totals, divergence, with_tail
 from posttrain.engine.assembly import open_learner, open_roles
 from posttrain.engine.batch import Document, Predictions, TokenBatch

@@ -20,7 +20,7 @@ from test_engine_training import PROMPTS, TINY, TOKENIZER, Desk, FixedScorer, ev
 from torch import Tensor
 
 from posttrain.domain.errors import BudgetExceededError, InputError, IntegrityError
-from posttrain.domain.facts import Metric, Note, Sample, Span
+from posttrain.domain.jobs import Metric, Note, Sample, Span
 from posttrain.domain.kinds import OWN, WRITTEN
 from posttrain.engine.algorithms.objectives import KLTerm, PolicyObjective, Totals
 from posttrain.engine.assembly import open_roles

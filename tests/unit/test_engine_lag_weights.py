@@ -15,7 +15,7 @@ import torch
 from test_engine_training import PROMPTS, TINY, TOKENIZER, Desk, FixedScorer, even_tokens
 from torch import Tensor
 
-from posttrain.domain.facts import Metric
+from posttrain.domain.jobs import Metric
 from posttrain.engine.algorithms.objectives import PolicyObjective, Totals
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Document, Predictions, TokenBatch

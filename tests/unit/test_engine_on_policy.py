@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, quiet, scalar, weights
 
 from posttrain.domain.errors import BudgetExceededError, InputError
-from posttrain.domain.facts import Fact, Note, Sample
+from posttrain.domain.jobs import Fact, Note, Sample
 from posttrain.engine.algorithms.losses import score_rewards
 from posttrain.engine.algorithms.objectives import LossParts, SupervisedObjective, Totals
 from posttrain.engine.assembly import open_roles

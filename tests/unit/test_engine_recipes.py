@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.facts import Fact, Sample, Span
+from posttrain.domain.jobs import Fact, Sample, Span
 from posttrain.domain.placement import Placement
 from posttrain.engine.algorithms.objectives import PolicyObjective, SupervisedObjective, ValueObjective
 from posttrain.engine.assembly import open_learner, open_roles

@@ -15,7 +15,7 @@ from test_engine_streaming import Even
 from test_engine_training import PROMPTS, TINY, TOKENIZER, Desk
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.facts import Fact, Note
+from posttrain.domain.jobs import Fact, Note
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import DAPOConfig, GroupConfig, GRPOConfig
 from posttrain.engine.groups.backends.inline import InlineBackend

@@ -21,7 +21,7 @@ from test_engine_training import Desk
 from torch import Tensor
 
 from posttrain.domain.errors import DeadlineError, InputError
-from posttrain.domain.facts import Sample
+from posttrain.domain.jobs import Sample
 from posttrain.engine.algorithms.advantages import whiten
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import (

@@ -15,7 +15,7 @@ from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.facts import Note, Sample
+from posttrain.domain.jobs import Note, Sample
 from posttrain.engine.algorithms.objectives import Totals
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Document, TokenBatch

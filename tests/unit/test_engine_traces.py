@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from posttrain.domain.errors import IntegrityError
-from posttrain.domain.facts import Note, Sample, fact_from_json, fact_to_json
+from posttrain.domain.jobs import Note, Sample, fact_from_json, fact_to_json
 from posttrain.engine.config import TraceConfig
 from posttrain.engine.config.sampling import TRACE_BYTES
 from posttrain.engine.recipes.algorithm import ScoredGroup

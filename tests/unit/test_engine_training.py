@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from posttrain.domain.errors import BudgetExceededError, FailureClass, InputError, IntegrityError
-from posttrain.domain.facts import Fact, Metric, Note, Progress, Sample, Span
+from posttrain.domain.jobs import Fact, Metric, Note, Progress, Sample, Span
 from posttrain.engine.algorithms.objectives import LossParts, Need, Predictions, Totals
 from posttrain.engine.assembly import open_learner, open_roles
 from posttrain.engine.batch import Document, TokenBatch

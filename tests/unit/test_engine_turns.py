@@ -19,7 +19,7 @@ from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, qu
 from test_engine_training import Desk, stop_after
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.facts import Fact, Note, Sample
+from posttrain.domain.jobs import Fact, Note, Sample
 from posttrain.engine.algorithms.losses import kl_estimate
 from posttrain.engine.algorithms.objectives import Totals
 from posttrain.engine.assembly import open_roles

@@ -27,7 +27,7 @@ from posttrain.control.judging import read_evidence
 from posttrain.data.rows import read_rows
 from posttrain.decision.gates import judge
 from posttrain.domain.errors import BudgetExceededError, FailureClass, InputError, IntegrityError
-from posttrain.domain.facts import Note, Progress
+from posttrain.domain.jobs import Note, Progress
 from posttrain.domain.gates import GateRule, Outcome
 from posttrain.domain.jobs import InputBlob, JobOrder, JobResult
 from posttrain.domain.kinds import ItemRange

@@ -17,7 +17,7 @@ from control_bench import TRAIN_ONLY, Bench, train
 from posttrain.control import actions
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import InputError, IntegrityError
-from posttrain.domain.facts import Note, Sample
+from posttrain.domain.jobs import Note, Sample
 from posttrain.execution.environment import read_log
 from posttrain.store.atomic import ANSWER, LINE, SMALL, look_over
 from posttrain.store.attempts import AttemptFolder, EventWriter

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_train_job import REWARD, Shop, run
 
 from posttrain.domain.canonical import canonical_json
-from posttrain.domain.facts import Metric, Note, Progress
+from posttrain.domain.jobs import Metric, Note, Progress
 from posttrain.domain.jobs import JobResult
 from posttrain.engine.config import GRPOConfig, RewardModelConfig, SFTConfig, TrainingConfig
 from posttrain.engine.loop.controller import Selection, Standing, UnmeasuredError

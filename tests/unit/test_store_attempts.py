@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from posttrain.domain.canonical import canonical_json, digest_bytes
 from posttrain.domain.errors import FailureClass, IntegrityError, NotFoundError, WorkspaceError
-from posttrain.domain.facts import Fact, Metric, Note, Progress, Sample, Span
+from posttrain.domain.jobs import Fact, Metric, Note, Progress, Sample, Span
 from posttrain.domain.jobs import Failure, InputBlob, JobOrder, JobResult, Output
 from posttrain.store.atomic import read_json, write_atomic
 from posttrain.store.attempts import AttemptFolder, EventWriter

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.domain.facts import Metric
+from posttrain.domain.jobs import Metric
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.channel import AttemptChannel
 from posttrain.telemetry import tracking

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.domain.facts import Span
+from posttrain.domain.jobs import Span
 from posttrain.telemetry.timeline import AttemptSpans, chrome_trace, summarise
 
 EPOCH = 1_700_000_000.0

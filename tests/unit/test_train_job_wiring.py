@@ -15,7 +15,7 @@ from checkpoints import latest_checkpoint
 from test_train_job import ROWS, TINY, Shop, model_digest, run
 
 from posttrain.domain.errors import FailureClass
-from posttrain.domain.facts import Metric, Note, Progress
+from posttrain.domain.jobs import Metric, Note, Progress
 from posttrain.domain.jobs import InputBlob, JobResult
 from posttrain.engine.groups.port import RankContext
 from posttrain.engine.groups.worker_group import Deadlines

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.domain.errors import WorkspaceError
-from posttrain.domain.facts import Sample, Span
+from posttrain.domain.jobs import Sample, Span
 from posttrain.telemetry.timeline import AttemptSpans
 from posttrain.web.pages import brief, volume
 from posttrain.web.trace import TracePage, render_trace_page, trace_page

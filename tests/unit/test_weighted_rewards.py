@@ -30,7 +30,7 @@ from test_web_report import REPORT
 from posttrain.app.runs import plan
 from posttrain.control.scores import Scores
 from posttrain.domain.errors import FailureClass, InputError
-from posttrain.domain.facts import Metric
+from posttrain.domain.jobs import Metric
 from posttrain.domain.jobs import InputBlob
 from posttrain.engine.algorithms.advantages import ESTIMATORS
 from posttrain.engine.loop.on_policy import rollout_metrics

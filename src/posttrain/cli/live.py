@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from posttrain.cli.console import as_typed, console, count, duration, glyph, number, say, style
-from posttrain.domain.facts import Note
+from posttrain.domain.jobs import Note
 from posttrain.domain.lifecycle import Reason, StageState, is_final
 from posttrain.domain.records import RunRecord
 

@@ -25,7 +25,7 @@ from posttrain.control.lineage import trained_models
 from posttrain.control.orders import Collect, End, TryAgain
 from posttrain.control.stores import Stores
 from posttrain.domain.errors import FailureClass, InputError, IntegrityError, NotFoundError, PosttrainError
-from posttrain.domain.facts import MOST_NUMBER, Progress
+from posttrain.domain.jobs import MOST_NUMBER, Progress
 from posttrain.domain.jobs import ANOTHER_RUNS, Failure, JobResult, JobState, Observation
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import AttemptState, Reason, StageState, StopCause, is_final

@@ -35,7 +35,7 @@ from posttrain.domain.errors import (
     NotFoundError,
     WorkspaceError,
 )
-from posttrain.domain.facts import count
+from posttrain.domain.jobs import count
 from posttrain.domain.jobs import CheckpointCommit, Failure, InputBlob, JobOrder, Observation, Unknown
 from posttrain.domain.lifecycle import AttemptState, Reason, RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest, StageManifest, job_identity

@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from posttrain.domain.facts import FactSink, Note, Sample, Span, fact_to_json
+from posttrain.domain.jobs import FactSink, Note, Sample, Span, fact_to_json
 from posttrain.engine.algorithms.losses import is_clipped
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.recipes.algorithm import ScoredGroup

@@ -45,7 +45,7 @@ from posttrain.domain.errors import (
     is_full,
     worker_of,
 )
-from posttrain.domain.facts import FactSink, Metric, Note
+from posttrain.domain.jobs import FactSink, Metric, Note
 from posttrain.domain.jobs import ANOTHER_RUNS, NO_MEMORY, NO_SPACE, Failure, JobOrder, JobResult
 from posttrain.domain.manifest import job_identity
 from posttrain.domain.ports import BlobStore, crashpoint

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
-from posttrain.domain.facts import Fact, Note, Progress, Sample, Span, count, fact_from_json, fact_to_json
+from posttrain.domain.jobs import Fact, Note, Progress, Sample, Span, count, fact_from_json, fact_to_json
 from posttrain.domain.jobs import PHASE_SECONDS, CheckpointCommit, JobOrder, JobResult
 from posttrain.store.atomic import ANSWER, LINE, SMALL, look_over, make_folder, read_json, read_left, taken, write_json
 from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind, Summary, refuse

@@ -31,7 +31,7 @@ from enum import StrEnum
 from typing import Any, Protocol, TypeVar
 
 from posttrain.domain.errors import ConflictError, InfrastructureError, IntegrityError
-from posttrain.domain.facts import count, real, shaped
+from posttrain.domain.jobs import count, real, shaped
 from posttrain.store.atomic import SEGMENT, SMALL
 
 PACK = 64  # segments

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from posttrain.domain.facts import Span
+from posttrain.domain.jobs import Span
 
 CONTROLLER = "controller"  # the process that drives the dataflow: a track like a role's
 BETWEEN = frozenset({"weights", "checkpoint", "probe"})  # hand-offs that alone make no step: behind the last one

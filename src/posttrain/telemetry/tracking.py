@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, Protocol, runtime_checkable
 
 from posttrain.domain.errors import WorkspaceError
-from posttrain.domain.facts import Fact, Metric, Note, Progress, Span
+from posttrain.domain.jobs import Fact, Metric, Note, Progress, Span
 from posttrain.domain.ports import crashpoint
 from posttrain.domain.records import AttemptRecord
 from posttrain.store.atomic import make_folder, private, taken, writing

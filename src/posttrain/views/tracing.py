@@ -15,7 +15,7 @@ from posttrain.control.deciding import ADDED
 from posttrain.control.launching import trained_elsewhere
 from posttrain.control.scores import Answered, Response, Responses, model_words, released, spread
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError, PosttrainError
-from posttrain.domain.facts import Sample, Span
+from posttrain.domain.jobs import Sample, Span
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.store.atomic import make_folder, write_atomic

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from posttrain.control.comparing import Comparison, Difference
 from posttrain.control.scores import Response, Scores
-from posttrain.domain.facts import Sample
+from posttrain.domain.jobs import Sample
 from posttrain.domain.gates import Verdict
 from posttrain.web.pages import Sizes, fitted, template, write_page
 from posttrain.web.panels import COMPONENTS, MAIN, REWARD, TONES, CurveSeries, Panel, component, panel, rank, whiskers

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.domain.facts import Sample, Span
+from posttrain.domain.jobs import Sample, Span
 from posttrain.telemetry.timeline import (
     CONTROLLER,
     AttemptSpans,

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from posttrain.domain.errors import FailureClass, InfrastructureError, InputError, JobFailedError
-from posttrain.domain.facts import Fact, FactSink, Note, Span
+from posttrain.domain.jobs import Fact, FactSink, Note, Span
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)

@@ -44,7 +44,7 @@ import torch
 
 from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import InputError
-from posttrain.domain.facts import Note, Span
+from posttrain.domain.jobs import Note, Span
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.groups.port import StoredShard
 from posttrain.engine.groups.worker_group import Feed, Future

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.data.rows import distinct_items, prompt_text, read_rows, repeated_rows, uniform
 from posttrain.domain.canonical import canonical_json, derive_seed
 from posttrain.domain.errors import InputError
-from posttrain.domain.facts import Metric, Note, Progress
+from posttrain.domain.jobs import Metric, Note, Progress
 from posttrain.domain.jobs import JobResult, Output, seconds_short
 from posttrain.domain.rewards import JUDGES
 from posttrain.engine.batch import peak_memory

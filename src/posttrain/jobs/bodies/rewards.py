@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from posttrain.domain.errors import InputError
-from posttrain.domain.facts import Note
+from posttrain.domain.jobs import Note
 from posttrain.domain.rewards import reward_slots
 from posttrain.jobs.entry import Job
 from posttrain.sandbox.session import Provision

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.data.rows import prompt_text, read_rows, uniform
 from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import InputError
-from posttrain.domain.facts import Metric, Note, Progress
+from posttrain.domain.jobs import Metric, Note, Progress
 from posttrain.domain.jobs import JobResult, Output
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.placement import NAMED_MODELS
