@@ -16,7 +16,7 @@ from posttrain.domain.records import Asset, RunRecord, StageRecord
 from posttrain.store.database import Database
 from posttrain.store.journal import RUN
 from posttrain.store.hosts import Ledger
-from posttrain.store.releasing import POLICY_SET
+from posttrain.store.writing import POLICY_SET
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.work import WorkQueue
 

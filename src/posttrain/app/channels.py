@@ -22,7 +22,7 @@ from posttrain.domain.kinds import QUANTITIES, kind_of, measurable
 from posttrain.domain.manifest import SUITES
 from posttrain.domain.policies import ChannelPolicy, PinnedPolicy, load_policy
 from posttrain.domain.records import stage_end
-from posttrain.store.releasing import POLICY_SET
+from posttrain.store.writing import POLICY_SET
 
 if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace

@@ -27,7 +27,7 @@ from posttrain.domain.lifecycle import Reason, RunState, StageState, is_final
 from posttrain.domain.policies import PinnedPolicy
 from posttrain.domain.records import ChannelRecord, Quarantine, ReleaseEntry, RunNote, RunRecord, Signal
 from posttrain.domain.waits import signals_of
-from posttrain.store.releasing import quarantined
+from posttrain.store.writing import quarantined
 
 _DIGITS = 8  # the fewest hex digits that name a model; fewer decimal ones are a release number
 _GOES_ON = (RunState.STOPPED, RunState.FAILED)  # once somebody retries it

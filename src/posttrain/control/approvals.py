@@ -18,7 +18,7 @@ from posttrain.domain.ids import DRIVER, NOBODY, Role, canonical, meant
 from posttrain.domain.lifecycle import Reason
 from posttrain.domain.policies import PinnedPolicy
 from posttrain.domain.records import ChannelRecord, RunRecord, StageRecord
-from posttrain.store.releasing import pass_freeze, quarantined, refuse_protected
+from posttrain.store.writing import pass_freeze, quarantined, refuse_protected
 from posttrain.store.snapshot import Snapshot
 from posttrain.store.transaction import Transaction
 

@@ -42,7 +42,7 @@ from posttrain.domain.manifest import InputRef, Manifest, StageManifest, measure
 from posttrain.domain.policies import ChannelPolicy, PinnedPolicy, parse_policy, suite_of
 from posttrain.domain.records import Asset, AssetStatus, ChannelRecord
 from posttrain.store.hosts import Ledger
-from posttrain.store.releasing import POLICY_SET, refuse_protected
+from posttrain.store.writing import POLICY_SET, refuse_protected
 from posttrain.store.snapshot import Snapshot
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")  # as `release.channel` of a run file

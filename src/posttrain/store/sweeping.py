@@ -34,7 +34,7 @@ from posttrain.store.blobs import ObjectBlobs, StoredBlob
 from posttrain.store.database import schema_version
 from posttrain.store.journal import ERASED, REMOVED, TABLES, Author, Change, Journal, new_request
 from posttrain.store.hosts import Ledger
-from posttrain.store.releasing import POLICY_SET
+from posttrain.store.writing import POLICY_SET
 from posttrain.store.schema import (
     SCHEMA_VERSION,
     artifacts,

@@ -34,7 +34,7 @@ from posttrain.domain.records import (
 from posttrain.store.database import hold_off_others
 from posttrain.store.edges import Sizes, Told
 from posttrain.store.journal import CHANGED, REMOVED, Change, revive, settle_at
-from posttrain.store.releasing import ApprovalWriting, ReleaseWriting
+from posttrain.store.writing import ApprovalWriting, ReleaseWriting
 from posttrain.store.rows import Record, plain, to_columns
 from posttrain.store.schema import (
     asset_status,
