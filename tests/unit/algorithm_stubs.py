@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.engine.algorithms.advantages import generalized_advantages, whiten
-from posttrain.engine.algorithms.losses import kl_rewards
+from posttrain.engine.algorithms.objectives import kl_rewards
 from posttrain.engine.algorithms.objectives import (
     DistillationObjective,
     LossParts,

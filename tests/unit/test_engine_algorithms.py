@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from posttrain.engine.algorithms.advantages import ESTIMATORS, dr_grpo, grpo, has_signal, rloo
-from posttrain.engine.algorithms.losses import (
+from posttrain.engine.algorithms.objectives import (
     corrected_kl_penalty,
     is_clipped,
     kl_penalty,

@@ -10,7 +10,7 @@ from test_engine_training import DOCUMENTS, LossOf, gpt2, mean_loss, sft, worker
 from torch import Tensor
 
 from posttrain.domain.errors import IntegrityError
-from posttrain.engine.algorithms.losses import corrected_kl_penalty
+from posttrain.engine.algorithms.objectives import corrected_kl_penalty
 from posttrain.engine.algorithms.objectives import (
     KLTerm,
     LossParts,

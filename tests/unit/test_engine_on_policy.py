@@ -16,7 +16,7 @@ from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, qu
 
 from posttrain.domain.errors import BudgetExceededError, InputError
 from posttrain.domain.jobs import Fact, Note, Sample
-from posttrain.engine.algorithms.losses import score_rewards
+from posttrain.engine.algorithms.objectives import score_rewards
 from posttrain.engine.algorithms.objectives import LossParts, SupervisedObjective, Totals
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Document, Need, Predictions, TokenBatch

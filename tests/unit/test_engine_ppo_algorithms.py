@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from posttrain.engine.algorithms.advantages import Moments, generalized_advantages, whiten
-from posttrain.engine.algorithms.losses import (
+from posttrain.engine.algorithms.objectives import (
     bradley_terry,
     clipped_value_loss,
     is_value_clipped,

@@ -20,7 +20,7 @@ from test_engine_training import Desk, stop_after
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Fact, Note, Sample
-from posttrain.engine.algorithms.losses import kl_estimate
+from posttrain.engine.algorithms.objectives import kl_estimate
 from posttrain.engine.algorithms.objectives import Totals
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Predictions, TokenBatch

@@ -19,7 +19,7 @@ from test_train_job import Shop, model_digest, run
 from posttrain.cli.trace import token_table
 from posttrain.domain.jobs import Fact, Note, Sample
 from posttrain.domain.jobs import InputBlob
-from posttrain.engine.algorithms.losses import kl_estimate, kl_rewards, score_rewards
+from posttrain.engine.algorithms.objectives import kl_estimate, kl_rewards, score_rewards
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import CriticConfig, PPOConfig, PPOKLConfig
 from posttrain.engine.loop.on_policy import OnPolicy

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.domain.jobs import FactSink, Note, Sample, Span, fact_to_json
-from posttrain.engine.algorithms.losses import is_clipped
+from posttrain.engine.algorithms.objectives import is_clipped
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.recipes.algorithm import ScoredGroup
 from posttrain.engine.samples import Trajectory

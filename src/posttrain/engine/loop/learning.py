@@ -20,7 +20,7 @@ import torch
 from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Note
-from posttrain.engine.algorithms.losses import kl_estimate, log_ratio
+from posttrain.engine.algorithms.objectives import kl_estimate, log_ratio
 from posttrain.engine.algorithms.objectives import Totals
 from posttrain.engine.batch import Need, Predictions, Provenance, TokenBatch
 from posttrain.engine.groups.worker_group import Future
