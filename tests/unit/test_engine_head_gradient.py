@@ -25,7 +25,7 @@ from posttrain.engine.models.logprobs import (
 from posttrain.engine.rollout import SamplingParams
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
-from posttrain.engine.rollout.generating import generate
+from posttrain.engine.rollout.worker import generate
 from posttrain.planner import residency
 
 VOCABULARY, HIDDEN, ROWS = 152_064, 8, 192  # as many words as Qwen2.5 has

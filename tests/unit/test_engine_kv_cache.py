@@ -15,7 +15,7 @@ from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.batched import BatchedEngine
-from posttrain.engine.rollout.generating import generate
+from posttrain.engine.rollout.worker import generate
 from posttrain.engine.rollout.port import Generation, SamplingParams
 from posttrain.engine.samples import Trajectory
 

@@ -36,7 +36,7 @@ from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
-from posttrain.engine.rollout.generating import generate
+from posttrain.engine.rollout.worker import generate
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Prompt, Trajectory

@@ -34,7 +34,7 @@ from posttrain.engine.recipes.algorithm import PromptSource, ScoredGroup, pack
 from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.backends.native import NativeRollout
-from posttrain.engine.rollout.generating import EngineError
+from posttrain.engine.rollout.worker import EngineError
 from posttrain.engine.rollout.port import Completion, Generation, Rollouts
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.samples import Group, Prompt, Segment, Trajectory

@@ -24,7 +24,7 @@ from posttrain.engine.loop.controller import Order
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.rollout import worker
-from posttrain.engine.rollout.generating import SilentError
+from posttrain.engine.rollout.worker import SilentError
 from posttrain.engine.rollout.port import PromptBatch, SamplingParams
 from posttrain.jobs import entry
 from posttrain.jobs.bodies import rewards, training

@@ -1,7 +1,7 @@
 """Engines that generate."""
 
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
-from posttrain.engine.rollout.generating import generate
+from posttrain.engine.rollout.worker import generate
 from posttrain.engine.rollout.port import Completion, Generation, RolloutEngine, SamplingParams
 from posttrain.engine.rollout.worker import open_rollout
 

@@ -42,7 +42,7 @@ from posttrain.engine.models.loading import decode_response, encode_prompts
 from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.models.loading import ModelSource, load_tokenizer
 from posttrain.engine.rollout.decoding import StopStrings
-from posttrain.engine.rollout.generating import generate
+from posttrain.engine.rollout.worker import generate
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
 from posttrain.engine.rollout.worker import decoding_fallbacks, open_rollout
 from posttrain.engine.settings import InferenceRuntimeConfig
