@@ -177,7 +177,7 @@ def test_what_runs_elsewhere_is_warned_of(
     world: World, machine: list[Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("posttrain.preflight.placing.ray_is_installed", lambda: False)
-    monkeypatch.setattr("posttrain.workspace.opened.OpenWorkspace.own_jobs", False)
+    monkeypatch.setattr("posttrain.workspace.settings.OpenWorkspace.own_jobs", False)
     shown = " ".join(world.ok("plan", file(world, "placement: {policy: {cpus: 1}, rollout: {cpus: 1}}")).split())
     assert "grpo: pools of several processes need the package ray, which is not installed here" in shown
     world.ok("plan", file(world, "placement: collocated"))

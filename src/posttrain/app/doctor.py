@@ -38,7 +38,7 @@ from posttrain.preflight.confinement import confinement
 from posttrain.store.audit import verify_rows
 from posttrain.store.hosts import FAILING, PAUSED, standing
 from posttrain.store.sealer import Lost, verify_chain
-from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import OpenWorkspace
 from posttrain.workspace.served import is_served, served_at
 from posttrain.workspace.settings import OWN_EXECUTORS
 

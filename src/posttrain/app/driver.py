@@ -39,7 +39,7 @@ from posttrain.domain.waits import waiting
 from posttrain.drivers.requests import forget_request
 from posttrain.events.bus import LEAVE, Deliverer
 from posttrain.trackers.following import Scribe
-from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import OpenWorkspace
 
 AUTH = "server"  # how a server's driver is known
 REPORTING = ("posttrain.views.reporting", "posttrain.app.queries")

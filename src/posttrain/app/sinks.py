@@ -24,7 +24,7 @@ from posttrain.events.ports import Admit, Sink, anywhere
 from posttrain.events.sinks.email import EmailSink
 from posttrain.events.sinks.jsonl import JsonLinesSink
 from posttrain.events.sinks.webhook import WebhookSink
-from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import OpenWorkspace
 
 _OPENS: Mapping[str, Callable[[Mapping[str, Any], Callable[[], float], Admit], Sink]] = {
     "webhook": WebhookSink,

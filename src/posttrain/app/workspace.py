@@ -38,7 +38,7 @@ from posttrain.store.hosts import Hosts, LedgerLock
 from posttrain.store.hosts import Ledger
 from posttrain.trackers.tracking import check_trackers, describe, of_workspace, parse_trackers, resolved
 from posttrain.trackers.tracking import read_choice as read_choice
-from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import OpenWorkspace
 from posttrain.workspace.settings import (
     CHANNEL,
     EXECUTOR,

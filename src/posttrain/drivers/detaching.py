@@ -39,7 +39,7 @@ from posttrain.drivers.requests import (
     write_request,
 )
 from posttrain.store.atomic import make_folder, unwritable
-from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import OpenWorkspace
 from posttrain.workspace.settings import STORE_VARIABLE, VARIABLE
 
 _SOURCES = Path(__file__).parents[1]

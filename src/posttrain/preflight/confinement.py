@@ -43,7 +43,7 @@ from posttrain.domain.runspec import may_be_secret
 from posttrain.events.admitting import SECRETS, secrets_of
 from posttrain.store.atomic import make_folder, read_json, write_json
 from posttrain.store.trees import tree_listing
-from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import OpenWorkspace
 
 _PROBE = "posttrain.sandbox.probe"
 _SECONDS = 120.0  # for a worker on a busy machine

@@ -61,7 +61,7 @@ from posttrain.domain.runspec import RunSpec
 from posttrain.preflight.confinement import bytes_of, read_reward, registered_otherwise
 from posttrain.store.atomic import make_folder, write_atomic
 from posttrain.store.trees import materialise, scratch, tree_listing
-from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import OpenWorkspace
 
 _FORM = "posttrain.fit/3"  # another number forgets what was remembered
 _LOOKED_AT = 200_000  # rows of one data set; the job looks at the others

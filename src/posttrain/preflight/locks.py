@@ -30,7 +30,7 @@ from posttrain.preflight.placing import (
     refuse_judges_without_scores,
     refuse_oversized,
 )
-from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import OpenWorkspace
 
 RECIPE = "recipe"
 

@@ -42,7 +42,7 @@ from posttrain.planner.prospects import (
     token_concern,
 )
 from posttrain.preflight.fitting import Dataset, Lengths, read_datasets, registered_rows, unanswered
-from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import OpenWorkspace
 
 _RUNS_LOOKED_AT = 20
 _STAGES_LOOKED_AT = 5  # of those that are comparable

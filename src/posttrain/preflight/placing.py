@@ -32,7 +32,7 @@ from posttrain.planner.sizes import Room, Settled, Size, expected, settle, too_m
 from posttrain.preflight.confinement import bytes_of
 from posttrain.preflight.fitting import Dataset, Lengths, model_files, origin, word_of
 from posttrain.preflight.outlook import workload
-from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import OpenWorkspace
 from posttrain.workspace.served import is_served
 
 _LOWER = "lower runtime.micro_batch_tokens or set runtime.activation_checkpointing"

@@ -34,7 +34,7 @@ from posttrain.workspace.served import PLACE
 if TYPE_CHECKING:
     from posttrain.server.underway import Server
     from posttrain.store.channel import ChannelObjects
-    from posttrain.workspace.opened import OpenWorkspace
+    from posttrain.workspace.settings import OpenWorkspace
 
 log = logging.getLogger("posttrain.driver")
 PREFIX = "posttrain_job_"

@@ -27,7 +27,7 @@ from posttrain.server.underway import Server
 from posttrain.server.uploads import MOST_BYTES, Arriving, Uploads, checked
 from posttrain.store.direct import LARGE, open_direct
 from posttrain.store.operations import PartStore
-from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import OpenWorkspace
 
 _PATH = PREFIX + "/blobs/{digest}"
 _UNKEPT = {"cache-control": "no-store"}

@@ -60,7 +60,7 @@ from posttrain.drivers.requests import RunDriver
 from posttrain.server.uploads import Bundles
 from posttrain.store.hosts import Ledger
 from posttrain.views.status import RunStatus, RunWatcher
-from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import OpenWorkspace
 
 MOST = 256  # runs
 _SHARED = 0.4  # seconds that a look serves everybody who watches

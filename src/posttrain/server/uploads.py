@@ -21,7 +21,7 @@ from posttrain.domain.canonical import digest_bytes, is_digest
 from posttrain.domain.errors import ConflictError, DeadlineError, InputError, NotFoundError, PartSizeError, UploadError
 from posttrain.store.operations import LEAST, PART, Noted, Parts, PartStore
 from posttrain.store.trees import scratch, tree_listing
-from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import OpenWorkspace
 
 MOST_BYTES = 1 << 40  # of one file
 _LONGEST_NAME = 255

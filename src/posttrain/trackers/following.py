@@ -58,7 +58,7 @@ from posttrain.trackers.tracking import (
     states,
     target,
 )
-from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import OpenWorkspace
 
 _ROWS = 500  # at a time
 _MORE = "more.lock"  # in a run's folder: one process at a time adds places

@@ -43,7 +43,7 @@ from posttrain.trackers.tracking import (
     start_writer,
     target,
 )
-from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import OpenWorkspace
 
 _NUMBERS = ("estimate", "baseline_estimate", "difference", "limit", "threshold")  # of a verdict
 _OF_RESULT = ("best", "stopped_early", "fallback")  # groups of metrics that only a stage's result says

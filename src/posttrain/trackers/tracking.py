@@ -38,7 +38,7 @@ from posttrain.telemetry.trackers.parquet import ParquetTracker
 from posttrain.telemetry.trackers.tensorboard import TensorBoardTracker
 from posttrain.telemetry.trackers.wandb import WandbTracker
 from posttrain.telemetry.tracking import Tracker
-from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import OpenWorkspace
 from posttrain.workspace.settings import SETTINGS, VARIABLE
 
 _SECONDS = 5.0  # for a connection

@@ -26,7 +26,7 @@ from posttrain.views.status import RunStatus, RunWatcher
 from posttrain.views.tracing import shortened
 from posttrain.web.panels import Curve, CurveSeries, StageBoundary, rank
 from posttrain.web.report import Changed, ComparePage, ItemPair, SubjectFacts, compare_page
-from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import OpenWorkspace
 
 # metric of a training stage → the panel of the picture that it is drawn in
 PANELS = {

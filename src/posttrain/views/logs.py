@@ -37,7 +37,7 @@ from posttrain.store.atomic import read_json
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.hosts import Host, Ledger
 from posttrain.store.snapshot import Snapshot
-from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import OpenWorkspace
 
 NOTHING = "none needed"  # what a person would do next
 DONE = (StageState.SUCCEEDED, StageState.SKIPPED)

@@ -32,7 +32,7 @@ from posttrain.web.report import (
     SystemRow,
     run_report,
 )
-from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import OpenWorkspace
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from posttrain.store.snapshot import Snapshot
 from posttrain.telemetry.tracking import StageProgress, StageWatcher
 from posttrain.views.drawn import drawn_words
 from posttrain.views.logs import as_they_stand, asks, ended_unseen, on_another_host, stage_words, waiting_for
-from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import OpenWorkspace
 
 if TYPE_CHECKING:
     from posttrain.control.scores import Scores

@@ -26,7 +26,7 @@ from posttrain.views.drawn import sampling_words
 from posttrain.views.logs import stage_attempts
 from posttrain.web.report import SampledStep, StageSamples, SuiteAnswers
 from posttrain.web.trace import TracePage, trace_page
-from posttrain.workspace.opened import OpenWorkspace
+from posttrain.workspace.settings import OpenWorkspace
 
 _SEGMENTS = 24  # of recorded samples that are read
 _STEPS = 5  # of a stage that are shown, from the first to the last
