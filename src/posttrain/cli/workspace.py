@@ -31,7 +31,7 @@ from posttrain.cli.sinks import TrackerOption
 from posttrain.domain.errors import InputError
 
 if TYPE_CHECKING:
-    from posttrain.app.backing import Draft
+    from posttrain.app.workspace import Draft
 
 UNFIT = 10  # the exit code of WorkspaceError
 _GLYPHS = {"ok": "succeeded", "warn": "stopped", "fail": "failed"}
@@ -171,7 +171,7 @@ def _refuse_beside_a_server() -> None:
 
 
 def _adopt(trainer: str, source: Path, folder: Path) -> tuple[Path, Draft]:
-    from posttrain.app.backing import RUN_FILE, Trainer, adopt
+    from posttrain.app.workspace import RUN_FILE, Trainer, adopt
 
     if trainer not in tuple(Trainer):
         raise InputError(f"init: --from takes {' or '.join(Trainer)}, got {trainer!r}; name one of them")
@@ -277,7 +277,7 @@ FolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="Of the b
 
 def backup(folder: FolderArgument, output: OutputOption = Output.TEXT) -> None:
     """Copy the ledger and every artifact that it needs, while runs go on. Into an older backup: what is new."""
-    from posttrain.app.backing import backup as back_up
+    from posttrain.app.workspace import backup as back_up
 
     done = back_up(folder)
     answer_json(
@@ -300,7 +300,7 @@ def backup(folder: FolderArgument, output: OutputOption = Output.TEXT) -> None:
 
 def restore(folder: FolderArgument, output: OutputOption = Output.TEXT) -> None:
     """Make a workspace here (.posttrain) of a backup. Runs that were under way go on with new attempts."""
-    from posttrain.app.backing import restore as bring_back
+    from posttrain.app.workspace import restore as bring_back
 
     done = bring_back(folder)
     answer_json(
