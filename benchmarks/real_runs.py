@@ -32,8 +32,7 @@ from posttrain.control.reconciler import Reconciler
 from posttrain.control.stores import Stores
 from posttrain.control.submission import submit
 from posttrain.domain.errors import FailureClass
-from posttrain.domain.jobs import Metric, Progress
-from posttrain.domain.jobs import Failure, JobOrder, JobResult, Output
+from posttrain.domain.jobs import Failure, JobOrder, JobResult, Metric, Output, Progress
 from posttrain.domain.lifecycle import is_final
 from posttrain.domain.requests import JobRequest
 from posttrain.domain.runspec import parse_run_spec

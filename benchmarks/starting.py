@@ -29,8 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.judging import at_most, judge
-from posttrain.domain.jobs import Progress
-from posttrain.domain.jobs import JobState
+from posttrain.domain.jobs import JobState, Progress
 from posttrain.domain.requests import JobRequest
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.store.attempts import AttemptFolder
@@ -115,8 +114,7 @@ def encoding(rounds: int) -> float:
     """Median processor seconds of encoding the rows of an SFT stage, after a first time."""
     # here: a process that launches jobs has no torch
     from posttrain.engine.config import InitModelConfig
-    from posttrain.engine.models.loading import encode_examples
-    from posttrain.engine.models.loading import character_tokenizer
+    from posttrain.engine.models.loading import character_tokenizer, encode_examples
 
     tokenizer = character_tokenizer(InitModelConfig().characters)
     rows = [

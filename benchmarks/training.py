@@ -51,9 +51,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
-from trl import GRPOConfig as TrlGRPOConfig
-from trl import GRPOTrainer, SFTTrainer
-from trl import SFTConfig as TrlSFTConfig
+from trl import GRPOConfig as TrlGRPOConfig, GRPOTrainer, SFTConfig as TrlSFTConfig, SFTTrainer
 
 from benchmarks.judging import at_least, judge
 from benchmarks.rollout import CPU

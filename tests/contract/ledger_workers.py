@@ -14,11 +14,11 @@ from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import ConflictError, StaleWriteError
 from posttrain.domain.records import Asset, RunRecord, StageRecord
 from posttrain.store.database import Database
-from posttrain.store.journal import RUN
 from posttrain.store.hosts import Ledger
-from posttrain.store.writing import POLICY_SET
+from posttrain.store.journal import RUN
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.work import WorkQueue
+from posttrain.store.writing import POLICY_SET
 
 MODEL = "sha256:" + "b" * 64
 PROCESSES = multiprocessing.get_context("forkserver")

@@ -16,8 +16,7 @@ from shutil import rmtree
 
 import obstore
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from obstore.store import from_url
 
 from posttrain.domain.canonical import digest_bytes, digest_chunks

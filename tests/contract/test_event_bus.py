@@ -23,11 +23,11 @@ from posttrain.events.bus import BACKOFF, PATIENCE, Deliverer, Deliveries, RunFa
 from posttrain.events.ports import Sink
 from posttrain.events.sinks.fake import FakeSink
 from posttrain.store.audit import verify_rows
-from posttrain.store.work import LEASE_SECONDS, Cursors
 from posttrain.store.erasure import erase_principal
 from posttrain.store.hosts import Ledger
 from posttrain.store.schema import cursors, sinks
 from posttrain.store.sealer import seal, verify_chain
+from posttrain.store.work import LEASE_SECONDS, Cursors
 from sink_servers import SECRET, Receiver, receiver
 
 EVERYTHING = (Rule(on=(ALL,)),)

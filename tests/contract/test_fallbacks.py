@@ -12,8 +12,7 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, GraniteConfig, GraniteForCausalLM, PreTrainedModel
 
-from posttrain.domain.jobs import Metric, Note
-from posttrain.domain.jobs import InputBlob, JobOrder, JobResult
+from posttrain.domain.jobs import InputBlob, JobOrder, JobResult, Metric, Note
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.models import adopt_module, load_scalar_model, save_model
 from posttrain.engine.models.loading import character_tokenizer, initial_model

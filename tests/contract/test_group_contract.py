@@ -15,8 +15,7 @@ import group_workers as gw
 import psutil
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from posttrain.domain.errors import DeadlineError, InfrastructureError, InputError, PosttrainError, raised_by
 from posttrain.domain.jobs import Fact, Span

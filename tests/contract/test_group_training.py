@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from posttrain.domain.canonical import digest_bytes
-from posttrain.domain.jobs import Span
-from posttrain.domain.jobs import InputBlob, JobOrder
+from posttrain.domain.jobs import InputBlob, JobOrder, Span
 from posttrain.engine.config import InitModelConfig
 from posttrain.jobs import entry
 from posttrain.jobs.bodies import training

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import ledger_workers as work
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from posttrain.domain.approvals import Action, request_of
 from posttrain.domain.errors import (
@@ -29,8 +28,8 @@ from posttrain.domain.records import Asset
 from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database
 from posttrain.store.erasure import erase_principal, erase_subject
-from posttrain.store.journal import RUN, STAGE
 from posttrain.store.hosts import Ledger
+from posttrain.store.journal import RUN, STAGE
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.snapshot import Snapshot
 from posttrain.store.work import WorkQueue

@@ -16,8 +16,13 @@ from transformers import BloomConfig, BloomForCausalLM, GraniteConfig, GraniteFo
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.batch import Document, TokenBatch
-from posttrain.engine.models import LanguageModel, adopt_module, token_logprobs, token_logprobs_and_entropy
-from posttrain.engine.models import logprobs as logprobs_module
+from posttrain.engine.models import (
+    LanguageModel,
+    adopt_module,
+    logprobs as logprobs_module,
+    token_logprobs,
+    token_logprobs_and_entropy,
+)
 from posttrain.engine.models.backbone import plan_packing
 from posttrain.pacing.balancing import micro_batches
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import families
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers import models as tokenizer_models
+from tokenizers import Tokenizer, models as tokenizer_models
 from transformers import PreTrainedTokenizerFast
 
 from posttrain.domain.errors import InputError, NotFoundError

@@ -13,8 +13,7 @@ import ledger_workers as work
 import pytest
 
 from postgres_server import PASSWORD, Server
-from posttrain.control import actions, judging, submission
-from posttrain.control import channels as recalls
+from posttrain.control import actions, channels as recalls, judging, submission
 from posttrain.domain.errors import ConflictError, PosttrainError, WorkspaceError
 from posttrain.domain.records import Asset
 from posttrain.store.database import Database

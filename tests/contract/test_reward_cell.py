@@ -23,9 +23,9 @@ from reward_bench import PATIENCE, Opener, call
 from posttrain.domain.errors import InfrastructureError
 from posttrain.sandbox import cell
 from posttrain.sandbox.barriers import OVER_MEMORY, Group, below
-from posttrain.sandbox.session import Provision
 from posttrain.sandbox.port import RewardError
 from posttrain.sandbox.process import ProcessReward, open_reward
+from posttrain.sandbox.session import Provision
 
 DETACHES = """
 import os, subprocess, time

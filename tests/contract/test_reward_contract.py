@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from reward_bench import PATIENCE, call
-from reward_bench import Opener as ProcessOpener
+from reward_bench import PATIENCE, Opener as ProcessOpener, call
 
 from posttrain.domain.errors import InputError, JobFailedError
 from posttrain.sandbox.port import RewardCall, RewardError, RewardFunction, ScriptedReward, probe_call

@@ -11,8 +11,7 @@ import families
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from transformers import DynamicCache, LlamaForCausalLM
 
 from posttrain.domain.errors import InputError, IntegrityError, JobFailedError

@@ -11,8 +11,7 @@ import families
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.batch import TokenBatch

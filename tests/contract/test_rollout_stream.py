@@ -29,10 +29,9 @@ from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.contract import RolloutEngineContract
 from posttrain.engine.rollout.decoding import StopStrings
-from posttrain.engine.rollout.worker import EngineError, SilentError
 from posttrain.engine.rollout.kv_pages import PageStore
 from posttrain.engine.rollout.port import PromptBatch, Rollouts
-from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.rollout.worker import EngineError, RolloutWorker, SilentError
 from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.tracing import Trace
 from posttrain.engine.weights.stream import PolicyVersion

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from tracker_targets import BENCHES, RUN, Bench, Point, each
 
 from posttrain.domain.errors import WorkspaceError

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.engine.algorithms.advantages import generalized_advantages, whiten
-from posttrain.engine.algorithms.objectives import kl_rewards
 from posttrain.engine.algorithms.objectives import (
     DistillationObjective,
     LossParts,
     PolicyObjective,
     Totals,
     ValueObjective,
+    kl_rewards,
     token_weights,
 )
 from posttrain.engine.batch import CANDIDATES, Document, Need, Predictions, TokenBatch

@@ -25,8 +25,7 @@ from typer.testing import CliRunner
 
 from posttrain.access.authenticators import system
 from posttrain.cli.main import app
-from posttrain.domain.jobs import Metric, Note, Progress
-from posttrain.domain.jobs import JobOrder, JobResult, Output
+from posttrain.domain.jobs import JobOrder, JobResult, Metric, Note, Output, Progress
 from posttrain.domain.requests import JobRequest
 from posttrain.execution.executors.fake import FakeExecutor
 from posttrain.store.attempts import AttemptFolder, EventWriter

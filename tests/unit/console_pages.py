@@ -16,8 +16,8 @@ import uvicorn
 
 from posttrain.app.workspace import Workspace
 from posttrain.server.app import build
-from posttrain.server.entrance import Entrance
 from posttrain.server.connections import Peers
+from posttrain.server.entrance import Entrance
 from posttrain.server.underway import Server
 
 LARGE = {"numpy", "scipy", "pyarrow", "matplotlib", "tokenizers", "torch", "transformers", "pandas"}

@@ -19,8 +19,7 @@ from posttrain.control.stores import Stores
 from posttrain.control.submission import submit
 from posttrain.domain.canonical import canonical_json, digest_json
 from posttrain.domain.errors import FailureClass
-from posttrain.domain.jobs import Progress
-from posttrain.domain.jobs import Failure, JobResult, Output
+from posttrain.domain.jobs import Failure, JobResult, Output, Progress
 from posttrain.domain.manifest import InputRef
 from posttrain.domain.records import outcome_error
 from posttrain.domain.requests import JobRequest

@@ -26,10 +26,8 @@ from posttrain.domain.lifecycle import AttemptState
 from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
 from posttrain.server.app import build
 from posttrain.server.attempts import Granting
-from posttrain.server.entrance import to_json
-from posttrain.server.connections import Door, Room
-from posttrain.server.entrance import Entrance
-from posttrain.server.connections import Peers
+from posttrain.server.connections import Door, Peers, Room
+from posttrain.server.entrance import Entrance, to_json
 from posttrain.server.limits import Limits
 from posttrain.server.metering import Meters
 from posttrain.server.serving import Bind, configured

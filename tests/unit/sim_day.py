@@ -32,8 +32,7 @@ from posttrain.control.stores import Stores
 from posttrain.execution.executors.fake import Hostility
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.database import Database
-from posttrain.store.hosts import Hosts
-from posttrain.store.hosts import Ledger
+from posttrain.store.hosts import Hosts, Ledger
 
 # A day has as many renewals as leases fit into it, and as many looks at silent jobs: here they are longer, and so is
 # what freezes a driver.

@@ -14,8 +14,7 @@ from sim_ports import Rows, SimExecutor
 from sim_world import Actor, World
 
 from posttrain.domain.errors import FailureClass, InfrastructureError
-from posttrain.domain.jobs import Progress
-from posttrain.domain.jobs import ANOTHER_RUNS, Cause, CheckpointCommit, Failure, JobOrder, JobResult, Output
+from posttrain.domain.jobs import ANOTHER_RUNS, Cause, CheckpointCommit, Failure, JobOrder, JobResult, Output, Progress
 from posttrain.domain.requests import JobRequest
 from posttrain.store.attempts import AttemptFolder, EventWriter, SpendingMeter
 from posttrain.store.channel import ControlKind

@@ -23,9 +23,7 @@ from posttrain.app.workspace import Workspace
 from posttrain.control.owners import process_name
 from posttrain.domain.errors import DeadlineError, InfrastructureError, InputError, IntegrityError, WorkspaceError
 from posttrain.domain.lifecycle import RunState
-from posttrain.drivers import detaching
-from posttrain.drivers import detaching as driver_environment
-from posttrain.drivers import requests as drivers
+from posttrain.drivers import detaching, detaching as driver_environment, requests as drivers
 from posttrain.drivers.detaching import detach, environment_key
 from posttrain.drivers.log import MOST_BYTES, DriverLog, Veil, last_line, previous
 from posttrain.drivers.requests import (

@@ -17,8 +17,7 @@ import numpy
 import pytest
 import yaml
 from cli_world import BAD_REWARD, GOOD_REWARD, RUN, World, make_world
-from control_bench import RUN as BENCH_RUN
-from control_bench import TRAIN_ONLY, Bench, evaluate, train
+from control_bench import RUN as BENCH_RUN, TRAIN_ONLY, Bench, evaluate, train
 from rich.console import Console
 from test_app_background import Driven, ask
 from test_channel_policies import ACCURACY, POLICY, STEADY, better, policy_file, refused
@@ -28,8 +27,7 @@ from posttrain.app.driver import Driver
 from posttrain.app.workspace import open_workspace
 from posttrain.cli.live import run_table
 from posttrain.cli.screens import approval_lines
-from posttrain.control import actions, channels, judging
-from posttrain.control import jobs as environments
+from posttrain.control import actions, channels, jobs as environments, judging
 from posttrain.control.actions import promote, retry, stop
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.approvals import APPROVED, REJECTED, Action, Approval, Standing, Terms, request_of, weigh

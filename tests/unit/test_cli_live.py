@@ -15,8 +15,7 @@ from rich.console import Console
 from posttrain.app.workspace import Workspace
 from posttrain.cli.console import ago, count, duration, glyph
 from posttrain.cli.live import LineDisplay, TableDisplay, run_table
-from posttrain.domain.jobs import Metric, Progress
-from posttrain.domain.jobs import JobOrder
+from posttrain.domain.jobs import JobOrder, Metric, Progress
 from posttrain.domain.requests import JobRequest
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.views.status import RunWatcher, read_status

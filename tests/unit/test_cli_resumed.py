@@ -15,8 +15,7 @@ from test_control_billing import write_checkpoint
 from posttrain.app.workspace import Workspace
 from posttrain.cli.live import LineDisplay, run_table
 from posttrain.domain.errors import FailureClass
-from posttrain.domain.jobs import Metric, Progress, Span
-from posttrain.domain.jobs import Failure, JobOrder, JobResult
+from posttrain.domain.jobs import Failure, JobOrder, JobResult, Metric, Progress, Span
 from posttrain.domain.requests import JobRequest
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.views.status import RunWatcher

@@ -15,8 +15,7 @@ from cli_world import BAD_REWARD, GOOD_REWARD, World, make_world
 from posttrain.app.handles import plan, submit
 from posttrain.app.workspace import Workspace, open_workspace
 from posttrain.domain.errors import InputError
-from posttrain.domain.jobs import Metric
-from posttrain.domain.jobs import JobOrder
+from posttrain.domain.jobs import JobOrder, Metric
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.audit import verify_rows
 from posttrain.views.logs import Vigil

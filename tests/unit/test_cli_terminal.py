@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from cli_world import RUN, World, make_world
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from rich.console import Console
 
 from posttrain.app.workspace import Workspace

@@ -12,10 +12,9 @@ ROOT = Path(native.__file__).parents[2]
 DECIDES_NOTHING = {
     "domain/ports.py": "forms only; places where a test kills",
     "domain/errors.py": "words of errors, and which worker one is blamed on",
-    "domain/jobs.py": "the form of what is reported; refuses what is of another type",
     "domain/gates.py": "judged on the control side, from what jobs measured",
     "domain/ids.py": "what people's names must be",
-    "domain/jobs.py": "the form of orders and results; what an order holds is in the cache key",
+    "domain/jobs.py": "the form of orders, results and reports; what an order holds is in the cache key",
     "domain/manifest.py": "what it holds is in the cache key",
     "domain/overrides.py": "applied before the manifest is made",
     "domain/plugins.py": "finds what is installed, whose own digest is in the cache key",

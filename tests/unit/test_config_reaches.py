@@ -21,8 +21,7 @@ import pytest
 from pydantic import BaseModel
 
 from posttrain.domain.canonical import digest_bytes, digest_json
-from posttrain.domain.jobs import Metric
-from posttrain.domain.jobs import InputBlob, JobOrder
+from posttrain.domain.jobs import InputBlob, JobOrder, Metric
 from posttrain.domain.placement import Placement
 from posttrain.engine.config import STAGE_CONFIGS, stage_config
 from posttrain.engine.loop.controller import CONTROLLER_METRICS

@@ -18,8 +18,7 @@ from posttrain.control.decide import BACKOFF_SECONDS
 from posttrain.control.launching import trained_elsewhere
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import FailureClass, StaleWriteError
-from posttrain.domain.jobs import Progress
-from posttrain.domain.jobs import CheckpointCommit, Failure, JobResult, JobState, Observation, Output
+from posttrain.domain.jobs import CheckpointCommit, Failure, JobResult, JobState, Observation, Output, Progress
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import AttemptRecord
 from posttrain.domain.requests import JobRequest

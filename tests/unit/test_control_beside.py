@@ -11,8 +11,7 @@ import pytest
 from control_bench import TRAIN_ONLY, Bench, fail, train
 from test_control_billing import write_checkpoint
 
-from posttrain.control import actions, budgets, launching, stages
-from posttrain.control import stages as actuator
+from posttrain.control import actions, budgets, launching, stages, stages as actuator
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import FailureClass, InfrastructureError
 from posttrain.store.attempts import AttemptFolder

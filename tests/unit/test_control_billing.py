@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 from control_bench import RUN, TRAIN_ONLY, Bench, train, vanish
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from posttrain.control import budgets
 from posttrain.control.launching import cache_key
 from posttrain.domain.canonical import canonical_json, digest_bytes
 from posttrain.domain.errors import BudgetExceededError, FailureClass
-from posttrain.domain.jobs import Progress
-from posttrain.domain.jobs import CheckpointCommit, Failure, InputBlob, JobResult, JobState, Observation
+from posttrain.domain.jobs import CheckpointCommit, Failure, InputBlob, JobResult, JobState, Observation, Progress
 from posttrain.domain.manifest import Manifest, StageManifest, job_identity
 from posttrain.domain.requests import JobRequest
 from posttrain.domain.runspec import Budget

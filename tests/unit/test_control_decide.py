@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from control_bench import RUN, resolve
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import posttrain.control.decide as decide_module
 from posttrain.control import orders
@@ -19,9 +18,15 @@ from posttrain.control.planning import plan_run
 from posttrain.domain.errors import FailureClass
 from posttrain.domain.jobs import Absence, Cause, Failure, JobResult, JobState, Observation
 from posttrain.domain.kinds import Driver, kind_of
-from posttrain.domain.lifecycle import RUN as RUN_TABLE
-from posttrain.domain.lifecycle import STAGE as STAGE_TABLE
-from posttrain.domain.lifecycle import AttemptState, Reason, RunState, StageState, is_final
+from posttrain.domain.lifecycle import (
+    RUN as RUN_TABLE,
+    STAGE as STAGE_TABLE,
+    AttemptState,
+    Reason,
+    RunState,
+    StageState,
+    is_final,
+)
 from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord, Watch
 from posttrain.domain.runspec import parse_run_spec

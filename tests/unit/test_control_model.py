@@ -18,8 +18,7 @@ import control_model
 import pytest
 from control_bench import RUN, ManualClock, evaluate, fail, resolve, train
 from control_model import ENDED, JOBS, RefusedError
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, settings, strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,

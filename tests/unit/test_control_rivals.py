@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import RUN as SORT
-from cli_world import World, make_world
+from cli_world import RUN as SORT, World, make_world
 from control_bench import Bench, evaluate, train
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_control_planning import RUN as FILE
-from test_control_planning import changed, manifest
+from hypothesis import given, settings, strategies as st
+from test_control_planning import RUN as FILE, changed, manifest
 
 from posttrain.control.judging import explain_run
 from posttrain.control.launching import cache_key

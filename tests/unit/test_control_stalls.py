@@ -13,8 +13,7 @@ from posttrain.control.decide import STALL_AFTER, stall_after
 from posttrain.control.planning import plan_run
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import InputError
-from posttrain.domain.jobs import Note, Progress, Span
-from posttrain.domain.jobs import JobResult
+from posttrain.domain.jobs import JobResult, Note, Progress, Span
 from posttrain.domain.manifest import deciding
 from posttrain.domain.records import AttemptRecord
 from posttrain.domain.runspec import parse_run_spec

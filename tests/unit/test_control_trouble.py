@@ -20,8 +20,7 @@ from posttrain.domain.lifecycle import AttemptState, StageState
 from posttrain.domain.requests import JobRequest
 from posttrain.store.attempts import AttemptFolder
 from posttrain.store.blobs import ObjectBlobs
-from posttrain.store.journal import RUN as RUN_WORK
-from posttrain.store.journal import STAGE
+from posttrain.store.journal import RUN as RUN_WORK, STAGE
 from posttrain.store.transaction import Transaction
 from posttrain.store.work import WorkQueue
 

@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from posttrain.data import files
 from posttrain.data.files import data_files, file_format, read_file

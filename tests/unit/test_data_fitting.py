@@ -14,8 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -36,11 +35,12 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.rendering import TimeLimitError, time_limit
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.models.loading import (
+    character_tokenizer,
     encode_examples,
     encode_preferences,
     encode_prompts,
+    load_tokenizer,
 )
-from posttrain.engine.models.loading import character_tokenizer, load_tokenizer
 
 QUESTION = {"role": "user", "content": "Q: sort 31"}
 ANSWER = {"role": "assistant", "content": "A: 13"}

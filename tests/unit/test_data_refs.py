@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from posttrain.data.refs import KINDS, AssetRef, Source, local_path, parse_ref
 from posttrain.domain.errors import InputError, NotFoundError

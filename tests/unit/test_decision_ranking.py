@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import settings as examples
-from hypothesis import strategies as st
+from hypothesis import given, settings as examples, strategies as st
 from scipy import stats
 
 from posttrain.decision.gates import Evidence, estimate, paired

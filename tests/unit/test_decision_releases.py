@@ -6,8 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from posttrain.decision.releases import judged_at, live_before, promotion, release_states, rollback_target
 from posttrain.domain.errors import ConflictError, GateInconclusiveError, GateRejectedError, InputError, NotFoundError

@@ -8,14 +8,24 @@ from pathlib import Path
 
 import pytest
 import rfc8785
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from posttrain.domain import lifecycle
 from posttrain.domain.canonical import canonical_json, derive_seed, digest_json, is_digest
 from posttrain.domain.errors import ConflictError, FailureClass, InputError, PosttrainError
-from posttrain.domain.jobs import Metric, Note, Progress, Span, fact_from_json, fact_to_json
-from posttrain.domain.jobs import Failure, InputBlob, JobOrder, JobResult, Output
+from posttrain.domain.jobs import (
+    Failure,
+    InputBlob,
+    JobOrder,
+    JobResult,
+    Metric,
+    Note,
+    Output,
+    Progress,
+    Span,
+    fact_from_json,
+    fact_to_json,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 JSON = st.recursive(

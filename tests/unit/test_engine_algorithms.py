@@ -8,20 +8,21 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from batches import pieces
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from posttrain.engine.algorithms.advantages import ESTIMATORS, dr_grpo, grpo, has_signal, rloo
 from posttrain.engine.algorithms.objectives import (
+    MODES,
+    Totals,
     corrected_kl_penalty,
     is_clipped,
     kl_penalty,
     log_ratio,
     negative_log_likelihood,
     ppo_clip,
+    token_weights,
 )
-from posttrain.engine.algorithms.objectives import MODES, Totals, token_weights
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.loop.recipe import Journal
 from posttrain.engine.roles.learner import learning_rate

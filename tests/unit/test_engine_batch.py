@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 import torch
 from batches import pieces
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.batch import Document, Provenance, TokenBatch

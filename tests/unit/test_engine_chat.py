@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from test_engine_stopping import TOKENIZERS
 from tokenizers import Tokenizer, models, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -17,12 +16,12 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.rendering import Row
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.models.loading import (
+    character_tokenizer,
     decode_response,
     encode_examples,
     encode_preferences,
     encode_prompts,
 )
-from posttrain.engine.models.loading import character_tokenizer
 
 CHARACTERS = InitModelConfig().characters
 QUESTION = {"role": "user", "content": "Q: sort 31"}

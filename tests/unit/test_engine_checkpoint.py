@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import latest_checkpoint
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from power_cut import Disk
 from safetensors.torch import load_file
 from torch import Tensor

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from posttrain.domain.errors import JobFailedError
 from posttrain.engine.rollout.decoding import Rows, decode_batch
-from posttrain.engine.rollout.worker import plan_generations
 from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.sampling import draw, row_keys, uniforms
+from posttrain.engine.rollout.worker import plan_generations
 from posttrain.engine.samples import Trajectory
 
 WORDS = 50  # vocabulary

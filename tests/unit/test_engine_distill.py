@@ -10,8 +10,7 @@ import pytest
 import torch
 from batches import pieces
 from guarded_pools import Guard, GuardedBackend
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from sampled_batches import sampled
 from test_engine_recipes import PROMPTS, TINY, TOKENIZER, inline, quiet
 from torch import Tensor

@@ -15,8 +15,8 @@ from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.batched import BatchedEngine
-from posttrain.engine.rollout.worker import generate
 from posttrain.engine.rollout.port import Generation, SamplingParams
+from posttrain.engine.rollout.worker import generate
 from posttrain.engine.samples import Trajectory
 
 PROMPTS = [[5, 6], [7, 8, 9, 10, 11], [12], [5, 9, 13]]

@@ -10,7 +10,6 @@ from test_engine_training import DOCUMENTS, LossOf, gpt2, mean_loss, sft, worker
 from torch import Tensor
 
 from posttrain.domain.errors import IntegrityError
-from posttrain.engine.algorithms.objectives import corrected_kl_penalty
 from posttrain.engine.algorithms.objectives import (
     KLTerm,
     LossParts,
@@ -18,6 +17,7 @@ from posttrain.engine.algorithms.objectives import (
     Predictions,
     Totals,
     ValueObjective,
+    corrected_kl_penalty,
 )
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.roles.learner import DivergedError

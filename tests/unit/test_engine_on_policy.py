@@ -10,14 +10,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, quiet, scalar, weights
 
 from posttrain.domain.errors import BudgetExceededError, InputError
 from posttrain.domain.jobs import Fact, Note, Sample
-from posttrain.engine.algorithms.objectives import score_rewards
-from posttrain.engine.algorithms.objectives import LossParts, SupervisedObjective, Totals
+from posttrain.engine.algorithms.objectives import LossParts, SupervisedObjective, Totals, score_rewards
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Document, Need, Predictions, TokenBatch
 from posttrain.engine.config import DataflowConfig, GroupConfig, GRPOConfig, PPOConfig

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from batches import pieces
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
 from posttrain.engine.algorithms.advantages import Moments, generalized_advantages, whiten
 from posttrain.engine.algorithms.objectives import (
+    MODES,
+    Totals,
     bradley_terry,
     clipped_value_loss,
     is_value_clipped,
@@ -23,8 +24,8 @@ from posttrain.engine.algorithms.objectives import (
     kl_penalty,
     kl_rewards,
     score_rewards,
+    token_weights,
 )
-from posttrain.engine.algorithms.objectives import MODES, Totals, token_weights
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.config import PPOConfig, RewardModelConfig
 

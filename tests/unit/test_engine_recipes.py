@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from posttrain.domain.errors import InputError
@@ -36,9 +35,8 @@ from posttrain.engine.groups.worker_group import Future, ResourcePool
 from posttrain.engine.loop.controller import Controller, FromRows, Order, Outcome
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Recipe
-from posttrain.engine.models.loading import PreferencePair
 from posttrain.engine.models.language_model import ScalarModel, adopt_classifier, adopt_module, put_scalar_head
-from posttrain.engine.models.loading import ModelSource, character_tokenizer, initial_model
+from posttrain.engine.models.loading import ModelSource, PreferencePair, character_tokenizer, initial_model
 from posttrain.engine.recipes.algorithm import VALUES, Column, Update
 from posttrain.engine.recipes.dataflow import Dataflow, load_dataflow
 from posttrain.engine.recipes.grpo import GRPO

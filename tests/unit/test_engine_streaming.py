@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from test_engine_lag import APART, told
 from test_engine_recipes import PROMPTS, TINY, TOKENIZER, quiet, same, weights
 from test_engine_training import Desk
@@ -36,8 +35,7 @@ from posttrain.engine.config import (
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.port import Flow
 from posttrain.engine.groups.worker_group import Feed, Future, ResourcePool
-from posttrain.engine.loop.collecting import Incoming
-from posttrain.engine.loop.collecting import Asked
+from posttrain.engine.loop.collecting import Asked, Incoming
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.models.loading import ModelSource, ScalarSource, initial_model
 from posttrain.engine.recipes.algorithm import ScoredGroup, pack

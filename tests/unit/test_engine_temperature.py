@@ -29,8 +29,7 @@ from posttrain.engine.models.logprobs import likeliest_tokens, predict
 from posttrain.engine.recipes.algorithm import Drop, PromptSource, ScoredGroup, pack, with_temperature
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
-from posttrain.engine.samples import Group, Trajectory
-from posttrain.engine.samples import Sample as Row
+from posttrain.engine.samples import Group, Sample as Row, Trajectory
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.tracing import StepReport, Trace
 from posttrain.sandbox.port import Score

@@ -13,8 +13,7 @@ from posttrain.domain.jobs import Note, Sample, fact_from_json, fact_to_json
 from posttrain.engine.config import TraceConfig
 from posttrain.engine.config.sampling import TRACE_BYTES
 from posttrain.engine.recipes.algorithm import ScoredGroup
-from posttrain.engine.samples import Group, Prompt, Trajectory
-from posttrain.engine.samples import Sample as Row
+from posttrain.engine.samples import Group, Prompt, Sample as Row, Trajectory
 from posttrain.engine.tracing import SampleTracer, Trace, TraceBudget
 from posttrain.sandbox.port import Score
 from posttrain.store.attempts import AttemptFolder, EventWriter

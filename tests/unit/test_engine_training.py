@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -36,9 +35,8 @@ from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
-from posttrain.engine.rollout.worker import generate
 from posttrain.engine.rollout.port import SamplingParams
-from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.rollout.worker import RolloutWorker, generate
 from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.scoring import RewardScorer, Stretch
 from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig, ProbeConfig, RuntimeConfig

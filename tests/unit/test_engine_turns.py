@@ -20,8 +20,7 @@ from test_engine_training import Desk, stop_after
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Fact, Note, Sample
-from posttrain.engine.algorithms.objectives import kl_estimate
-from posttrain.engine.algorithms.objectives import Totals
+from posttrain.engine.algorithms.objectives import Totals, kl_estimate
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.batch import Predictions, TokenBatch
 from posttrain.engine.config import CriticConfig, DataflowConfig, PPOConfig, PPOKLConfig, TraceConfig
@@ -34,11 +33,9 @@ from posttrain.engine.recipes.algorithm import PromptSource, ScoredGroup, pack
 from posttrain.engine.recipes.ppo import PPO
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.rollout.backends.native import NativeRollout
-from posttrain.engine.rollout.worker import EngineError
 from posttrain.engine.rollout.port import Completion, Generation, Rollouts
-from posttrain.engine.rollout.worker import RolloutWorker
-from posttrain.engine.samples import Group, Prompt, Segment, Trajectory
-from posttrain.engine.samples import Sample as Sampled
+from posttrain.engine.rollout.worker import EngineError, RolloutWorker
+from posttrain.engine.samples import Group, Prompt, Sample as Sampled, Segment, Trajectory
 from posttrain.engine.scoring import Failed, RewardScorer, TextEnvironment
 from posttrain.engine.settings import PolicyGradientOptimizerConfig
 from posttrain.engine.tracing import StepReport, Trace

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from guarded_pools import Guard, GuardedBackend
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.batch import Document, TokenBatch

@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import RUN as SORT
-from cli_world import World, make_world
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_control_planning import RUN as FILE
-from test_control_planning import changed, resolve
+from cli_world import RUN as SORT, World, make_world
+from hypothesis import given, settings, strategies as st
+from test_control_planning import RUN as FILE, changed, resolve
 
 from posttrain.control.planning import Planned, plan_run
 from posttrain.data.rows import canonical_row, demonstrations

@@ -19,17 +19,15 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from posttrain.control.judging import read_evidence
 from posttrain.data.rows import read_rows
 from posttrain.decision.gates import judge
 from posttrain.domain.errors import BudgetExceededError, FailureClass, InputError, IntegrityError
-from posttrain.domain.jobs import Note, Progress
 from posttrain.domain.gates import GateRule, Outcome
-from posttrain.domain.jobs import InputBlob, JobOrder, JobResult
+from posttrain.domain.jobs import InputBlob, JobOrder, JobResult, Note, Progress
 from posttrain.domain.kinds import ItemRange
 from posttrain.engine.config import InitModelConfig, SuiteConfig
 from posttrain.engine.evaluation.evaluate import (

@@ -8,8 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.sinks import ALL, FOR_PEOPLE, OCCASIONS, Envelope, Rule

@@ -11,11 +11,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from cli_world import believe_rewards
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from test_evaluate_job import Bench, says
-from test_preflight_fitting import Bench as Plans
-from test_preflight_fitting import Change
+from test_preflight_fitting import Bench as Plans, Change
 from transformers import PreTrainedTokenizerFast
 
 from posttrain.app.handles import submit

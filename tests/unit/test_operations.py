@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from posttrain.api.codec import adapter
 from posttrain.api.control import OPERATIONS, VERBS

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from admission_policies import Few
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.loop.recipe import Journal

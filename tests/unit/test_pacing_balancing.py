@@ -10,8 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from posttrain.domain.errors import InputError
 from posttrain.pacing.balancing import TOKENS, Assignment, CostModel, balance, micro_batches

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import typer
 from cli_world import BAD_REWARD, World, make_world
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from server_bench import KEY, ServerBench, serving
 
 import posttrain
@@ -32,8 +31,7 @@ from posttrain.decision.gates import Evidence
 from posttrain.domain.errors import AccessError, DeadlineError, InputError, IntegrityError, PosttrainError
 from posttrain.domain.ids import Role
 from posttrain.domain.overrides import parse_overrides
-from posttrain.foreign.outside import RUN as FOUND
-from posttrain.foreign.outside import FoundModel, Named, OutsideRun, Points, carried, carry
+from posttrain.foreign.outside import RUN as FOUND, FoundModel, Named, OutsideRun, Points, carried, carry
 from posttrain.server.entrance import to_json
 
 

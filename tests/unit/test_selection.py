@@ -13,13 +13,11 @@ from typing import Any
 
 import pytest
 from checkpoints import latest_checkpoint
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from test_train_job import REWARD, Shop, run
 
 from posttrain.domain.canonical import canonical_json
-from posttrain.domain.jobs import Metric, Note, Progress
-from posttrain.domain.jobs import JobResult
+from posttrain.domain.jobs import JobResult, Metric, Note, Progress
 from posttrain.engine.config import GRPOConfig, RewardModelConfig, SFTConfig, TrainingConfig
 from posttrain.engine.loop.controller import Selection, Standing, UnmeasuredError
 from posttrain.engine.settings import EarlyStoppingConfig

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import RUN as FILE
-from cli_world import World, make_world
-from hypothesis import given
-from hypothesis import strategies as st
+from cli_world import RUN as FILE, World, make_world
+from hypothesis import given, strategies as st
 from test_control_planning import RUN, manifest
 
 from posttrain.control.launching import cache_key

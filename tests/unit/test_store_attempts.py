@@ -12,13 +12,23 @@ from pathlib import Path
 
 import pytest
 from checkpoints import latest_checkpoint
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from posttrain.domain.canonical import canonical_json, digest_bytes
 from posttrain.domain.errors import FailureClass, IntegrityError, NotFoundError, WorkspaceError
-from posttrain.domain.jobs import Fact, Metric, Note, Progress, Sample, Span
-from posttrain.domain.jobs import Failure, InputBlob, JobOrder, JobResult, Output
+from posttrain.domain.jobs import (
+    Fact,
+    Failure,
+    InputBlob,
+    JobOrder,
+    JobResult,
+    Metric,
+    Note,
+    Output,
+    Progress,
+    Sample,
+    Span,
+)
 from posttrain.store.atomic import read_json, write_atomic
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind, Summary

@@ -10,8 +10,7 @@ from power_cut import Disk
 
 from posttrain.domain.canonical import canonical_json, digest_bytes
 from posttrain.domain.errors import IntegrityError
-from posttrain.domain.jobs import Note
-from posttrain.domain.jobs import JobOrder, JobResult
+from posttrain.domain.jobs import JobOrder, JobResult, Note
 from posttrain.store import atomic
 from posttrain.store.atomic import create_json, read_json, sync_tree, write_atomic, write_json
 from posttrain.store.attempts import AttemptFolder, EventWriter

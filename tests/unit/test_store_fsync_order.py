@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from posttrain.domain.canonical import digest_bytes
-from posttrain.domain.jobs import Note
-from posttrain.domain.jobs import InputBlob, JobOrder, JobResult, Output
+from posttrain.domain.jobs import InputBlob, JobOrder, JobResult, Note, Output
 from posttrain.engine.weights.checkpoint import BestModel, TrainState, begin_checkpoint, commit_checkpoint, write_role
 from posttrain.jobs import entry
 from posttrain.store import atomic

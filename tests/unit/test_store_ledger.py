@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from sqlalchemy import Connection, update
 
 from posttrain.domain.errors import (
@@ -29,8 +28,8 @@ from posttrain.domain.errors import (
 from posttrain.domain.records import Asset, AttemptRecord, Event, RunRecord, StageRecord
 from posttrain.store.audit import verify_rows
 from posttrain.store.database import Database, LostAnswerError
-from posttrain.store.journal import RUN, STAGE
 from posttrain.store.hosts import Ledger
+from posttrain.store.journal import RUN, STAGE
 from posttrain.store.schema import work
 from posttrain.store.sealer import seal, verify_chain
 from posttrain.store.work import WorkQueue, open_runs

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from posttrain.domain.errors import IntegrityError
 from posttrain.domain.records import RunRecord
 from posttrain.store.database import Database
-from posttrain.store.journal import FIELDS, Payload, envelope_leaf
 from posttrain.store.hosts import Ledger
+from posttrain.store.journal import FIELDS, Payload, envelope_leaf
 from posttrain.store.merkle import EMPTY
 from posttrain.store.sealer import seal, verify_chain
 

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from posttrain.domain.canonical import canonical_json, digest_bytes
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError

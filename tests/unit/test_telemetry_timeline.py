@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from posttrain.domain.jobs import Span
 from posttrain.telemetry.timeline import AttemptSpans, chrome_trace, summarise

@@ -126,7 +126,10 @@ ALLOWED = {
         'evaluate_suite("h", config, items, rollout, tokenizer, seed=0, meter=Meter(deadline=1.0))',
     ): PAST,
     ("unit/test_cli_erase.py", "ledger = Ledger(Database(file, busy_seconds=0.2))"): NEVER,
-    ("unit/test_server_forwarding.py", 'monkeypatch.setattr("posttrain.server.connections._FIRST_SECONDS", 0.5)'): NEVER,
+    (
+        "unit/test_server_forwarding.py",
+        'monkeypatch.setattr("posttrain.server.connections._FIRST_SECONDS", 0.5)',
+    ): NEVER,
     ("unit/test_server_bounds.py", "await asyncio.sleep(0)"): TURN,
     ("unit/test_server_workers.py", "await asyncio.sleep(0)"): TURN,
     ("unit/test_underway.py", "await asyncio.sleep(0)"): TURN,

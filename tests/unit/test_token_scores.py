@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from test_engine_recipes import PROMPTS, TINY, TOKENIZER, EvenTokens, inline, scalar
 from test_engine_turns import SEEN, Talk, sometimes
 from test_train_job import Shop, model_digest, run
 
 from posttrain.cli.trace import token_table
-from posttrain.domain.jobs import Fact, Note, Sample
-from posttrain.domain.jobs import InputBlob
+from posttrain.domain.jobs import Fact, InputBlob, Note, Sample
 from posttrain.engine.algorithms.objectives import kl_estimate, kl_rewards, score_rewards
 from posttrain.engine.assembly import open_roles
 from posttrain.engine.config import CriticConfig, PPOConfig, PPOKLConfig

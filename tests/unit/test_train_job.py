@@ -20,8 +20,7 @@ from safetensors.torch import load_file
 
 from posttrain.domain.canonical import digest_bytes
 from posttrain.domain.errors import BudgetExceededError, FailureClass, InputError, WorkspaceError
-from posttrain.domain.jobs import Note, Progress, Span
-from posttrain.domain.jobs import ANOTHER_RUNS, InputBlob, JobOrder, JobResult
+from posttrain.domain.jobs import ANOTHER_RUNS, InputBlob, JobOrder, JobResult, Note, Progress, Span
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.jobs import entry

@@ -15,8 +15,7 @@ from checkpoints import latest_checkpoint
 from test_train_job import ROWS, TINY, Shop, model_digest, run
 
 from posttrain.domain.errors import FailureClass
-from posttrain.domain.jobs import Metric, Note, Progress
-from posttrain.domain.jobs import InputBlob, JobResult
+from posttrain.domain.jobs import InputBlob, JobResult, Metric, Note, Progress
 from posttrain.engine.groups.port import RankContext
 from posttrain.engine.groups.worker_group import Deadlines
 from posttrain.engine.loop import controller
@@ -24,8 +23,8 @@ from posttrain.engine.loop.controller import Order
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.rollout import worker
-from posttrain.engine.rollout.worker import SilentError
 from posttrain.engine.rollout.port import PromptBatch, SamplingParams
+from posttrain.engine.rollout.worker import SilentError
 from posttrain.jobs import entry
 from posttrain.jobs.bodies import rewards, training
 from posttrain.store.attempts import AttemptFolder

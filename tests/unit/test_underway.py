@@ -17,8 +17,7 @@ import pytest
 from server_bench import KEY, Answer, ServerBench, served
 from sqlalchemy import update
 
-from posttrain.api.values import Answer as Said
-from posttrain.api.values import Asked
+from posttrain.api.values import Answer as Said, Asked
 from posttrain.client.blobs import Sender
 from posttrain.client.transport import Transport
 from posttrain.domain.errors import BusyError, InputError, StoppedError

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import RUN as FILE
-from cli_world import World, make_world
+from cli_world import RUN as FILE, World, make_world
 from control_bench import RUN, Bench, evaluate, train
 from sqlalchemy import Engine, event
 

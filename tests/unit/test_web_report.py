@@ -13,8 +13,8 @@ from posttrain.control.comparing import Difference
 from posttrain.control.scores import Answered, Before, Response, Score, Scores
 from posttrain.decision.gates import Estimate, Paired
 from posttrain.domain.errors import WorkspaceError
-from posttrain.domain.jobs import Sample
 from posttrain.domain.gates import Outcome, Verdict
+from posttrain.domain.jobs import Sample
 from posttrain.web.pages import MOST_BYTES, duration, excerpt, number
 from posttrain.web.panels import CurveSeries
 from posttrain.web.report import (

@@ -21,8 +21,7 @@ import pytest
 import torch
 from checkpoints import latest_checkpoint
 from cli_world import believe_rewards
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from test_preflight_fitting import Bench, Change
 from test_train_job import Shop, model_digest, run
 from test_web_report import REPORT
@@ -30,8 +29,7 @@ from test_web_report import REPORT
 from posttrain.app.runs import plan
 from posttrain.control.scores import Scores
 from posttrain.domain.errors import FailureClass, InputError
-from posttrain.domain.jobs import Metric
-from posttrain.domain.jobs import InputBlob
+from posttrain.domain.jobs import InputBlob, Metric
 from posttrain.engine.algorithms.advantages import ESTIMATORS
 from posttrain.engine.loop.on_policy import rollout_metrics
 from posttrain.engine.recipes.algorithm import ScoredGroup

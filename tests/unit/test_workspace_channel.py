@@ -19,8 +19,7 @@ from posttrain.control.jobs import AttemptFolders
 from posttrain.control.launching import tokens_taken_over, trained_elsewhere
 from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import InfrastructureError, InputError, WorkspaceError
-from posttrain.domain.jobs import Progress
-from posttrain.domain.jobs import CheckpointCommit, JobOrder, JobResult
+from posttrain.domain.jobs import CheckpointCommit, JobOrder, JobResult, Progress
 from posttrain.domain.records import AttemptRecord
 from posttrain.store.attempts import AttemptFolder, EventWriter
 from posttrain.store.audit import verify_rows

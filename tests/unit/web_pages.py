@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from cli_world import ITEMS, RUN, World, make_world
 
-from posttrain.domain.jobs import Metric, Progress, Sample, Span
-from posttrain.domain.jobs import JobOrder, JobResult, Output
+from posttrain.domain.jobs import JobOrder, JobResult, Metric, Output, Progress, Sample, Span
 from posttrain.store.attempts import AttemptFolder, EventWriter
 
 EVIL = (

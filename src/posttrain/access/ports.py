@@ -1,7 +1,5 @@
 """The port for whoever knows who somebody is."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol

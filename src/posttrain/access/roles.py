@@ -3,8 +3,6 @@
 Whether a token is good at this moment, however somebody shows it.
 """
 
-from __future__ import annotations
-
 from posttrain.access.ports import OS, Identity
 from posttrain.domain.errors import AccessError
 from posttrain.domain.ids import NOBODY, Role, lower

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from posttrain.api.assets import Access
-from posttrain.api.assets import Assets, Models
+from posttrain.api.assets import Access, Assets, Models
 from posttrain.api.verbs import Verb, Verbs, numbers, verb, verbs_of
 from posttrain.domain.ids import Role
 

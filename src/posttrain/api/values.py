@@ -12,17 +12,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from posttrain.control.comparing import Cell as Cell
-    from posttrain.control.comparing import Comparison as Comparison
-    from posttrain.control.comparing import Difference as Difference
-    from posttrain.control.comparing import MetricRow as MetricRow
+    from posttrain.control.comparing import (
+        Cell as Cell,
+        Comparison as Comparison,
+        Difference as Difference,
+        MetricRow as MetricRow,
+    )
     from posttrain.control.downstream import Downstream as Downstream
     from posttrain.control.lineage import Node as Node
     from posttrain.control.planning import Planned as Planned
     from posttrain.control.scores import Scores as Scores
     from posttrain.control.verifying import VerifyReport as VerifyReport
-    from posttrain.data.importing import Curve as Curve
-    from posttrain.data.importing import Imported as Imported
+    from posttrain.data.importing import Curve as Curve, Imported as Imported
     from posttrain.decision.power import Ranking as Ranking
     from posttrain.domain.gates import GateReport
     from posttrain.domain.lifecycle import ReleaseState
@@ -44,18 +45,12 @@ if TYPE_CHECKING:
     from posttrain.store.sweeping import SweptBlobs as SweptBlobs
     from posttrain.telemetry.timeline import StageTimeline as StageTimeline
     from posttrain.trackers.tracking import TrackerState as TrackerState
-    from posttrain.views.logs import LogFile as LogFile
-    from posttrain.views.logs import Move as Move
-    from posttrain.views.plans import PlanView as PlanView
-    from posttrain.views.plans import StagePlan as StagePlan
+    from posttrain.views.logs import LogFile as LogFile, Move as Move
+    from posttrain.views.plans import PlanView as PlanView, StagePlan as StagePlan
     from posttrain.views.reporting import Written as Written
-    from posttrain.views.status import RunStatus as RunStatus
-    from posttrain.views.status import RunSummary as RunSummary
-    from posttrain.views.status import StageStatus as StageStatus
-    from posttrain.views.tracing import RecordedSample as RecordedSample
-    from posttrain.views.tracing import WrittenTrace as WrittenTrace
-    from posttrain.web.report import ComparePage as ComparePage
-    from posttrain.web.report import RunReport as RunReport
+    from posttrain.views.status import RunStatus as RunStatus, RunSummary as RunSummary, StageStatus as StageStatus
+    from posttrain.views.tracing import RecordedSample as RecordedSample, WrittenTrace as WrittenTrace
+    from posttrain.web.report import ComparePage as ComparePage, RunReport as RunReport
 
 
 @dataclass(frozen=True, slots=True)

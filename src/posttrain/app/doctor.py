@@ -38,9 +38,8 @@ from posttrain.preflight.confinement import confinement
 from posttrain.store.audit import verify_rows
 from posttrain.store.hosts import FAILING, PAUSED, standing
 from posttrain.store.sealer import Lost, verify_chain
-from posttrain.workspace.settings import OpenWorkspace
 from posttrain.workspace.served import is_served, served_at
-from posttrain.workspace.settings import OWN_EXECUTORS
+from posttrain.workspace.settings import OWN_EXECUTORS, OpenWorkspace
 
 _APART = 60.0  # seconds between two clocks that are told
 _LATE = 300.0  # seconds that a run may wait for a driver, and an event to be sealed

@@ -18,10 +18,10 @@ from posttrain.api.verbs import answers
 from posttrain.app.models import NamedModel, named_model
 from posttrain.app.workspace import Workspace
 from posttrain.control.budgets import spending
+from posttrain.control.deciding import selected
 from posttrain.control.judging import explain_run
 from posttrain.control.lineage import MadeModel, Node, asset_lineage, model_lineage
 from posttrain.control.scores import run_scores
-from posttrain.control.deciding import selected
 from posttrain.data.assets import floating_types
 from posttrain.data.refs import Source
 from posttrain.decision.releases import release_states

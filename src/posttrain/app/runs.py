@@ -24,10 +24,10 @@ from posttrain.app.sinks import lacking
 from posttrain.app.workspace import Workspace
 from posttrain.control import actions, attempts, channels
 from posttrain.control.approvals import terms
+from posttrain.control.channels import recall_of, refuse_recalled
 from posttrain.control.decide import stall_after
 from posttrain.control.lineage import made_model
 from posttrain.control.planning import Planned, Resolve, plan_run
-from posttrain.control.channels import recall_of, refuse_recalled
 from posttrain.control.submission import submit as submit_manifest
 from posttrain.control.sweeping import metric_direction, rank_runs, swept_metric, swept_model
 from posttrain.data.refs import Source, parse_ref, refuse_afar

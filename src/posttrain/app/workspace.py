@@ -36,8 +36,7 @@ from posttrain.execution.ports import Executor
 from posttrain.execution.processes import of_a_server
 from posttrain.execution.trainers.installed import Trainers
 from posttrain.execution.trainers.native import NativeTrainer
-from posttrain.foreign.settings import Draft as Draft
-from posttrain.foreign.settings import read_settings
+from posttrain.foreign.settings import Draft as Draft, read_settings
 from posttrain.foreign.trl import from_trl
 from posttrain.foreign.verl import from_verl
 from posttrain.store.atomic import (
@@ -58,8 +57,14 @@ from posttrain.store.database import Database, SystemClock
 from posttrain.store.hosts import Hosts, Ledger, LedgerLock
 from posttrain.store.sealer import verify_chain
 from posttrain.store.work import let_go
-from posttrain.trackers.tracking import check_trackers, describe, of_workspace, parse_trackers, resolved
-from posttrain.trackers.tracking import read_choice as read_choice
+from posttrain.trackers.tracking import (
+    check_trackers,
+    describe,
+    of_workspace,
+    parse_trackers,
+    read_choice as read_choice,
+    resolved,
+)
 from posttrain.workspace.settings import (
     CHANNEL,
     EXECUTOR,

@@ -2,8 +2,6 @@
 completed is no error: whoever typed it is told when the command runs.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing

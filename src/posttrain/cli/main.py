@@ -3,8 +3,6 @@
 Nothing heavy is imported here: every command imports what it needs when it runs, and none imports the engine.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os

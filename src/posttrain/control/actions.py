@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from posttrain.control import approvals
-from posttrain.control import jobs as environments
+from posttrain.control import approvals, jobs as environments
 from posttrain.control.approvals import outdated, owners, release_request, standing, terms
-from posttrain.control.channels import policy_of, refuse_lift, unknown_channel
+from posttrain.control.channels import policy_of, refuse_lift, refuse_recalled, refuse_release, unknown_channel
 from posttrain.control.jobs import AttemptFolders
 from posttrain.control.judging import check_weights, read_report, refuse_unmet
-from posttrain.control.channels import refuse_recalled, refuse_release
 from posttrain.control.stores import Stores
 from posttrain.decision.releases import judged_at, moves, promotion, rollback_target
 from posttrain.domain.approvals import APPROVED, WITHDRAWN, ApprovalRequest, Standing, Terms, one_of

@@ -6,8 +6,6 @@ counts, whoever asks and however it is asked. The last count is in the transacti
 locked: no rejection is committed between the count and the act.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from posttrain.control.stores import Stores
@@ -18,9 +16,9 @@ from posttrain.domain.ids import DRIVER, NOBODY, Role, canonical, meant
 from posttrain.domain.lifecycle import Reason
 from posttrain.domain.policies import PinnedPolicy
 from posttrain.domain.records import ChannelRecord, RunRecord, StageRecord
-from posttrain.store.writing import pass_freeze, quarantined, refuse_protected
 from posttrain.store.snapshot import Snapshot
 from posttrain.store.transaction import Transaction
+from posttrain.store.writing import pass_freeze, quarantined, refuse_protected
 
 
 def release_request(

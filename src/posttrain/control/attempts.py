@@ -8,8 +8,6 @@ Looks: the executor is asked once for all jobs of a run, then each job is search
 Orphans: jobs that run for nobody, because no live attempt of the ledger owns them.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,8 +23,7 @@ from posttrain.control.lineage import trained_models
 from posttrain.control.orders import Collect, End, TryAgain
 from posttrain.control.stores import Stores
 from posttrain.domain.errors import FailureClass, InputError, IntegrityError, NotFoundError, PosttrainError
-from posttrain.domain.jobs import MOST_NUMBER, Progress
-from posttrain.domain.jobs import ANOTHER_RUNS, Failure, JobResult, JobState, Observation
+from posttrain.domain.jobs import ANOTHER_RUNS, MOST_NUMBER, Failure, JobResult, JobState, Observation, Progress
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.lifecycle import AttemptState, Reason, StageState, StopCause, is_final
 from posttrain.domain.manifest import Manifest, StageManifest

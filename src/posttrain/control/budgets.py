@@ -1,7 +1,5 @@
 """What a run has spent of its budget, and what the next attempt may still spend."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

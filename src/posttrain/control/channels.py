@@ -13,8 +13,6 @@ A recall is of bytes. Below them is what a stage made that used them, then whate
 What was only compared with them or measured on them is not.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -42,8 +40,8 @@ from posttrain.domain.manifest import InputRef, Manifest, StageManifest, measure
 from posttrain.domain.policies import ChannelPolicy, PinnedPolicy, parse_policy, suite_of
 from posttrain.domain.records import Asset, AssetStatus, ChannelRecord
 from posttrain.store.hosts import Ledger
-from posttrain.store.writing import POLICY_SET, refuse_protected
 from posttrain.store.snapshot import Snapshot
+from posttrain.store.writing import POLICY_SET, refuse_protected
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")  # as `release.channel` of a run file
 _SHOWN = 19  # characters of a digest in an error

@@ -4,8 +4,6 @@ Evaluations are compared side by side: what each scored, and by how much it diff
 manifests come with the history of each changed asset.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime

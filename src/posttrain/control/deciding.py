@@ -7,8 +7,6 @@ its name (a `/` of MODEL is one). An evaluate stage of the run that measures the
 What a stage's probe decides (`keep_best`, `early_stopping`), and what that does to evidence and release.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol

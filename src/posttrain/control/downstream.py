@@ -1,7 +1,5 @@
 """What was made from something: every stage, version and release that its bytes went into."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -14,8 +14,6 @@ Of the installed packages those count that jobs of the run can import: Posttrain
 packages that add to one of these by entry points, and what all of them require.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping

@@ -9,8 +9,6 @@ Items are told apart by their content. Two data sets that share half of the smal
 so a row more or another order of rows begins no new count.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import io
@@ -27,9 +25,8 @@ from numpy.typing import NDArray
 from pyarrow.lib import ArrowException
 
 from posttrain.control import approvals
-from posttrain.control.channels import check_manifest, policy_of
+from posttrain.control.channels import check_manifest, policy_of, refuse_release
 from posttrain.control.deciding import BASELINE, EVIDENCE, RIVAL
-from posttrain.control.channels import refuse_release
 from posttrain.control.stores import Stores
 from posttrain.decision.gates import Baseline, Evidence, Look, judge_all
 from posttrain.decision.releases import judged_at, promotion
@@ -53,8 +50,7 @@ from posttrain.domain.lifecycle import AttemptState, Reason, StageState
 from posttrain.domain.manifest import SUITES, Manifest, StageManifest, deciding, measured_suites
 from posttrain.domain.policies import LookBudget, PinnedPolicy, suite_of
 from posttrain.domain.ports import BlobStore, crashpoint
-from posttrain.domain.records import AttemptRecord, RunRecord, StageRecord
-from posttrain.domain.records import Look as Evaluation
+from posttrain.domain.records import AttemptRecord, Look as Evaluation, RunRecord, StageRecord
 from posttrain.domain.rewards import JUDGES
 from posttrain.store.trees import verify_tree
 

@@ -9,8 +9,6 @@ stopped.
 The stage cache holds results by code, parameters, seed and input digests: the same ones need not be computed twice.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -18,8 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.control import budgets
-from posttrain.control import jobs as environments
+from posttrain.control import budgets, jobs as environments
 from posttrain.control.decide import View, hold_back, phase_seconds, stall_after
 from posttrain.control.jobs import AttemptFolders, Jobs, deciding_code, job_of, request_of, secrets_of_rewards
 from posttrain.control.stores import Stores
@@ -35,8 +32,7 @@ from posttrain.domain.errors import (
     NotFoundError,
     WorkspaceError,
 )
-from posttrain.domain.jobs import count
-from posttrain.domain.jobs import CheckpointCommit, Failure, InputBlob, JobOrder, Observation, Unknown
+from posttrain.domain.jobs import CheckpointCommit, Failure, InputBlob, JobOrder, Observation, Unknown, count
 from posttrain.domain.lifecycle import AttemptState, Reason, RunState, StageState, is_final
 from posttrain.domain.manifest import Manifest, StageManifest, job_identity
 from posttrain.domain.ports import BlobStore, crashpoint

@@ -19,8 +19,8 @@ from typing import Any
 
 from posttrain.control.approvals import owners
 from posttrain.control.channels import policy_of, unknown_channel
-from posttrain.control.judging import read_report
 from posttrain.control.deciding import selected
+from posttrain.control.judging import read_report
 from posttrain.control.stores import Stores
 from posttrain.data.importing import begins_at
 from posttrain.data.refs import AssetRef, Source

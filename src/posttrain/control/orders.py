@@ -1,7 +1,5 @@
 """What can be done about a run, as values: what `control.decide` says and `control.actuator` does."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from posttrain.domain.jobs import Failure, JobResult

@@ -1,7 +1,5 @@
 """Processes as owners of a lease: a name that tells a process from a later one with its pid."""
 
-from __future__ import annotations
-
 import os
 import socket
 

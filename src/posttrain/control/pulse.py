@@ -11,8 +11,6 @@ is tried again until it has gone on for too long; then the object is set aside w
 stays as it is, so that nothing a job has done is lost. All of that is in the work queue: it outlives the driver.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import traceback

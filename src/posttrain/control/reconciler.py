@@ -19,21 +19,19 @@ attempt folders alone. No outside work happens inside a transaction. Idle, a dri
 twice a second and for nothing else, and the executor once for the jobs of all its runs.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
-from posttrain.control.stages import act
 from posttrain.control.attempts import Looks, end_orphans, see
 from posttrain.control.decide import View, decide_run, decide_stage, settle
 from posttrain.control.jobs import Jobs
 from posttrain.control.launching import taken_slots
 from posttrain.control.orders import Collect, Judge, Kill, Launch, Order, Release, Start
 from posttrain.control.pulse import Beside, Pulse, Troubles, Turns, look_again_after, one_line, record_trouble
+from posttrain.control.stages import act
 from posttrain.control.stores import Stores
 from posttrain.domain.errors import ConflictError, InfrastructureError, IntegrityError, PosttrainError
 from posttrain.domain.lifecycle import AttemptState, Reason, StageState, is_final

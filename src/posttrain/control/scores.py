@@ -8,8 +8,6 @@ A model's answers in an evaluation are read item by item from `items.parquet`. T
 that were chosen are kept, so long responses cost no memory.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

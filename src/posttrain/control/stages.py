@@ -3,15 +3,12 @@
 Does what was decided about a run. One function for each order; each compares and sets the rows it was decided on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from posttrain.control import attempts, budgets
-from posttrain.control import jobs as environments
+from posttrain.control import attempts, budgets, jobs as environments
 from posttrain.control.decide import View, hold_back, not_launched
 from posttrain.control.jobs import Jobs, called, job_of, names_of, present_code
 from posttrain.control.judging import judge_stage, release_stage

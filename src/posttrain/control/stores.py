@@ -3,8 +3,6 @@
 Nothing here starts a job or can be asked about one; that is `control.jobs`.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Submitting a manifest: the same digest attaches to the run that exists."""
 
-from __future__ import annotations
-
 import base64
 from dataclasses import dataclass
 

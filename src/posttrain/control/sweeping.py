@@ -1,7 +1,5 @@
 """What the runs of a sweep measured, ranked: settings × seeds, on one metric of one model's evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any

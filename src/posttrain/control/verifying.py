@@ -1,7 +1,5 @@
 """The proof: what a lineage names is hashed again, and the ledger is held against its event log."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 

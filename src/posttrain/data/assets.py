@@ -4,8 +4,6 @@ Each `inspect_…` returns the asset's `meta`: a JSON map of what a person or a 
 parsed, never executed; model weights are measured from their headers.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import math

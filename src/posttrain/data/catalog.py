@@ -5,8 +5,6 @@ row, of which one is in memory. The bytes of a data set may lie elsewhere: a reg
 digest what they must be.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial

@@ -24,8 +24,6 @@ hidden files may be there. Data of several splits, or in several folders, is nev
 taken in the order of their names.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import gzip

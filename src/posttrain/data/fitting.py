@@ -5,8 +5,6 @@ side does not import. This reads the same two files, `tokenizer.json` and the ch
 `jinja2`; a test holds both to the same token ids. A tokenizer without `tokenizer.json` is left to the job.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -4,8 +4,6 @@ The record is a blob: what was imported from where, by which program, with which
 were read and of what came of them; what is known by name only. Lineages are drawn from it.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

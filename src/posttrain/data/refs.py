@@ -15,8 +15,6 @@ What stands for it is a source of a few lines, which imports it and refuses anot
 distribution, version and the bytes of the module.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import os

@@ -22,8 +22,6 @@ are the template of a task, not the task: they do not count. Rows that are nothi
 nor are short ones.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -19,8 +19,6 @@ Its limits are those that gates rest on (`decision.statistics`), taken from both
 has a one-sided limit of 0.975 at each end. Intervals decide nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

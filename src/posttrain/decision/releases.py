@@ -7,8 +7,6 @@ not quarantined, so a second one goes further back and never returns to the mode
 A run's gates stand under the policy of its channel: a run may add gates and make them stricter, never weaker.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 from posttrain.domain.errors import ConflictError, GateInconclusiveError, GateRejectedError, InputError, NotFoundError

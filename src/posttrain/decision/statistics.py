@@ -8,8 +8,6 @@ lower(n - k, n)`), so that a rule and its mirror image can never disagree.
 scipy is imported where it is used: it takes a third of a second that every command would pay.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Annotated, Any

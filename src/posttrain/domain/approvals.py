@@ -5,8 +5,6 @@ under this policy, while this release is live. When one of them is another, it i
 the first counts nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum

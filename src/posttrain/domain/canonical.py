@@ -3,8 +3,6 @@
 Seeds are derived, never global: a seed is a hash of the run's seed and of words that name its purpose.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator

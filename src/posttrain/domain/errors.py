@@ -41,8 +41,6 @@ An unknown name is answered with the known names that may have been meant. An ex
 carries a note of which worker it was, for whoever reports it.
 """
 
-from __future__ import annotations
-
 import difflib
 import errno
 from collections.abc import Iterable, Mapping

@@ -8,8 +8,6 @@ values that one item can have. A gate's limit rests on that range, so whoever ma
 never read off the data.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

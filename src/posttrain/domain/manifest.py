@@ -11,8 +11,6 @@ seed. A channel's policy names the evaluators that may judge. The code's digest 
 Posttrain is another evaluator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal
 

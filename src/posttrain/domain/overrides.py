@@ -4,8 +4,6 @@ A path is the keys from the top of the file, with dots; the name of a stage may 
 YAML, separated by commas: `1e-4,3e-4`, `[a, b],[c]`, `null`.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re

@@ -12,8 +12,6 @@
 It is kept as canonical JSON, with the digest of every suite's data, and the channel's row names its digest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -8,8 +8,6 @@ With `POSTTRAIN_CRASHPOINT_ONCE=FILE` only the first process to reach it dies: F
 Without the variable a crashpoint costs one dictionary look-up.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import Counter

@@ -4,8 +4,6 @@ Times are seconds since the epoch; digests are `sha256:<hex>`. A run that has en
 caller gets for its outcome.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final

@@ -17,8 +17,6 @@ operation in C; the caller must forbid the long ones.
 `is_classifier` reads a model's kind from its `config.json`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

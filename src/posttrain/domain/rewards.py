@@ -4,8 +4,6 @@ Names only; who calls has the files and the functions. `DIALECTS` is the one tab
 a parsed signature against it without executing anything, the worker (`sandbox.dialects`) calls by it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Words that other trainers use for a field of run.yaml are known, so that a hint names the field that was meant.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import UnionType

@@ -39,8 +39,7 @@ from posttrain.drivers.requests import (
     write_request,
 )
 from posttrain.store.atomic import make_folder, unwritable
-from posttrain.workspace.settings import OpenWorkspace
-from posttrain.workspace.settings import STORE_VARIABLE, VARIABLE
+from posttrain.workspace.settings import STORE_VARIABLE, VARIABLE, OpenWorkspace
 
 _SOURCES = Path(__file__).parents[1]
 _OF_A_TERMINAL = frozenset(  # they differ from one terminal to the next, and no job is another one for it

@@ -3,8 +3,6 @@
 The process's own stdout and stderr go there too, so a traceback is kept; Python's pass through the same filter.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

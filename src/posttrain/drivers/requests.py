@@ -11,8 +11,6 @@ Requests are changed under a lock on `runs/`. A driver also lets go of `KEY.lock
 written between its last look and its end.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from contextlib import AbstractContextManager, suppress

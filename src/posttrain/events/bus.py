@@ -17,8 +17,6 @@ keeps for ever (states, numbers, digests, names of runs and channels). Free text
 where a rule asks for them: what was sent cannot be erased.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time
@@ -32,8 +30,8 @@ from posttrain.domain.lifecycle import Reason
 from posttrain.domain.ports import crashpoint
 from posttrain.domain.sinks import BY_FAILURE, Cursor, Envelope, Notice, SinkRecord
 from posttrain.events.ports import Sink, matching, occasions, one_line, run_of
-from posttrain.store.work import Cursors
 from posttrain.store.hosts import Ledger
+from posttrain.store.work import Cursors
 
 TEST = "sink.test"  # the type of a message that tells of nothing
 _SHOWN = 19  # characters of a digest

@@ -3,8 +3,6 @@
 The rules are pure functions of an event, a sink's rules, and what is known of the event's run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -4,8 +4,6 @@ What is asked is one JSON document on the program's standard input; what it answ
 `error` and `exit_code` is the one-line error that it ended with.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,8 +5,6 @@ is read here and judged in `preflight.cluster_checks`. Whatever loads torch or r
 deadline.
 """
 
-from __future__ import annotations
-
 import glob
 import ipaddress
 import json

@@ -1,7 +1,5 @@
 """The two ports of the execution plane: where a job runs (`Executor`) and what the job is (`Trainer`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol

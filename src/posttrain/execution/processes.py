@@ -4,8 +4,6 @@ A pid alone may stand for another process tomorrow. Linux only (`/proc`). Import
 supervisor imports this and must start fast.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -4,8 +4,6 @@ What TRL's default decides and run.yaml's decides otherwise is written out, so t
 same training here.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

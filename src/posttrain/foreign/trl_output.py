@@ -1,7 +1,5 @@
 """The `output_dir` of TRL's and transformers' trainers: checkpoints, `trainer_state.json`, the model card."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path

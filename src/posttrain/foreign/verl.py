@@ -3,8 +3,6 @@
 What verl's default decides and run.yaml's decides otherwise is written out.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

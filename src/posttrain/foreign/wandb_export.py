@@ -4,8 +4,6 @@ The folder of a run holds wandb's own file (`run-ID.wandb`): LevelDB's log forma
 that the wandb package reads. An export is a history (CSV, JSONL or Parquet with `_step`) with the run's configuration.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math

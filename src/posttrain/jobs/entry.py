@@ -10,8 +10,6 @@ does (`bodies`), the one place where an import waits.
 A program that answers a waiting process reads the question and answers in lines.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import gc
@@ -45,8 +43,17 @@ from posttrain.domain.errors import (
     is_full,
     worker_of,
 )
-from posttrain.domain.jobs import FactSink, Metric, Note
-from posttrain.domain.jobs import ANOTHER_RUNS, NO_MEMORY, NO_SPACE, Failure, JobOrder, JobResult
+from posttrain.domain.jobs import (
+    ANOTHER_RUNS,
+    NO_MEMORY,
+    NO_SPACE,
+    FactSink,
+    Failure,
+    JobOrder,
+    JobResult,
+    Metric,
+    Note,
+)
 from posttrain.domain.manifest import job_identity
 from posttrain.domain.ports import BlobStore, crashpoint
 from posttrain.execution.environment import PACKAGES, pinned

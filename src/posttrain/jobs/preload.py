@@ -3,8 +3,6 @@
 Nothing here may start a thread or open a device: what comes after is forked.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The checks run on every machine of a cluster. Nothing here looks at the world (`
 that every bad case can be tested. A `Check` is one finding of `doctor`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ A reward must be called in a way that is known, and everything it asks for must 
 executed (`data.refs`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

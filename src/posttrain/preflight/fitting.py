@@ -11,8 +11,6 @@ The data sets of a run are read for what is odd about them: repeated rows, suite
 documents of each data set of a run file is found before anything runs.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,9 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.control.deciding import ADDED
+from posttrain.control.deciding import ADDED, dataset_slots, selects
 from posttrain.control.planning import Count, Planned
-from posttrain.control.deciding import dataset_slots, selects
 from posttrain.data.catalog import external_versions, local_copy
 from posttrain.data.files import data_files, read_file
 from posttrain.data.fitting import (

@@ -1,7 +1,5 @@
 """Locked manifests as files: written by `lock`, checked and run by `run`."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

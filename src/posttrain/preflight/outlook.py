@@ -7,18 +7,15 @@ Before anything runs, `gates_power` finds whether gates can decide what they are
 suites have. Stop strings that a stage is trained with, and that its evaluation does not use, give a warning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.control.deciding import ADDED, measures
+from posttrain.control.deciding import ADDED, dataset_slots, measures, selected_on
 from posttrain.control.judging import gate_looks
 from posttrain.control.launching import cache_key, tokens_inherited, usable
 from posttrain.control.planning import Planned
-from posttrain.control.deciding import dataset_slots, selected_on
 from posttrain.decision.gates import NOT_TESTED, Look
 from posttrain.decision.power import ENOUGH, PowerNote, gate_power, unknown_power
 from posttrain.domain.errors import InputError, IntegrityError

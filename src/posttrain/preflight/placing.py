@@ -5,8 +5,6 @@ name its image, and is there a server to run its jobs in it? Does a teacher have
 that is to judge responses score them?
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Collection, Iterator, Mapping
@@ -32,8 +30,8 @@ from posttrain.planner.sizes import Room, Settled, Size, expected, settle, too_m
 from posttrain.preflight.confinement import bytes_of
 from posttrain.preflight.fitting import Dataset, Lengths, model_files, origin, word_of
 from posttrain.preflight.outlook import workload
-from posttrain.workspace.settings import OpenWorkspace
 from posttrain.workspace.served import is_served
+from posttrain.workspace.settings import OpenWorkspace
 
 _LOWER = "lower runtime.micro_batch_tokens or set runtime.activation_checkpointing"
 _SPECIAL_TOKENS = 7  # of a model that `init_model` makes, beside its characters

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.domain.errors import InputError
-from posttrain.sandbox.session import Provision, lay_out
 from posttrain.sandbox.port import RewardError
 from posttrain.sandbox.process import LOAD_TIMEOUT, open_reward
 from posttrain.sandbox.protocol import Fault
-from posttrain.sandbox.session import EndedError, LateError, NotConfinedError, Session
+from posttrain.sandbox.session import EndedError, LateError, NotConfinedError, Provision, Session, lay_out
 
 _RECIPE_TIMEOUT = 120.0  # seconds: it imports the engine
 

@@ -19,7 +19,6 @@ from typing import Any, Self, final
 from posttrain.domain.errors import InfrastructureError, InputError
 from posttrain.pacing.balancing import balance
 from posttrain.sandbox.dialects import BATCHED
-from posttrain.sandbox.session import Provision, Scratch, lay_out, source_file
 from posttrain.sandbox.port import (
     RewardCall,
     RewardError,
@@ -31,7 +30,17 @@ from posttrain.sandbox.port import (
     shortened,
 )
 from posttrain.sandbox.protocol import Answers, End, Fault, MalformedError, Opened
-from posttrain.sandbox.session import EndedError, LateError, Log, NotConfinedError, Session
+from posttrain.sandbox.session import (
+    EndedError,
+    LateError,
+    Log,
+    NotConfinedError,
+    Provision,
+    Scratch,
+    Session,
+    lay_out,
+    source_file,
+)
 
 TRUST = "let the kernel give namespaces, or say that the workspace trusts its rewards: posttrain init --rewards trusted"
 LOAD_TIMEOUT = 30.0  # seconds that importing the reward's source may take, on a busy machine

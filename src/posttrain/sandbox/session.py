@@ -6,8 +6,6 @@ The layout is what a reward may see of this machine. When a job is killed, its k
 reward; failing that, the next reward does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

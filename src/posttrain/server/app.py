@@ -1,7 +1,5 @@
 """The server's routes: each verb of the table, uploads, streams, and how it stands."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import logging
@@ -36,9 +34,8 @@ from posttrain.domain.errors import (
 from posttrain.domain.ids import refuse_control_characters
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.server import attempts, blobs, streams, underway
-from posttrain.server.entrance import arguments, call, to_json
 from posttrain.server.console import routes as console
-from posttrain.server.entrance import Asker
+from posttrain.server.entrance import Asker, arguments, call, to_json
 from posttrain.server.limits import (
     BODY,
     HEAVY,

@@ -4,8 +4,6 @@ Where the store is S3, large ones go between it and the client by presigned URLs
 for one: who cannot reach the store sends and fetches by the server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import queue

@@ -5,8 +5,6 @@ It may be killed at any line: the ledger says what is to be done, the jobs go on
 Idle it asks less than two statements a second, and one more for each project with sinks, however many runs there are.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

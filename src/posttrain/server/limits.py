@@ -8,8 +8,6 @@ Threads for what blocks are kept apart by what it waits for: uploads, followers 
 The size and form of a request are checked before anything else reads it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

@@ -1,7 +1,5 @@
 """The server's interface as an OpenAPI 3.1 document, from the table of operations and the protocol's own types."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -51,9 +51,9 @@ from posttrain.domain.ids import Role
 from posttrain.events.admitting import public, secrets_of
 from posttrain.server import logs
 from posttrain.server.app import build
-from posttrain.server.workers import start
 from posttrain.server.connections import (
     Door,
+    Peers,
     Room,
     checked_advertised,
     is_loopback,
@@ -63,14 +63,12 @@ from posttrain.server.connections import (
     raise_files,
 )
 from posttrain.server.entrance import Entrance
-from posttrain.server.connections import Peers
 from posttrain.server.metering import Board, Meters
 from posttrain.server.underway import Server
-from posttrain.server.workers import Workers
+from posttrain.server.workers import Workers, start
 from posttrain.store.atomic import Refusal, held, make_folder, write_json
 from posttrain.store.blobs import open_blobs
-from posttrain.store.hosts import Hosts
-from posttrain.store.hosts import Ledger
+from posttrain.store.hosts import Hosts, Ledger
 from posttrain.store.operations import forget_before
 from posttrain.store.reaching import SOCKET, SOCKETS
 from posttrain.workspace.served import LOCK, PLACE, server_of

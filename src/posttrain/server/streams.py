@@ -1,7 +1,5 @@
 """What comes piece by piece, as server-sent events: how a run stands, and what its jobs print."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -15,8 +15,6 @@ of it was written. Then it is not carried out again, except for a verb that find
 under further ids of the same request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -47,14 +45,13 @@ from posttrain.domain.errors import (
     PosttrainError,
     StoppedError,
 )
-from posttrain.server.entrance import Asker, Entrance
 from posttrain.server.connections import Peers
+from posttrain.server.entrance import Asker, Entrance
 from posttrain.server.limits import READ, Limits, check_path, in_thread
 from posttrain.server.logs import logged_problem
 from posttrain.server.metering import Meters
 from posttrain.server.workers import OPERATION_SECONDS, Answers, Asking, Refused
-from posttrain.store.hosts import server_lives
-from posttrain.store.hosts import Ledger, numbered
+from posttrain.store.hosts import Ledger, numbered, server_lives
 from posttrain.store.operations import BEAT_SECONDS, DONE, Begun, Operations, Repeats
 
 _FORM = re.compile(r"[A-Za-z0-9_-]{8,64}")

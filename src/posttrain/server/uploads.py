@@ -6,8 +6,6 @@ by a row (`store.operations`), also before anything names it.
 `Bundles` lays uploaded files down in a folder for a verb that reads files.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping

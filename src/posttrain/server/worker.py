@@ -5,8 +5,6 @@ numpy, pyarrow or tokenizers happen here, so that the server itself stays small,
 ends a worker and not the server. It ends when the server does.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select
@@ -18,9 +16,8 @@ from typing import Any
 
 from posttrain.api.control import OPERATIONS
 from posttrain.app.workspace import Workspace
-from posttrain.server.entrance import Told, arguments, call, telling, to_json
 from posttrain.server.console import CONSOLE
-from posttrain.server.entrance import Asker, Entrance
+from posttrain.server.entrance import Asker, Entrance, Told, arguments, call, telling, to_json
 from posttrain.server.logs import Logging, Printed, begin, logged_problem
 from posttrain.server.uploads import Bundles, Uploads
 

@@ -15,8 +15,6 @@ lock is a file of the workspace, in which everybody works who writes its ledger,
 several hosts; either is released when a process dies, however it dies.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -29,8 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from posttrain.domain.errors import DeadlineError, IntegrityError, PosttrainError
-from posttrain.domain.errors import unwritable as unwritable
+from posttrain.domain.errors import DeadlineError, IntegrityError, PosttrainError, unwritable as unwritable
 
 SMALL = 64 << 10  # bytes of what says one thing: a start, an order, how far a job is
 ANSWER = 4 << 20  # bytes of a result

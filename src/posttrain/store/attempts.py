@@ -25,8 +25,6 @@ On the job's side of its channel, facts are buffered and written as segments. Wh
 beside its facts, at once, and within one line.
 """
 
-from __future__ import annotations
-
 import functools
 import io
 import json
@@ -39,8 +37,20 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.domain.errors import InputError, IntegrityError, NotFoundError
-from posttrain.domain.jobs import Fact, Note, Progress, Sample, Span, count, fact_from_json, fact_to_json
-from posttrain.domain.jobs import PHASE_SECONDS, CheckpointCommit, JobOrder, JobResult
+from posttrain.domain.jobs import (
+    PHASE_SECONDS,
+    CheckpointCommit,
+    Fact,
+    JobOrder,
+    JobResult,
+    Note,
+    Progress,
+    Sample,
+    Span,
+    count,
+    fact_from_json,
+    fact_to_json,
+)
 from posttrain.store.atomic import ANSWER, LINE, SMALL, look_over, make_folder, read_json, read_left, taken, write_json
 from posttrain.store.channel import EVENTS, SAMPLES, AttemptChannel, ControlKind, Summary, refuse
 from posttrain.store.channels.folder import FolderObjects

@@ -4,8 +4,6 @@ Rows are what everybody reads; only events are sealed. Whoever edits a row of th
 proof builds every told column of every row again from the events, and compares.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +14,8 @@ from sqlalchemy import ColumnElement, Connection, Text, and_, literal, or_, sele
 from posttrain.domain.errors import IntegrityError
 from posttrain.domain.records import release_of, run_end, stage_end
 from posttrain.store.database import schema_version
-from posttrain.store.journal import ADDED, ERASED, REMOVED, TABLES, auditable
 from posttrain.store.hosts import Ledger
+from posttrain.store.journal import ADDED, ERASED, REMOVED, TABLES, auditable
 from posttrain.store.schema import (
     SCHEMA_VERSION,
     JsonText,

@@ -12,8 +12,6 @@ so that nothing is deleted in between; nobody else waits. A backup into a folder
 the one before stays good until `backup.json` names the next.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sqlite3

@@ -16,8 +16,6 @@ nothing) is resolved by what is there afterwards: no fact, order or start is dou
 library: jobs import this.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -12,8 +12,6 @@ A ledger that is a file is checked: whether it is whole, may be written, and is 
 PostgreSQL, whose hosts need not agree on one.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import shutil

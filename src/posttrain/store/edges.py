@@ -3,8 +3,6 @@
 What was known already is no change. Nothing here reads a row for each of many: every write is one statement.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ what the words of every row that they told are from now on. All of it is one tra
 and names of runs, assets and channels are kept for ever.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +21,8 @@ from posttrain.domain.ports import crashpoint
 from posttrain.domain.records import IMPORTED
 from posttrain.store.database import schema_version
 from posttrain.store.external import URI, VERSION
-from posttrain.store.journal import CHANGED, ERASED, TABLES, Author, Change, Journal, new_request
 from posttrain.store.hosts import Ledger
+from posttrain.store.journal import CHANGED, ERASED, TABLES, Author, Change, Journal, new_request
 from posttrain.store.schema import (
     SCHEMA_VERSION,
     approval_requests,

@@ -4,8 +4,6 @@ Credentials come from the environment, as for the artifact store; a URL that hol
 recorded. A name in the environment that cannot be an S3 server is refused as well: obstore panics at some of these.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ the ledger.
 A session records which token stands behind the secret that a browser shows, of which the digest alone is kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

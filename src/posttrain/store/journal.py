@@ -14,8 +14,6 @@ of a log record the rows that a ledger begins with.
 Waking: whoever gives an object something to do wakes it in the same transaction.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Collection, Mapping

@@ -19,8 +19,6 @@ object of the other is deleted. Objects without a row, as a killed process leave
 Bytes in the store that a project sent are noted though no row names them yet, so every server of the ledger finds them.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import secrets

@@ -4,8 +4,6 @@ The driver is psycopg (the extra `posttrain[postgres]`); SQLAlchemy alone import
 Errors are told apart by SQLSTATE; where a connection fails before there is one, by libpq's words.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

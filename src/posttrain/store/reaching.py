@@ -13,8 +13,6 @@ The job may write both, so nothing of the server reads them: its driver remember
 Imports are the standard library only, and what the folder needs: jobs import this module.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

@@ -5,8 +5,6 @@ events that they get; channels (what is live, what was, what may not come back) 
 approvals, and which runs wait for one.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar

@@ -9,8 +9,6 @@ is the empty value of their type. `schema_version.usable_since` says which revis
 that does more than add writes itself.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -6,8 +6,6 @@ the connection was opened for rows of every project, with the reason. The verdic
 so a statement that runs again costs one look-up.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping

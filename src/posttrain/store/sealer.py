@@ -15,8 +15,6 @@ show runs and attempts that the ledger lacks.
 A loss that somebody meant is accepted with a reason, by an event that names what is missed no more.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -46,8 +44,8 @@ from posttrain.domain.ids import TYPES
 from posttrain.domain.ports import crashpoint
 from posttrain.store.atomic import ANSWER, read_left
 from posttrain.store.blobs import ObjectBlobs
-from posttrain.store.journal import CREATED, ERASED, FIELDS, Payload, envelope_leaf
 from posttrain.store.hosts import Ledger
+from posttrain.store.journal import CREATED, ERASED, FIELDS, Payload, envelope_leaf
 from posttrain.store.merkle import LEVELS, Tree
 from posttrain.store.schema import attempts, events, leaves, payloads, tiles, tree_head, unsealed
 

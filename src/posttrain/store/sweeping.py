@@ -13,8 +13,6 @@ there is), checkpoints that attempts of runs resumed from which have succeeded o
 name that were erased.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time
@@ -32,9 +30,8 @@ from posttrain.domain.records import MANIFEST
 from posttrain.store.atomic import StoreLock
 from posttrain.store.blobs import ObjectBlobs, StoredBlob
 from posttrain.store.database import schema_version
-from posttrain.store.journal import ERASED, REMOVED, TABLES, Author, Change, Journal, new_request
 from posttrain.store.hosts import Ledger
-from posttrain.store.writing import POLICY_SET
+from posttrain.store.journal import ERASED, REMOVED, TABLES, Author, Change, Journal, new_request
 from posttrain.store.schema import (
     SCHEMA_VERSION,
     artifacts,
@@ -48,6 +45,7 @@ from posttrain.store.schema import (
     stages,
 )
 from posttrain.store.trees import tree_listing
+from posttrain.store.writing import POLICY_SET
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _AT_ONCE = 1000

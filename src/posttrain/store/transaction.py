@@ -6,8 +6,6 @@ are kept back until the end of the block and written at once. Whoever changes a 
 the work queue.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -15,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Table, Update, bindparam, delete, func, select, update
-from sqlalchemy import text as sql
+from sqlalchemy import Table, Update, bindparam, delete, func, select, text as sql, update
 
 from posttrain.domain.errors import ConflictError, InputError, StaleWriteError
 from posttrain.domain.lifecycle import check_transition, is_final
@@ -34,7 +31,6 @@ from posttrain.domain.records import (
 from posttrain.store.database import hold_off_others
 from posttrain.store.edges import Sizes, Told
 from posttrain.store.journal import CHANGED, REMOVED, Change, revive, settle_at
-from posttrain.store.writing import ApprovalWriting, ReleaseWriting
 from posttrain.store.rows import Record, plain, to_columns
 from posttrain.store.schema import (
     asset_status,
@@ -49,7 +45,7 @@ from posttrain.store.schema import (
     stages,
 )
 from posttrain.store.scope import of_project
-from posttrain.store.writing import GrantWriting, SinkWriting
+from posttrain.store.writing import ApprovalWriting, GrantWriting, ReleaseWriting, SinkWriting
 
 _WATCH = sql(
     "INSERT INTO watches (attempt, run_id, progress, quiet, at) VALUES (:attempt, :run_id, :progress, :quiet, :at) "

@@ -13,8 +13,6 @@ and times do not count.
 them.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -12,8 +12,6 @@ compare-and-set on its row: a release and a change of its policy never pass each
 An approval records what is asked for, and what people answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any

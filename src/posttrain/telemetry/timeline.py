@@ -14,8 +14,6 @@ that overlap without nesting, which clocks read twice produce: see `_nested`. Th
 Format: "Trace Event Format", Google, 2016 (JSON object form, events X, M, s, f, C, i).
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import statistics

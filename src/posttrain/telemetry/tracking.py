@@ -21,8 +21,6 @@ reported.
 Progress is read from the attempt folders: the live display, `get` and the report show it.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

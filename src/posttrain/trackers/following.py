@@ -14,8 +14,6 @@ the run lacks is recorded as one of its own, once its place has been opened. Ano
 written there and then; where the run's own is stays as it was.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shlex

@@ -11,8 +11,6 @@
 A tracker's server is asked whether it answers before its client is, which may try again for minutes.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -38,8 +36,7 @@ from posttrain.telemetry.trackers.parquet import ParquetTracker
 from posttrain.telemetry.trackers.tensorboard import TensorBoardTracker
 from posttrain.telemetry.trackers.wandb import WandbTracker
 from posttrain.telemetry.tracking import Tracker
-from posttrain.workspace.settings import OpenWorkspace
-from posttrain.workspace.settings import SETTINGS, VARIABLE
+from posttrain.workspace.settings import SETTINGS, VARIABLE, OpenWorkspace
 
 _SECONDS = 5.0  # for a connection
 _PORTS = {"http": 80, "https": 443}

@@ -3,8 +3,6 @@
 `posttrain compare`: from words on the command line to the evaluations they name, and the page of a comparison.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How the responses of evaluations are drawn, in words, from parameters alone: who shows a run loads no tables."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A plan as a person sees it: stages, cache, cost, power, what to change."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

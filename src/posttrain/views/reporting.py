@@ -10,9 +10,9 @@ from pathlib import Path
 
 from posttrain.control import budgets
 from posttrain.control.comparing import Difference, compare
+from posttrain.control.deciding import selection_words
 from posttrain.control.judging import explain_run
 from posttrain.control.lineage import Node, run_lineage
-from posttrain.control.deciding import selection_words
 from posttrain.domain.gates import GateReport
 from posttrain.domain.kinds import Driver, kind_of
 from posttrain.domain.manifest import Manifest

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.control.budgets import spending
 from posttrain.control.channels import standings
-from posttrain.control.deciding import ADDED
+from posttrain.control.deciding import ADDED, choice_warnings, selection_words
 from posttrain.control.launching import trained_elsewhere
-from posttrain.control.deciding import choice_warnings, selection_words
 from posttrain.domain.approvals import Standing
 from posttrain.domain.errors import PosttrainError
 from posttrain.domain.gates import GateReport

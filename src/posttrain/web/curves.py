@@ -4,8 +4,6 @@ Matplotlib is imported here and this module only where a picture is drawn. The A
 pyplot, so nothing global is touched; the same series give the same bytes.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -8,8 +8,6 @@ The card states what the model is, how it was made, and what it was judged by, i
 model hubs read.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import os

@@ -4,16 +4,14 @@ The run report is one page: what was asked, what came out, and whether it may be
 scores side by side, the items that changed hands, curves over each other, and what differs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from posttrain.control.comparing import Comparison, Difference
 from posttrain.control.scores import Response, Scores
-from posttrain.domain.jobs import Sample
 from posttrain.domain.gates import Verdict
+from posttrain.domain.jobs import Sample
 from posttrain.web.pages import Sizes, fitted, template, write_page
 from posttrain.web.panels import COMPONENTS, MAIN, REWARD, TONES, CurveSeries, Panel, component, panel, rank, whiskers
 

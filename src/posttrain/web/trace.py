@@ -4,8 +4,6 @@ It shows who was busy and who waited, which hand-off took how much of every step
 of median length and the longest.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Whether a workspace is being served, and where: then commands in its folder go through the server."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A fake that knows whom it was told of."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from posttrain.access.ports import Identity

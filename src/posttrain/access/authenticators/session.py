@@ -3,8 +3,6 @@
 The ledger keeps the SHA-256 of the bits, and the token is in no cookie, so neither tells the other.
 """
 
-from __future__ import annotations
-
 import base64
 import re
 

@@ -1,7 +1,5 @@
 """The user of this process, as the operating system knows it: nothing needs to be shown."""
 
-from __future__ import annotations
-
 import os
 import pwd
 

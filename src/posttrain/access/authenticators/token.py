@@ -1,7 +1,5 @@
 """Tokens: 256 random bits that a principal shows. The ledger keeps their SHA-256, which tells nothing of them."""
 
-from __future__ import annotations
-
 import base64
 import re
 from collections.abc import Mapping

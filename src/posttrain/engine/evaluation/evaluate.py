@@ -32,9 +32,8 @@ from posttrain.engine.config import SuiteConfig
 from posttrain.engine.config.stages import DRAWN
 from posttrain.engine.groups.worker_group import WorkerGroup
 from posttrain.engine.models.loading import encode_prompts
-from posttrain.engine.rollout.worker import generate
 from posttrain.engine.rollout.port import PromptBatch, RolloutEngine, SamplingParams
-from posttrain.engine.rollout.worker import RolloutWorker
+from posttrain.engine.rollout.worker import RolloutWorker, generate
 from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.scoring import response_text
 from posttrain.engine.settings import LossProbeConfig

@@ -30,8 +30,6 @@ process computes them as several do. Roles that share the rollout's pool compute
 A role computes the wide columns of a batch and keeps them, and the batch gets the places of their rows.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

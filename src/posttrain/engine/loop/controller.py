@@ -36,8 +36,7 @@ from typing import Any, Generic, Self, TypeVar, final
 
 from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import BudgetExceededError, FailureClass, IntegrityError, JobFailedError
-from posttrain.domain.jobs import FactSink, Metric, Note, Progress
-from posttrain.domain.jobs import seconds_short, tokens_short
+from posttrain.domain.jobs import FactSink, Metric, Note, Progress, seconds_short, tokens_short
 from posttrain.domain.kinds import UNCHANGED
 from posttrain.domain.ports import crashpoint
 from posttrain.engine.batch import TokenBatch, peak_memory

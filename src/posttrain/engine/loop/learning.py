@@ -20,15 +20,13 @@ import torch
 from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Note
-from posttrain.engine.algorithms.objectives import kl_estimate, log_ratio
-from posttrain.engine.algorithms.objectives import Totals
+from posttrain.engine.algorithms.objectives import Totals, kl_estimate, log_ratio
 from posttrain.engine.batch import Need, Predictions, Provenance, TokenBatch
 from posttrain.engine.groups.worker_group import Future
 from posttrain.engine.loop.collecting import Columns, Form, ask, attached, credited, refuse_odd
 from posttrain.engine.loop.publishing import Roles
 from posttrain.engine.recipes.algorithm import Algorithm, Column, ScoredGroup, Update
-from posttrain.engine.roles.port import Division
-from posttrain.engine.roles.port import Update as Done
+from posttrain.engine.roles.port import Division, Update as Done
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.tracing import SampleTracer, Trace
 

@@ -23,8 +23,7 @@ from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import InputError
 from posttrain.engine.config import DataflowConfig, OnPolicyConfig, SamplingConfig, TraceConfig
 from posttrain.engine.evaluation.evaluate import Probe, ProbeSchedule
-from posttrain.engine.loop.collecting import Collector
-from posttrain.engine.loop.collecting import Form
+from posttrain.engine.loop.collecting import Collector, Form
 from posttrain.engine.loop.learning import Learning
 from posttrain.engine.loop.publishing import Roles
 from posttrain.engine.loop.recipe import Journal, Reserve, free

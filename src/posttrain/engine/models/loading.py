@@ -11,8 +11,6 @@ Rows are canonical (`posttrain.data.rows`): `prompt` [+ `completion`], `messages
 never decoded and encoded again. What a row becomes is said by `domain.rendering`, which the plan asks too.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,15 @@ import numpy as np
 from torch import Tensor
 
 from posttrain.engine.algorithms.advantages import Estimator, by_group
-from posttrain.engine.algorithms.objectives import kl_estimate, kl_rewards, score_rewards
-from posttrain.engine.algorithms.objectives import DENOMINATORS, PolicyObjective, Totals, old_logprobs
+from posttrain.engine.algorithms.objectives import (
+    DENOMINATORS,
+    PolicyObjective,
+    Totals,
+    kl_estimate,
+    kl_rewards,
+    old_logprobs,
+    score_rewards,
+)
 from posttrain.engine.batch import TokenBatch
 from posttrain.engine.config import OnPolicyConfig, PPOKLConfig, RewardKLConfig, SamplingConfig
 from posttrain.engine.recipes.algorithm import (

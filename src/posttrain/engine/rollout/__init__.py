@@ -1,9 +1,8 @@
 """Engines that generate."""
 
 from posttrain.engine.rollout.backends.scripted import ScriptedRollout
-from posttrain.engine.rollout.worker import generate
 from posttrain.engine.rollout.port import Completion, Generation, RolloutEngine, SamplingParams
-from posttrain.engine.rollout.worker import open_rollout
+from posttrain.engine.rollout.worker import generate, open_rollout
 
 __all__ = [
     "Completion",

@@ -8,8 +8,6 @@ What an engine of somebody else's gets wrong would otherwise be trained on: an a
 too long, log-probabilities that are no numbers. Each ends the call in one line that names the sample.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import count

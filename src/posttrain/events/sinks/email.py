@@ -1,7 +1,5 @@
 """Events as e-mails, by SMTP. The Message-ID is the event's: a mailbox that sees it twice can drop the second."""
 
-from __future__ import annotations
-
 import re
 import smtplib
 import socket

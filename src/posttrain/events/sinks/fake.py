@@ -1,7 +1,5 @@
 """A sink in memory, for tests: what arrived, kept by whoever made it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Events as lines of a file: one JSON object each, appended whole, on the disk before the cursor moves."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

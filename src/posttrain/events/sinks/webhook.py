@@ -4,8 +4,6 @@ What is signed is `ID.TIMESTAMP.BODY`, by HMAC-SHA256, so that neither can be ch
 seen to be old. A receiver answers 2xx when it has the event; anything else, redirects too, is a failure.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac

@@ -1,7 +1,5 @@
 """An executor whose jobs are what a test says they are, and which is as unhelpful as a test wants it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A trainer without an engine: any stage kind, parameters taken as they are. For tests of what drives trainers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """The native trainer: Posttrain's own engine, launched as a process, never imported here."""
 
-from __future__ import annotations
-
 import functools
 import glob
 import os

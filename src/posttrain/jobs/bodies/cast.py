@@ -4,8 +4,6 @@ Asked: `{"folder", "dtype"}`. Answered: `{"file", "tensors"}` for each file. No 
 number that is finite before and is not after is refused: a model with an infinite weight says nothing.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Mapping

@@ -10,8 +10,6 @@ the device and fall-backs, then a line for each response: `{"prompt", "sample", 
 "logprob"}`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,8 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.data.rows import distinct_items, prompt_text, read_rows, repeated_rows, uniform
 from posttrain.domain.canonical import canonical_json, derive_seed
 from posttrain.domain.errors import InputError
-from posttrain.domain.jobs import Metric, Note, Progress
-from posttrain.domain.jobs import JobResult, Output, seconds_short
+from posttrain.domain.jobs import JobResult, Metric, Note, Output, Progress, seconds_short
 from posttrain.domain.rewards import JUDGES
 from posttrain.engine.batch import peak_memory
 from posttrain.engine.config import EvaluateConfig
@@ -38,13 +35,11 @@ from posttrain.engine.evaluation.evaluate import (
     evaluate_suite,
     suite_items,
 )
-from posttrain.engine.models.loading import decode_response, encode_prompts
 from posttrain.engine.models.language_model import LanguageModel
-from posttrain.engine.models.loading import ModelSource, load_tokenizer
+from posttrain.engine.models.loading import ModelSource, decode_response, encode_prompts, load_tokenizer
 from posttrain.engine.rollout.decoding import StopStrings
-from posttrain.engine.rollout.worker import generate
 from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
-from posttrain.engine.rollout.worker import decoding_fallbacks, open_rollout
+from posttrain.engine.rollout.worker import decoding_fallbacks, generate, open_rollout
 from posttrain.engine.settings import InferenceRuntimeConfig
 from posttrain.jobs.bodies.rewards import open_rewards
 from posttrain.jobs.bodies.training import choose, settled_device, tell_sizes

@@ -1,7 +1,5 @@
 """The reward functions of a stage, opened in their cells: one, or several with weights."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping
@@ -13,9 +11,9 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Note
 from posttrain.domain.rewards import reward_slots
 from posttrain.jobs.entry import Job
-from posttrain.sandbox.session import Provision
 from posttrain.sandbox.port import RewardFunction
 from posttrain.sandbox.process import ParallelReward, WeightedReward, open_reward
+from posttrain.sandbox.session import Provision
 
 
 def open_rewards(

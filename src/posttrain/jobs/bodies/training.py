@@ -9,8 +9,6 @@ chooses them, from what this machine has: a plan made here chose the same.
 An initial model is a randomly initialised model in Hugging Face format.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import time
@@ -27,8 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.data.rows import prompt_text, read_rows, uniform
 from posttrain.domain.canonical import derive_seed
 from posttrain.domain.errors import InputError
-from posttrain.domain.jobs import Metric, Note, Progress
-from posttrain.domain.jobs import JobResult, Output
+from posttrain.domain.jobs import JobResult, Metric, Note, Output, Progress
 from posttrain.domain.kinds import kind_of
 from posttrain.domain.placement import NAMED_MODELS
 from posttrain.domain.rewards import reward_slots
@@ -55,12 +52,14 @@ from posttrain.engine.groups.worker_group import DEADLINES, Deadlines, ResourceP
 from posttrain.engine.loop.controller import Controller, FromRows, Limits, Order, Selection
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Recipe
-from posttrain.engine.models.loading import encode_examples, encode_preferences, encode_prompts
 from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.loading import (
     ModelSource,
     ScalarSource,
     character_tokenizer,
+    encode_examples,
+    encode_preferences,
+    encode_prompts,
     initial_model,
     is_sequence_classifier,
     load_tokenizer,

@@ -1,7 +1,5 @@
 """Parts of pages that a worker draws: they load numpy, read files of jobs, or judge."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any

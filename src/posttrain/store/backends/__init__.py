@@ -1,7 +1,5 @@
 """One file per blob back-end, over the port that is here. They do not know each other."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any

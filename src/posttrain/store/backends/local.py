@@ -1,7 +1,5 @@
 """A folder as an object store. obstore's writes are atomic there, but not durable: the syncing is done here."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A store in this process's memory: the fake for tests. Stores of the same name are the same store."""
 
-from __future__ import annotations
-
 from obstore.store import MemoryStore
 
 from posttrain.store.backends import Backend

@@ -5,8 +5,6 @@ large is one request: objects are read in ranges, and written in parts (multipar
 upload that fails is aborted; one whose process was killed is left to `posttrain gc` (`store.direct`).
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

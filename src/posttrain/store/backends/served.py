@@ -4,8 +4,6 @@ A server that is away for minutes is waited for, which the job's log says; where
 read anew from the attempt's folder at each try. Standard library only.
 """
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import tempfile

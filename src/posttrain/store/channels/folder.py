@@ -1,7 +1,5 @@
 """An attempt's objects as files below its folder: what was acknowledged survives a power cut."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

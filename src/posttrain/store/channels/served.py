@@ -3,8 +3,6 @@
 A server that is away is waited for, but for the summary, which is said again with the next segment.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 from pathlib import Path

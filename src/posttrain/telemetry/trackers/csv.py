@@ -3,8 +3,6 @@
 Lines are only ever added. A last line without its end was cut short by a kill or a full disk, and is cut away.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Iterator, Sequence

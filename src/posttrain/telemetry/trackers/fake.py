@@ -1,7 +1,5 @@
 """A tracker in memory, for tests: targets by run, kept by whoever made it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar

@@ -10,8 +10,6 @@ goes on after a kill is copied into a new folder first, from the old one's own r
 Online, the service keeps the run, and its history says what is there.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -6,8 +6,6 @@ down to its workers. An environment that differs is the job's answer: one line i
 imported.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

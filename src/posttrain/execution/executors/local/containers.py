@@ -19,8 +19,6 @@ An image is fetched again and again while its registry is away, within a time.
 Imports only the standard library, and modules of Posttrain that keep to it: the supervisor imports this.
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import json

@@ -14,8 +14,6 @@ The files lie where every user may make one and nobody may remove another's (a s
 are read with suspicion: anybody may write into them. Only the standard library: the supervisor imports this.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

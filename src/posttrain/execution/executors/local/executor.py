@@ -5,8 +5,6 @@ so any process can observe and kill. A supervisor lives exactly as long as it ho
 a pid.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import functools

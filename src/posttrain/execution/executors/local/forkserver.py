@@ -14,8 +14,6 @@ before it runs. Whatever does not fit (another digest, threads that the engine w
 that is dead or slow) starts cold, by `bootstrap`: that takes seconds longer and is otherwise the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

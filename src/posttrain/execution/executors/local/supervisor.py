@@ -21,8 +21,6 @@ only. The job dies with its supervisor (parent-death signal), so a lost supervis
 Nothing here imports more than the standard library (and rooms of ours that keep to it): it has to start in a blink.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import json
