@@ -12,7 +12,7 @@ from posttrain.domain.errors import WorkspaceError
 from posttrain.domain.jobs import Sample, Span
 from posttrain.telemetry.timeline import AttemptSpans
 from posttrain.web.pages import brief, volume
-from posttrain.web.trace import TracePage, render_trace_page, trace_page
+from posttrain.web.report import TracePage, render_trace_page, trace_page
 
 EPOCH = 1_700_000_000.0
 

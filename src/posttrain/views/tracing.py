@@ -25,7 +25,7 @@ from posttrain.telemetry.timeline import AttemptSpans, StageTimeline, chrome_tra
 from posttrain.views.drawn import sampling_words
 from posttrain.views.logs import stage_attempts
 from posttrain.web.report import SampledStep, StageSamples, SuiteAnswers
-from posttrain.web.trace import TracePage, trace_page
+from posttrain.web.report import TracePage, trace_page
 from posttrain.workspace.settings import OpenWorkspace
 
 _SEGMENTS = 24  # of recorded samples that are read
