@@ -14,7 +14,7 @@ from cli_world import World, make_world
 
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import WorkspaceError
-from posttrain.store.merkle import EMPTY, Tree
+from posttrain.store.trees import EMPTY, Tree
 from posttrain.store.schema import leaves, tiles
 from posttrain.store.sealer import find_lost, head_name, keep_head, root_at
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hypothesis import given, settings, strategies as st
 
-from posttrain.store.merkle import EMPTY, Tree, leaf_hash, node_hash
+from posttrain.store.trees import EMPTY, Tree, leaf_hash, node_hash
 
 
 def defined(leaves: Sequence[bytes]) -> bytes:

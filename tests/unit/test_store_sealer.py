@@ -20,7 +20,7 @@ from posttrain.domain.records import RunRecord
 from posttrain.store.database import Database
 from posttrain.store.hosts import Ledger
 from posttrain.store.journal import FIELDS, Payload, envelope_leaf
-from posttrain.store.merkle import EMPTY
+from posttrain.store.trees import EMPTY
 from posttrain.store.sealer import seal, verify_chain
 
 FIRST = 4  # events of making the ledger, and of naming who writes

@@ -53,7 +53,7 @@ from posttrain.domain.ports import Clock
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.store import postgres
 from posttrain.store.journal import TABLES, TRIGGER, tell_rows
-from posttrain.store.merkle import EMPTY
+from posttrain.store.trees import EMPTY
 from posttrain.store.schema import (
     SCHEMA_VERSION,
     USABLE_SINCE,

@@ -43,7 +43,7 @@ from posttrain.domain.ids import DRIVER
 from posttrain.domain.ports import Clock
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.store import schema
-from posttrain.store.merkle import leaf_hash
+from posttrain.store.trees import leaf_hash
 from posttrain.store.schema import JsonText, keyed, principals, projects, watches, work
 from posttrain.store.scope import Scope
 

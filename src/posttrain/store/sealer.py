@@ -46,7 +46,7 @@ from posttrain.store.atomic import ANSWER, read_left
 from posttrain.store.blobs import ObjectBlobs
 from posttrain.store.hosts import Ledger
 from posttrain.store.journal import CREATED, ERASED, FIELDS, Payload, envelope_leaf
-from posttrain.store.merkle import LEVELS, Tree
+from posttrain.store.trees import LEVELS, Tree
 from posttrain.store.schema import attempts, events, leaves, payloads, tiles, tree_head, unsealed
 
 _BATCH = 4096

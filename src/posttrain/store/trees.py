@@ -11,18 +11,27 @@ and times do not count.
 
 `scratch` makes folders for the length of a block. They also go when the process in it is killed: the next call removes
 them.
+
+The Merkle tree of RFC 6962, grown leaf by leaf: pure hashing.
+
+`leaf = SHA-256(0x00 || entry)`, `node = SHA-256(0x01 || left || right)`. A tree of n leaves is kept as the roots of its
+perfect subtrees, one for each bit of n, the largest first. Whenever 256, 256², … leaves are complete, their root is a
+*tile*, so that proofs need not hash everything again.
 """
 
+from __future__ import annotations
+
 import fcntl
+import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +48,9 @@ _BESIDE = re.compile(  # what a trainer leaves beside a model, by the path in it
     r"(?:^|/)(?:checkpoint-\d+/|(?:training_args\.bin|optimizer\.(?:pt|bin)|scheduler\.pt|scaler\.pt|rng_state\w*\.pth|"
     r"trainer_state\.json)$)"
 )
+HASH = 32  # bytes
+EMPTY = hashlib.sha256(b"").digest()  # root of no leaves
+LEVELS = 8  # levels of the binary tree that a tile spans: 256 leaves
 
 
 @contextmanager
@@ -361,3 +373,69 @@ def _portable(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return all(part not in ("", ".", "..") for part in name.split("/")) and "\\" not in name and "\0" not in name
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Root over the `position`-th 256^(level + 1) leaves."""
+
+    level: int
+    position: int
+    hash: bytes
+
+
+@dataclass(slots=True)
+class Tree:
+    """A tree that grows."""
+
+    size: int = 0
+    peaks: list[bytes] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, size: int, peaks: bytes) -> Tree:
+        """A tree as `packed` left it."""
+        return cls(size, [peaks[at : at + HASH] for at in range(0, len(peaks), HASH)])
+
+    @property
+    def packed(self) -> bytes:
+        """The peaks as they are stored."""
+        return b"".join(self.peaks)
+
+    def add(self, leaves: Iterable[bytes]) -> list[Tile]:
+        """Append leaf hashes.
+
+        Returns:
+            The tiles that they completed, in order.
+        """
+        tiles: list[Tile] = []
+        for leaf in leaves:
+            node, size, level = leaf, self.size, 0
+            while size & 1:
+                node = node_hash(self.peaks.pop(), node)
+                size >>= 1
+                level += 1
+                if level % LEVELS == 0:
+                    tiles.append(Tile(level // LEVELS - 1, size, node))
+            self.peaks.append(node)
+            self.size += 1
+        return tiles
+
+    @property
+    def root(self) -> bytes:
+        """RFC 6962's Merkle tree hash of all leaves."""
+        if not self.peaks:
+            return EMPTY
+        found = self.peaks[-1]
+        for peak in reversed(self.peaks[:-1]):
+            found = node_hash(peak, found)
+        return found
+
+
+def leaf_hash(entry: bytes) -> bytes:
+    """RFC 6962's hash of an entry."""
+    return hashlib.sha256(b"\x00" + entry).digest()
+
+
+def node_hash(left: bytes, right: bytes) -> bytes:
+    """RFC 6962's hash of two subtrees."""
+    return hashlib.sha256(b"\x01" + left + right).digest()
