@@ -16,7 +16,7 @@ from posttrain.control.reconciler import Reconciler
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import Cause, JobSpec
 from posttrain.domain.requests import JobRequest, PodGroup
-from posttrain.events.admitting import SECRETS
+from posttrain.events.ports import SECRETS
 from posttrain.execution.trainers.native import NativeTrainer
 from posttrain.store.attempts import AttemptFolder
 

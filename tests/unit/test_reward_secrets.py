@@ -19,7 +19,7 @@ from posttrain.data.refs import confined
 from posttrain.domain.errors import InputError
 from posttrain.domain.jobs import InputBlob, JobOrder, JobResult
 from posttrain.domain.requests import JobRequest
-from posttrain.events.admitting import SECRETS, secrets_of
+from posttrain.events.ports import SECRETS, secrets_of
 from posttrain.execution.executors.local.executor import LocalExecutor
 from posttrain.execution.processes import of_a_server
 from posttrain.jobs import entry

@@ -17,7 +17,7 @@ from posttrain.app.driver import Driver
 from posttrain.domain.errors import AccessError, InputError, NotFoundError, SinkError
 from posttrain.domain.ids import Role
 from posttrain.domain.sinks import FOR_PEOPLE, Rule
-from posttrain.events.admitting import SECRETS, VARIABLE, public, secrets_of
+from posttrain.events.ports import SECRETS, VARIABLE, public, secrets_of
 from posttrain.server.driver import OpenRuns
 from sink_servers import SECRET, Receiver, receiver
 

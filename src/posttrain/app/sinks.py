@@ -18,7 +18,7 @@ from posttrain.control.owners import process_alive, process_name
 from posttrain.data.refs import is_confined
 from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.sinks import BY_PERSON, Cursor, Rule, SinkRecord, SinkView
-from posttrain.events.admitting import public, refuse_foreign_secrets, refuse_resolved
+from posttrain.events.ports import public, refuse_foreign_secrets, refuse_resolved
 from posttrain.events.bus import LEAVE, Deliverer, trial
 from posttrain.events.ports import Admit, Sink, anywhere
 from posttrain.events.sinks.email import EmailSink

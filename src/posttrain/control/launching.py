@@ -38,7 +38,7 @@ from posttrain.domain.manifest import Manifest, StageManifest, job_identity
 from posttrain.domain.ports import BlobStore, crashpoint
 from posttrain.domain.records import AttemptRecord, StageRecord
 from posttrain.domain.requests import secret_fault
-from posttrain.events.admitting import SECRETS, secrets_of
+from posttrain.events.ports import SECRETS, secrets_of
 from posttrain.execution.ports import Trainer
 from posttrain.store.atomic import ANSWER, make_folder
 from posttrain.store.attempts import AttemptFolder, unclaimed

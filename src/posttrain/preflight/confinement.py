@@ -38,7 +38,7 @@ from posttrain.domain.rewards import (
     refuse_nameless,
 )
 from posttrain.domain.runspec import may_be_secret
-from posttrain.events.admitting import SECRETS, secrets_of
+from posttrain.events.ports import SECRETS, secrets_of
 from posttrain.store.atomic import make_folder, read_json, write_json
 from posttrain.store.trees import tree_listing
 from posttrain.workspace.settings import OpenWorkspace

@@ -48,7 +48,7 @@ from posttrain.app.workspace import Workspace
 from posttrain.control.owners import process_name
 from posttrain.domain.errors import ConflictError, InputError, PosttrainError, WorkspaceError
 from posttrain.domain.ids import Role
-from posttrain.events.admitting import public, secrets_of
+from posttrain.events.ports import public, secrets_of
 from posttrain.server import logs
 from posttrain.server.app import build
 from posttrain.server.connections import (

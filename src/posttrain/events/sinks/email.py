@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.sinks import Notice
-from posttrain.events.admitting import NetworkSink, reach
+from posttrain.events.ports import NetworkSink, reach
 from posttrain.events.ports import (
     ANSWER_SECONDS,
     WHOLE_SECONDS,
