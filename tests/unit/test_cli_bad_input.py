@@ -212,6 +212,7 @@ TENSOR = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
         pytest.param(header({"w": {**TENSOR, "shape": [True]}}), id="header: true shape"),
         pytest.param(header({"w": {**TENSOR, "shape": "1"}}), id="header: shape as text"),
         pytest.param(header({"w": {**TENSOR, "dtype": 5}}), id="header: dtype a number"),
+        pytest.param(header({"": {**TENSOR, "dtype": 5}}), id="header: a name of nothing"),
         pytest.param(header({"w": {**TENSOR, "data_offsets": [0, 400]}}), id="header: cut short"),
         pytest.param(text("model.safetensors", "x"), id="weights: a byte"),
         pytest.param(

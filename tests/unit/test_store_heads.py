@@ -14,9 +14,9 @@ from cli_world import World, make_world
 
 from posttrain.app.workspace import Workspace
 from posttrain.domain.errors import WorkspaceError
-from posttrain.store.trees import EMPTY, Tree
 from posttrain.store.schema import leaves, tiles
 from posttrain.store.sealer import find_lost, head_name, keep_head, root_at
+from posttrain.store.trees import EMPTY, Tree
 
 SIZES = (0, 1, 2, 255, 256, 257, 511, 512, 700, 65535, 65536, 65537, 66100)
 

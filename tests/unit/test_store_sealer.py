@@ -20,8 +20,8 @@ from posttrain.domain.records import RunRecord
 from posttrain.store.database import Database
 from posttrain.store.hosts import Ledger
 from posttrain.store.journal import FIELDS, Payload, envelope_leaf
-from posttrain.store.trees import EMPTY
 from posttrain.store.sealer import seal, verify_chain
+from posttrain.store.trees import EMPTY
 
 FIRST = 4  # events of making the ledger, and of naming who writes
 

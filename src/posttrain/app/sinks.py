@@ -18,9 +18,8 @@ from posttrain.control.owners import process_alive, process_name
 from posttrain.data.refs import is_confined
 from posttrain.domain.errors import InputError, nearest
 from posttrain.domain.sinks import BY_PERSON, Cursor, Rule, SinkRecord, SinkView
-from posttrain.events.ports import public, refuse_foreign_secrets, refuse_resolved
 from posttrain.events.bus import LEAVE, Deliverer, trial
-from posttrain.events.ports import Admit, Sink, anywhere
+from posttrain.events.ports import Admit, Sink, anywhere, public, refuse_foreign_secrets, refuse_resolved
 from posttrain.events.sinks.email import EmailSink
 from posttrain.events.sinks.jsonl import JsonLinesSink
 from posttrain.events.sinks.webhook import WebhookSink

@@ -398,8 +398,9 @@ def _header(path: Path) -> Mapping[str, Any]:
     if not isinstance(header, dict):
         raise InputError(f"{path.name} is not safetensors: its header must be a map, got {type(header).__name__}")
     tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
-    if odd := next((name for name, tensor in tensors.items() if not _is_tensor(tensor)), None):
-        raise InputError(f"{path.name} is not safetensors: {odd[:60]} must have dtype, shape and data_offsets")
+    odd = next((name for name, tensor in tensors.items() if not _is_tensor(tensor)), None)
+    if odd is not None:  # it may be empty
+        raise InputError(f"{path.name} is not safetensors: {odd[:60]!r} must have dtype, shape and data_offsets")
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
         begin, after = tensor["data_offsets"]

@@ -11,8 +11,6 @@ metadata. The server's configuration assigns secrets to projects, and a sink use
 A sink opens a connection to an address that may be reached, within bounded time, and closes it afterwards.
 """
 
-from __future__ import annotations
-
 import http.client
 import ipaddress
 import json

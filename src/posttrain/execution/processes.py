@@ -123,9 +123,10 @@ def group(leader: int) -> list[int]:
 def carrying(variable: str, value: str) -> list[int]:
     """The running processes that were started with this variable in their environment, as far as we may look."""
     wanted, found = f"{variable}={value}".encode(), []
-    for pid, _ in _running():
+    for pid in (int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()):
         with suppress(OSError):
-            found += [pid] if wanted in (_PROC / str(pid) / "environ").read_bytes().split(b"\0") else []
+            stat = _stat(pid) if wanted in (_PROC / str(pid) / "environ").read_bytes().split(b"\0") else None
+            found += [pid] if stat is not None and stat[0] not in _DEAD else []
     return found
 
 

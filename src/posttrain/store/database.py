@@ -53,7 +53,6 @@ from posttrain.domain.ports import Clock
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.store import postgres
 from posttrain.store.journal import TABLES, TRIGGER, tell_rows
-from posttrain.store.trees import EMPTY
 from posttrain.store.schema import (
     SCHEMA_VERSION,
     USABLE_SINCE,
@@ -66,6 +65,7 @@ from posttrain.store.schema import (
     work,
 )
 from posttrain.store.scope import ACROSS, OF, guard
+from posttrain.store.trees import EMPTY
 
 SERVER_TIME: ColumnElement[float] = cast(func.extract("epoch", func.clock_timestamp()), Float(53))
 _MAGIC, _HEADER = b"SQLite format 3\0", 100  # bytes

@@ -43,9 +43,9 @@ from posttrain.domain.ids import DRIVER
 from posttrain.domain.ports import Clock
 from posttrain.domain.records import DEFAULT_PROJECT
 from posttrain.store import schema
-from posttrain.store.trees import leaf_hash
 from posttrain.store.schema import JsonText, keyed, principals, projects, watches, work
 from posttrain.store.scope import Scope
+from posttrain.store.trees import leaf_hash
 
 RUN, STAGE, SWEEP = "run", "stage", "sweep"  # kinds of work
 _INTO = "INSERT INTO work (project, kind, object, due_at, priority, wanted_version, failures, error, traceback) "

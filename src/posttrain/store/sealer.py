@@ -46,8 +46,8 @@ from posttrain.store.atomic import ANSWER, read_left
 from posttrain.store.blobs import ObjectBlobs
 from posttrain.store.hosts import Ledger
 from posttrain.store.journal import CREATED, ERASED, FIELDS, Payload, envelope_leaf
-from posttrain.store.trees import LEVELS, Tree
 from posttrain.store.schema import attempts, events, leaves, payloads, tiles, tree_head, unsealed
+from posttrain.store.trees import LEVELS, Tree
 
 _BATCH = 4096
 _WAITING = (  # what somebody else put into `unsealed` is for `verify` to tell

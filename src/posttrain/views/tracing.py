@@ -24,8 +24,7 @@ from posttrain.store.trees import tree_listing
 from posttrain.telemetry.timeline import AttemptSpans, StageTimeline, chrome_trace, summarise
 from posttrain.views.drawn import sampling_words
 from posttrain.views.logs import stage_attempts
-from posttrain.web.report import SampledStep, StageSamples, SuiteAnswers
-from posttrain.web.report import TracePage, trace_page
+from posttrain.web.report import SampledStep, StageSamples, SuiteAnswers, TracePage, trace_page
 from posttrain.workspace.settings import OpenWorkspace
 
 _SEGMENTS = 24  # of recorded samples that are read

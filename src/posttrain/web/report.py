@@ -9,8 +9,6 @@ It shows who was busy and who waited, which hand-off took how much of every step
 of median length and the longest.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -496,8 +494,8 @@ def _gantt(title: str, step: StepTime, attempts: Sequence[AttemptSpans], colours
     near = [span for span in attempt.spans if end_of(span) > begin and span.started < begin + seconds]
     tracks, left_out = _tracks(near, colours)
     rows = []
-    for place, ((role, rank), busy) in enumerate(tracks.items()):
-        label = f"{role} · rank {rank}" if role != CONTROLLER else role
+    for place, ((role, number), busy) in enumerate(tracks.items()):
+        label = f"{role} · rank {number}" if role != CONTROLLER else role
         inside = [one for one in busy if one.end > begin and one.start < begin + seconds]
         rows.append(GanttRow(label, tuple(_block(label, one, place, begin, seconds) for one in inside)))
     scale = (WIDTH - _LABEL) / seconds
@@ -527,11 +525,11 @@ def _tracks(near: Sequence[Span], colours: Mapping[str, str]) -> tuple[dict[tupl
             continue
         colour = colours.get(_during(span, near), _OTHERS[0])
         role, method = role_of(span)[0], str(span.attributes.get("method", span.name))
-        for rank, start, end in rank_intervals(span):
-            if rank < _MOST_RANKS:
-                roles.setdefault(role, {}).setdefault(rank, []).append(_Busy(method, start, end, colour))
+        for number, start, end in rank_intervals(span):
+            if number < _MOST_RANKS:
+                roles.setdefault(role, {}).setdefault(number, []).append(_Busy(method, start, end, colour))
             else:
-                hidden.add((role, rank))
+                hidden.add((role, number))
     tracks = {(role, rank): busy for role, ranks in roles.items() for rank, busy in sorted(ranks.items())}
     return {(CONTROLLER, 0): controller, **tracks}, len(hidden)
 

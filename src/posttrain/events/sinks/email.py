@@ -12,14 +12,15 @@ from typing import Any, ClassVar
 
 from posttrain.domain.errors import InputError
 from posttrain.domain.sinks import Notice
-from posttrain.events.ports import NetworkSink, reach
 from posttrain.events.ports import (
     ANSWER_SECONDS,
     WHOLE_SECONDS,
     Admit,
+    NetworkSink,
     Patience,
     anywhere,
     one_line,
+    reach,
     refuse_variable,
     secret,
 )

@@ -20,8 +20,18 @@ from urllib.parse import SplitResult, urlsplit
 from posttrain._version import __version__
 from posttrain.domain.errors import InputError, SinkError
 from posttrain.domain.sinks import Notice
-from posttrain.events.ports import NetworkSink, reach
-from posttrain.events.ports import WHOLE_SECONDS, Admit, Patience, absolute, anywhere, encoded, refuse_variable, secret
+from posttrain.events.ports import (
+    WHOLE_SECONDS,
+    Admit,
+    NetworkSink,
+    Patience,
+    absolute,
+    anywhere,
+    encoded,
+    reach,
+    refuse_variable,
+    secret,
+)
 
 PREFIX = "whsec_"  # of secrets in the spelling of Standard Webhooks: base64 follows
 LEAST = 16  # bytes of a secret
