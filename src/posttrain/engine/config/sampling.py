@@ -12,8 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from posttrain.domain.rewards import reward_slots
-from posttrain.domain.runspec import Reward
 from posttrain.domain.validation import Frozen
+from posttrain.domain.weights import Reward
 from posttrain.engine.config.training import TrainingConfig
 from posttrain.engine.settings import (
     MOST_ROWS,

@@ -15,8 +15,8 @@ from posttrain.domain.errors import InputError
 from posttrain.domain.kinds import OWN, RATE, SHARE, AlgorithmSpec, Driver, ItemRange, Load, StageKind, installed_kind
 from posttrain.domain.placement import Placement
 from posttrain.domain.rewards import JUDGES, reward_slots
-from posttrain.domain.runspec import Reward
 from posttrain.domain.validation import Frozen
+from posttrain.domain.weights import Reward
 from posttrain.engine.config.sampling import DistillConfig, OnPolicyConfig, SamplingConfig
 from posttrain.engine.config.training import RowsConfig, TrainingConfig
 from posttrain.engine.settings import (

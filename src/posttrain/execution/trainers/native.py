@@ -49,7 +49,7 @@ from posttrain.store.attempts import AttemptFolder
 _DECIDING_ROOMS = (
     *("engine", "jobs", "sandbox", "data/files.py", "data/rows.py"),
     *("domain/canonical.py", "domain/kinds.py", "domain/placement.py", "domain/rendering.py", "domain/rewards.py"),
-    *("domain/runspec.py", "pacing/admission.py", "pacing/balancing.py"),
+    *("domain/weights.py", "pacing/admission.py", "pacing/balancing.py"),
     *("planner/residency.py", "planner/sizes.py", "planner/sizes.py"),
 )
 # torch's version names its build (2.13.0+cpu, +cu130); jinja2 renders chat templates, pyarrow reads
