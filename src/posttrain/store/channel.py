@@ -16,6 +16,8 @@ nothing) is resolved by what is there afterwards: no fact, order or start is dou
 library: jobs import this.
 """
 
+from __future__ import annotations  # `shaped` reads the types of its forms as they are written
+
 import itertools
 import json
 import os
