@@ -41,7 +41,7 @@ class Assets(Verbs):
     ) -> Asset:
         """Register a data set: a file, a folder, or several files. `progress` is told how many rows were looked at."""
 
-    @verb("POST /assets/external", Role.SUBMITTER, "app.assets", heavy=True, command="asset add", seals=True)
+    @verb("POST /assets/external", Role.SUBMITTER, "app.models", heavy=True, command="asset add", seals=True)
     def add_external(self, uri: Word, name: Word, *, checksum: Word, version: Word) -> Asset:
         """Register a data set that stays where it is: one object, its checksum, its version in its store or empty."""
 
@@ -79,32 +79,32 @@ class Assets(Verbs):
     def recalled(self, *digests: Word) -> dict[str, AssetStatus]:
         """Of these bytes, those that were recalled or made from something recalled."""
 
-    @verb("POST /assets/marks", Role.APPROVER, "app.assets", heavy=True, command="asset recall", seals=True)
+    @verb("POST /assets/marks", Role.APPROVER, "app.models", heavy=True, command="asset recall", seals=True)
     def mark(self, ref: Word, status: str, reason: str) -> tuple[Asset, Marked]:
         """Say what is thought of a version: `approved`, `recalled`, or nothing any more; with where it is in use."""
 
-    @verb("GET /curves", Role.VIEWER, "app.assets", heavy=True)
+    @verb("GET /curves", Role.VIEWER, "app.models", heavy=True)
     def curves(self, ref: Word) -> list[Curve]:
         """The metrics of an imported run."""
 
-    @verb("POST /imports/trl", Role.SUBMITTER, "app.assets", heavy=True, command="import trl-output", seals=True)
+    @verb("POST /imports/trl", Role.SUBMITTER, "app.models", heavy=True, command="import trl-output", seals=True)
     def import_trl_output(self, folder: Path, name: Word | None) -> Imported:
         """Register what a TRL or transformers trainer left in its `output_dir`."""
 
     @verb(
         "POST /imports/mlflow",
         Role.SUBMITTER,
-        "app.assets",
+        "app.models",
         heavy=True,
         command="import mlflow",
         sent={"folder": FileRef, "name": str | None},
-        meant="app.assets:what_was_read",
+        meant="app.models:what_was_read",
         seals=True,
     )
     def import_mlflow(self, where: str, run: str | None, name: Word | None) -> Imported:
         """Register a run of an MLflow store."""
 
-    @verb("POST /imports/wandb", Role.SUBMITTER, "app.assets", heavy=True, command="import wandb-export", seals=True)
+    @verb("POST /imports/wandb", Role.SUBMITTER, "app.models", heavy=True, command="import wandb-export", seals=True)
     def import_wandb_export(self, folder: Path, name: Word | None) -> Imported:
         """Register a W&B run's files."""
 
@@ -112,7 +112,7 @@ class Assets(Verbs):
 class Models(Verbs):
     """A model asked, taken out, and runs of one file ranked."""
 
-    @verb("POST /answers", Role.SUBMITTER, "app.sampling", heavy=True, command="sample", streams="answers")
+    @verb("POST /answers", Role.SUBMITTER, "app.models", heavy=True, command="sample", streams="answers")
     def ask(
         self,
         model: Word,

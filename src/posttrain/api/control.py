@@ -433,7 +433,7 @@ class Channels(Verbs):
     @verb(
         "GET /channels/{name}/history",
         Role.VIEWER,
-        "views.moves:moves",
+        "views.logs:moves",
         command="get",
         newest=lambda move: str(move.entry.sequence),
     )

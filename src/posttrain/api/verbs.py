@@ -1,6 +1,6 @@
 """Declarations of verbs, which the command line and the Python API ask of Posttrain, and cursors of lists in pages.
 
-A verb is declared once (`api.control`, `api.assets`, `api.access`). The declaration is a function without a body: its
+A verb is declared once (`api.control`, `api.assets`). The declaration is a function without a body: its
 parameters, its answer, its documentation; beside it stand the request, the least role, and what answers it in this
 process. The call in process, the check of roles and ids, the route, the entry of the OpenAPI document, the request of a
 client and the page of the reference are derived from it.

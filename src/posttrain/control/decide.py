@@ -1,6 +1,6 @@
 """Decisions about a run: pure functions of its rows, of what is seen of its jobs, and of the time.
 
-`decide_run`, `decide_stage` and `settle` return orders (`control.orders`), which `control.actuator` then carries out.
+`decide_run`, `decide_stage` and `settle` return orders (`control.orders`), which `control.stages` then carries out.
 They also decide whether another attempt would help. Nothing here reads or writes anything, so that a decision can be
 tried on any rows, and two drivers that see the same decide the same. An order names the rows that it was decided on:
 whoever carries it out compares and sets.

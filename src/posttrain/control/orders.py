@@ -1,4 +1,4 @@
-"""What can be done about a run, as values: what `control.decide` says and `control.actuator` does."""
+"""What can be done about a run, as values: what `control.decide` says and `control.stages` does."""
 
 from dataclasses import dataclass
 

@@ -26,7 +26,7 @@ _FEW, _LEAST = 500, 20  # bytes of a sample besides its tokens, and of a token w
 class StepReport:
     """What one step did: `StepReport(tokens=5120, metrics={"reward/mean": 0.41})`."""
 
-    tokens: int  # spent, by the rule of `facts.Progress`
+    tokens: int  # spent, by the rule of `jobs.Progress`
     metrics: Mapping[str, float]
     took: Mapping[str, float] = field(default_factory=dict)  # of the machine's doing: told, and part of no result
 

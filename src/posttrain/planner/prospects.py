@@ -75,7 +75,7 @@ def estimate(workload: Workload, earlier: Sequence[Experience]) -> Estimate:
     """The cost of a stage.
 
     With history: the median cost per unit of earlier comparable stages, times the units. Without: tokens by the rule of
-    `facts.Progress` at what its documents take, the longest responses and every document trained on, and no seconds.
+    `jobs.Progress` at what its documents take, the longest responses and every document trained on, and no seconds.
     """
     most = _most(workload)
     rates = [e for e in earlier if e.workload.units > 0 and comparable(workload, e.workload)]

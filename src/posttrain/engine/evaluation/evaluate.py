@@ -163,7 +163,7 @@ Judge = Callable[[Sequence[Item], Sequence[str], Sequence[Trajectory]], Sequence
 
 @dataclass(slots=True)
 class Meter:
-    """Tokens spent, by the rule of `facts.Progress`, against what may be spent.
+    """Tokens spent, by the rule of `jobs.Progress`, against what may be spent.
 
     Args:
         limit: tokens; None for no limit.

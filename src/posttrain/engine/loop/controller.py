@@ -454,5 +454,5 @@ class FromRows(Generic[R]):
         return self._probe.measure(step, trace, self._learning)
 
     def probe_max_tokens(self, step: int) -> int:
-        """Free: reading without answering or training counts nowhere (`facts.Progress`)."""
+        """Free: reading without answering or training counts nowhere (`jobs.Progress`)."""
         return self._probe.max_tokens(step)

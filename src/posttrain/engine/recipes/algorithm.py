@@ -40,7 +40,7 @@ class PromptSource:
     stop: tuple[str, ...] = ()  # strings that a response ends at
 
     def sampling(self, prompt: int) -> int:
-        """Tokens that the samples of a prompt of so many may cost, by the rule of `facts.Progress`."""
+        """Tokens that the samples of a prompt of so many may cost, by the rule of `jobs.Progress`."""
         again = sum(prompt + turn * (self.max_tokens + self.observed) for turn in range(1, self.turns))
         return prompt + self.samples * (self.turns * self.max_tokens + again)
 
