@@ -1,7 +1,4 @@
-"""The part of `Control` about data sets, models and rewards: registering, marking, tracing and using them.
-
-Who may do what: projects, members and tokens.
-"""
+"""The parts of `Control` about data sets, models and rewards, and about projects, members and tokens."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Creation of a base model, models by name, and evaluation of a model without a run file.
+"""Models and data: registration, marks, base models, models by name, evaluation and sampling without a run file.
 
 A base model is made from nothing through the same machinery as any run: a manifest, a job, a ledger entry. A person
 names a model by a channel, a run, a run's stage, or a ref of run.yaml. An evaluation without a run file is a run of one
 stage, like any other in ledger, cache and reports.
 
-Asking a model: some prompts, its responses, and nothing recorded.
-
-Registration of data sets, models, rewards and imported run histories, and the marks that people give to versions.
+To ask a model some prompts records nothing. Data sets, models, rewards and imported run histories are registered here,
+and people mark their versions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""A workspace, wired to the local back-ends: one folder with a ledger, blobs, attempt folders and a cache.
+"""A workspace, wired to the local back-ends, and its backup.
+
+A workspace is one folder with a ledger, blobs, attempt folders and a cache.
 
 Trackers that are chosen on the command line are checked here, before a workspace or a run records them.
 
-Backing up a workspace, and making a workspace of a backup.
+A backup is a folder; a workspace can be made of it.
 """
 
 from __future__ import annotations

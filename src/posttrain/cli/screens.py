@@ -1,8 +1,8 @@
-"""One-screen views: a run as a tree, the summary at its end, verdicts, differences, a plan.
+"""One-screen views (a run, its summary, verdicts, differences, a plan), and tables that cut nothing.
 
 The view of a plan's stage shows where its roles run, what is resident when, and the sizes that were chosen for it.
 
-Tables that cut nothing: where their columns do not fit a terminal, each row becomes a block of lines.
+Where the columns of a table do not fit a terminal, each row becomes a block of lines.
 """
 
 from __future__ import annotations

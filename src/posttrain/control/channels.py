@@ -1,4 +1,4 @@
-"""Settings of channels, and the check of a manifest against the policy of its channel.
+"""Settings of channels, the check of a manifest against its channel's policy, and recalls.
 
 A person sets a channel's policy, and whether it is protected or frozen. The standings show where every request for a
 channel or a run stands; they only read, and load nothing that judges.
@@ -7,10 +7,9 @@ A manifest is checked for what the policy asks: gates, suites, evaluators, and w
 the plan, and again before the release: a locked manifest is a file that anybody may edit, and a policy may change while
 a run goes on.
 
-What was recalled, and what was made from it: no run begins with that, and no channel is pointed at it.
-
-A recall is of bytes. Below them is what a stage made that used them, then whatever used those bytes, under any name.
-What was only compared with them or measured on them is not.
+No run begins with what was recalled or made from it, and no channel is pointed at it. A recall is of bytes. Below them
+is what a stage made that used them, then whatever used those bytes, under any name. What was only compared with them or
+measured on them is not.
 """
 
 import json

@@ -1,10 +1,12 @@
-"""The stages that a release adds to a run: evaluations of what gates compare with, the gate, the release.
+"""The stages that a release adds to a run, and what a probe decides about a stage's model.
+
+A release adds evaluations of what gates compare with, the gate, and the release.
 
 A gate compares item by item, so a baseline is measured by the very evaluators of the released model. They are called
 `baseline-EVALUATE` (the channel's model) and `baseline-MODEL.EVALUATE` (any other): no stage of a run file has a dot in
 its name (a `/` of MODEL is one). An evaluate stage of the run that measures the same is taken instead.
 
-What a stage's probe decides (`keep_best`, `early_stopping`), and what that does to evidence and release.
+A probe decides for `keep_best` and `early_stopping` which model a stage leaves; evidence and release follow it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

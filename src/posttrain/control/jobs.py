@@ -1,4 +1,4 @@
-"""Launch of jobs: executor, folders and channels of attempts, their requests, and the code that decides results.
+"""Launch of jobs: executor, folders and channels of attempts, requests, the code that decides results, environments.
 
 Whoever only reads what jobs left takes the folders and no executor. Nothing here names a concrete back-end.
 
@@ -8,9 +8,8 @@ The code that decides results is the trainer's, and that of a kind which an inst
 `code` names both: `{"native": "sha256:…", "kind:words": "sha256:…"}`. Posttrain's own kinds are part of their trainer's
 code and are not named.
 
-The environment that a run's jobs import from: pinned when its first job starts, compared before every other.
-
-Of the installed packages those count that jobs of the run can import: Posttrain, what its rewards and dataflows import,
+The environment that a run's jobs import from is pinned when its first job starts, and compared before every other. Of
+the installed packages those count that jobs of the run can import: Posttrain, what its rewards and dataflows import,
 packages that add to one of these by entry points, and what all of them require.
 """
 

@@ -1,6 +1,7 @@
-"""How a stage gets from waiting to running: bind its inputs, ask the stage cache, plan an attempt.
+"""The orders of a decision carried out, and the way of a stage from waiting to running.
 
-Does what was decided about a run. One function for each order; each compares and sets the rows it was decided on.
+`act` has one function for each order; each compares and sets the rows that the order was decided on. A stage starts
+by binding its inputs, asking the stage cache, and planning an attempt.
 """
 
 from collections.abc import Iterable, Mapping

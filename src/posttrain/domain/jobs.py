@@ -1,9 +1,8 @@
-"""The contract between the control side and a job process: what it is told, what it answers, how it is observed.
+"""The contract between the control side and a job process: orders, results, and facts that it reports meanwhile.
 
-Facts that a job reports while it runs: values, streamed as JSON lines into the attempt folder's event segments.
-
-The engine makes them and imports neither store nor telemetry; whoever reads them back gets the same values. A value is
-read as the dataclass declares it, and a value of any other type raises.
+Facts are values, streamed as JSON lines into the attempt folder's event segments. The engine makes them and imports
+neither store nor telemetry; whoever reads them back gets the same values. A value is read as the dataclass declares it,
+and a value of any other type raises.
 """
 
 from __future__ import annotations

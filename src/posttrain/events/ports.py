@@ -1,12 +1,11 @@
-"""The port of sinks, what every back-end of it needs, and the rules that choose a sink's events.
+"""The port of sinks, what every back-end needs, the rules that choose a sink's events, and admission to addresses.
 
 The rules are pure functions of an event, a sink's rules, and what is known of the event's run.
 
-Admission of a server's sinks to addresses and secrets, and the connections that sinks open.
-
-Sinks may connect to public addresses and to those that the server's administrator names. Whoever may add a sink need
-not own the server's network: without this rule a webhook could point at what only the server reaches, such as a cloud's
-metadata. The server's configuration assigns secrets to projects, and a sink uses only those of its own project.
+Sinks of a server may connect to public addresses and to those that the server's administrator names. Whoever may add a
+sink need not own the server's network: without this rule a webhook could point at what only the server reaches, such as
+a cloud's metadata. The server's configuration assigns secrets to projects, and a sink uses only those of its own
+project.
 
 A sink opens a connection to an address that may be reached, within bounded time, and closes it afterwards.
 """

@@ -1,6 +1,6 @@
-"""One worker process of a reward, from its start to its end: messages with deadlines, and how it ended.
+"""One worker process of a reward from start to end, the layout of its cell, and the folder of an open reward.
 
-The layout of a reward's cell, decided by the job before the cell exists, and the folder of an open reward.
+Messages have deadlines. The job decides the layout before the cell exists.
 
 The layout is what a reward may see of this machine. When a job is killed, its keeper sweeps the folder of its open
 reward; failing that, the next reward does.

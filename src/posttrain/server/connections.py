@@ -1,14 +1,13 @@
-"""Connections to a server, how many are open and how long a request may take; addresses at which servers are reached.
+"""Connections to a server, their number and time, addresses of servers, and requests for a run on another host.
 
 A connection ends where the headers of a request are not whole in time; the limits of its body are in `server.limits`.
 A connection identifies nobody, so those that nothing else identifies make room for others, the oldest first.
 
-What is asked of a run whose jobs are on another host of the ledger is asked of that host's server.
-
-Only it can read what a running job says. The request goes on as it came, with the token in it, so the other server
-answers whoever asked; it never sends one on again. Nothing goes to an address of which it is not sure that the host's
-server has it: one whose certificate says so, or, on this machine, one whose process is seen to live. A server that does
-not answer is left alone for a while: then this one answers from the ledger, and says of logs where they are.
+A request about a run whose jobs are on another host of the ledger goes to that host's server. Only it can read what a
+running job says. The request goes on as it came, with the token in it, so the other server answers whoever asked; it
+never sends one on again. Nothing goes to an address of which it is not sure that the host's server has it: one whose
+certificate says so, or, on this machine, one whose process is seen to live. A server that does not answer is left alone
+for a while: then this one answers from the ledger, and says of logs where they are.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""The entrance of a server: a `Control` over one project that refuses what the asker's role does not cover.
+"""The entrance of a server: a `Control` over one project by the asker's role, and calls of its verbs.
 
 Looks at runs are kept between requests: of a job's reports only what is new is read again.
 
-Calls of verbs: arguments from what was sent, JSON from what a verb answers, pages of lists, and progress.
-
-A verb's declaration decides the rest: files that it writes are fetched, items that it streams are sent one by one, and
-lists are answered in pages. Progress of a verb goes to whoever waits for it, where somebody does.
+A call makes arguments from what was sent, and JSON and pages from what a verb answers. A verb's declaration decides the
+rest: files that it writes are fetched, items that it streams are sent one by one, and lists are answered in pages.
+Progress of a verb goes to whoever waits for it, where somebody does.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Worker processes that answer what a server does not answer itself, and requests that they carry out.
+"""The server's own processes, and requests that its workers carry out.
 
 Workers start when they are needed and end when they are not. `Asking` is a request as the waiting side holds it: it
 passes on what the request reports meanwhile, and can end it.
 
-Starts the server's own processes, driver and workers, and hands them its environment once they are closed to others.
+`start` starts driver and workers, and hands them the environment once they are closed to others.
 
 Between exec and `close_to_others` every process of the account, so a job as well, can read `/proc/PID/environ`. So a
 child starts with what the machine needs and without keys, and is sent the whole environment over a socket: unlike a

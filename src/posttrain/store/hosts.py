@@ -1,4 +1,4 @@
-"""The hosts of a ledger, the store lock that they share, and the state of a ledger in numbers.
+"""The ledger, its hosts, the store lock that they share, and the state of a ledger in numbers.
 
 A host is a workspace folder whose drivers share the ledger, with the jobs that run beside it.
 
@@ -12,7 +12,7 @@ The lock covers an artifact store that several hosts of a ledger share.
 The numbers describe a ledger as a whole, for whoever watches a server: of all projects, and without their names. They
 take three statements, whose price does not grow with what happened so far: what may be many is counted up to `MOST`.
 
-The ledger: runs, stages, attempts, assets, releases, and the events that tell how they came about.
+The ledger has runs, stages, attempts, assets, releases, and the events that record how they came about.
 
 Reading: each method of `Ledger` is a snapshot of its own; `snapshot()` asks several questions of one moment.
 Writing: `transaction(actor)`. Keep it short and do no work inside: on SQLite it holds the only write lock.

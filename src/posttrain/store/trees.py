@@ -1,4 +1,4 @@
-"""Folders as content-addressed trees, and scratch folders that last for a block.
+"""Folders as content-addressed trees, scratch folders that last for a block, and the Merkle tree of RFC 6962.
 
 The blob of a tree's listing names the blobs of its files:
 
@@ -12,8 +12,7 @@ and times do not count.
 `scratch` makes folders for the length of a block. They also go when the process in it is killed: the next call removes
 them.
 
-The Merkle tree of RFC 6962, grown leaf by leaf: pure hashing.
-
+The Merkle tree grows leaf by leaf:
 `leaf = SHA-256(0x00 || entry)`, `node = SHA-256(0x01 || left || right)`. A tree of n leaves is kept as the roots of its
 perfect subtrees, one for each bit of n, the largest first. Whenever 256, 256², … leaves are complete, their root is a
 *tile*, so that proofs need not hash everything again.

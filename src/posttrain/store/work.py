@@ -1,4 +1,4 @@
-"""The work queue: which objects somebody has to look at, when, and who is at it.
+"""The work queue, and the cursors of sinks: who has to look at what, and when.
 
 A row is one object (`run` of an id, `stage` RUN/NAME, `sweep` of an executor). Writers wake it in the transaction that
 gives it work; a driver claims it with a lease, looks, and gives it back with the time of the next look. What was woken
@@ -7,9 +7,8 @@ ledger's audited rows do not: one that is lost is made again by whoever drives t
 
 Times are the database's own on PostgreSQL, whose hosts need not agree on one, and the ledger's clock elsewhere.
 
-Cursors: how far each sink has come, whose turn it is to deliver to it, and what stands in its way.
-
-No event tells of them. One that is lost is made again where its sink was added: whoever receives sees events twice, and
+A cursor records how far a sink has come, whose turn it is to deliver to it, and what stands in its way. No event
+records cursors. One that is lost is made again where its sink was added: whoever receives sees events twice, and
 misses none.
 """
 

@@ -1,10 +1,8 @@
-"""The base of write transactions, and the writing of access rights and sinks.
+"""The base of write transactions, and the writing of access rights, sinks, channels and approvals.
 
 Rows are added and changed, and each change is recorded. Events about access name principals by their ids, and tokens by
 the digests of their secrets. Events about sinks record their rows; a cursor belongs to whoever delivers
 (`store/work.py`).
-
-Writing of channels and of approvals.
 
 A channel records what is live, what may become it, and what every judgement counts. Whatever touches a channel is a
 compare-and-set on its row: a release and a change of its policy never pass each other unseen, on no database.

@@ -1,6 +1,7 @@
 """What a run's stages recorded, as series to draw: the picture of the main quantities, and every panel of a page.
 
-`posttrain compare`: from words on the command line to the evaluations they name, and the page of a comparison.
+`posttrain compare` goes from words on the command line to the evaluations that they name, and to the page of a
+comparison.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,14 +1,13 @@
-"""What the jobs of a run printed, and the watch over a run that somebody else drives, until it ends.
+"""What jobs printed, the watch over a run, what its rows ask a person for, and the moves of a channel.
 
-What the rows of a run ask a person for, and the state of its stages in words, as things stand by now.
-
-What a row asks for may have been done since it was written: a driver writes down what it waits for when it looks, and a
-run that has ended is looked at by nobody.
+The state of stages, and what their rows ask a person for, is put in words as things stand by now. What a row asks for
+may have been done since it was written: a driver writes down what it waits for when it looks, and a run that has ended
+is looked at by nobody.
 
 The words state that a job has ended while no process drives its run, where a job runs that does not run here, and why a
 stage is where it is: what it waits for, and what a person would do next.
 
-The moves of a channel, the newest first: what became of each, who requested it, why, and who approved it.
+Moves of a channel are listed newest first: what became of each, who requested it, why, and who approved it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Pages of a run report and of a comparison.
+"""Pages of a run report, of a comparison, and of a trace.
 
 The run report is one page: what was asked, what came out, and whether it may be believed. The page of a comparison has
 scores side by side, the items that changed hands, curves over each other, and what differs.
 
-The one-page trace of a run: a self-contained HTML file, like the report (no script, nothing from outside).
-
-It shows who was busy and who waited, which hand-off took how much of every step, and two steps as Gantt charts: the one
-of median length and the longest.
+The trace is one self-contained HTML file, like the report (no script, nothing from outside). It shows who was busy and
+who waited, which hand-off took how much of every step, and two steps as Gantt charts: the one of median length and the
+longest.
 """
 
 import math

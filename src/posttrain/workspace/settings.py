@@ -1,4 +1,4 @@
-"""Settings of a workspace (`workspace.json`), and where its ledger is.
+"""Settings of a workspace (`workspace.json`), where its ledger is, and the workspace that is open.
 
 The settings are written once, when the workspace is made, or later as a person asks:
 
@@ -11,9 +11,8 @@ The ledger is the file `ledger.db` in the workspace's folder, or a database in P
 workspace is made and recorded in workspace.json, so that no later command can look elsewhere. A password is never
 recorded: libpq finds it in PGPASSWORD or ~/.pgpass.
 
-A workspace that is open: one folder with a ledger, blobs, attempt folders and a cache, and what works on them.
-
-`app.workspace` opens one and chooses its back-ends; whoever is given it does not know which they are.
+An open workspace is one folder with a ledger, blobs, attempt folders and a cache, and what works on them.
+`app.workspace` opens it and chooses its back-ends; whoever is given it does not know which they are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Objectives of an optimiser step, the weights of tokens in them, and the distillation loss.
+"""Losses and rewards per token, objectives of an optimiser step, token weights, and the distillation loss.
 
 An objective is what the step minimises: a value that holds the step's totals, called once per micro-batch. Objectives
 are data, not closures, so that they travel to ranks in other processes; each returns the plain sum of its micro-batch's
@@ -17,12 +17,10 @@ tail. Both models are proper distributions over these, so a divergence is never 
 and by the data processing inequality it is at most that over the whole vocabulary. Source: generalised knowledge
 distillation, Agarwal et al., arXiv 2306.13649, section 3.
 
-Losses and rewards per token.
-
-Functions take `[T]` tensors of a packed batch and a mask and return `[T]`, 0 outside.
+Functions of losses and rewards per token take `[T]` tensors of a packed batch and a mask and return `[T]`, 0 outside.
 
 Inputs are masked *before* any non-linear step, so that neither the value nor the gradient of a masked token can leak,
-not even a NaN (0 · NaN is NaN). How tokens are summed is decided in `algorithms.objectives`.
+not even a NaN (0 · NaN is NaN). How tokens are summed is the objective's.
 
 The reward of a token is the score at the end of a response and, before the end, the penalty for leaving the reference.
 The penalty goes into the reward or into the loss, never into both. In the reward it is a number without gradient, and

@@ -1,4 +1,4 @@
-"""Sampling ahead of training, and the rollout call that runs meanwhile.
+"""The sampling pipeline: sampling ahead of training, the rollout call, scores, and columns that an algorithm requires.
 
 What the admission policy lets start is sampled, scored, and kept or replaced:
 
@@ -21,11 +21,10 @@ The groups of a running call come as they end, and are scored while others are s
 What is scored together, and the order in which groups are handed on, follow the data stream and never the clock. Which
 stretch is scored first follows who ended first: one long response holds up its own stretch and no other.
 
-Columns that an algorithm requires, filled in stretches of a step's groups while others are still sampled.
-
-A stretch holds as many kept groups, in the order of the data stream, as fill a micro-batch on every rank of the role
-that predicts. So the samples decide which documents are computed together, never the speed of a process, and one
-process computes them as several do. Roles that share the rollout's pool compute when it has ended.
+Columns are filled in stretches of a step's kept groups while others are still sampled. Such a stretch holds as many
+kept groups, in the order of the data stream, as fill a micro-batch on every rank of the role that predicts. So the
+samples decide which documents are computed together, never the speed of a process, and one process computes them as
+several do. Roles that share the rollout's pool compute when it has ended.
 
 A role computes the wide columns of a batch and keeps them, and the batch gets the places of their rows.
 """

@@ -1,14 +1,15 @@
-"""Reading, writing and creation of models and tokenizers: Hugging Face folders with safetensors only.
+"""Reading, writing and creation of models and tokenizers, and the way from rows to token ids and back.
+
+Models are Hugging Face folders with safetensors only.
 
 A model from nothing has random weights and a character tokenizer with a chat template. It serves demos and tests
 without a download.
 
 A worker finds its model in a local folder that every rank can read, and opens it in its own process.
 
-Rows to token ids and back: chat templates, prompts, demonstrations.
-
-Rows are canonical (`posttrain.data.rows`): `prompt` [+ `completion`], `messages`, or `text`. What the model produced is
-never decoded and encoded again. What a row becomes is said by `domain.rendering`, which the plan asks too.
+Chat templates, prompts and demonstrations become token ids. Rows are canonical (`posttrain.data.rows`): `prompt` [+
+`completion`], `messages`, or `text`. What the model produced is never decoded and encoded again. What a row becomes is
+decided by `domain.rendering`, which the plan asks too.
 """
 
 import json

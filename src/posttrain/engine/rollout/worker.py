@@ -1,10 +1,9 @@
-"""The rollout role, and the choice of the rollout engine for a model.
+"""The rollout role, the choice of its engine for a model, and the checked call of any engine.
 
 The role samples responses, from the policy's own weights where it stands beside them, else from a copy.
 
-Prompts in, trajectories out: one call over any engine, which is believed nothing that can be checked.
-
-What an engine of somebody else's gets wrong would otherwise be trained on: an answer of other weights, one that is
+One call takes prompts to trajectories over any engine, and checks what can be checked. An error of an engine of
+somebody else's would otherwise be trained on: an answer of other weights, one that is
 too long, log-probabilities that are no numbers. Each ends the call in one line that names the sample.
 """
 
