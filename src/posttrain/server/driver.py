@@ -1,4 +1,4 @@
-"""The driver of a server (`workers.start`): drives every unfinished run of every project of a served workspace, seals
+"""The driver of a server (`children.start`): drives every unfinished run of every project of a served workspace, seals
 what happened, and has it delivered to the projects' sinks.
 
 It may be killed at any line: the ledger says what is to be done, the jobs go on, and the server starts another one.

@@ -51,6 +51,7 @@ from posttrain.domain.ids import Role
 from posttrain.events.ports import public, secrets_of
 from posttrain.server import logs
 from posttrain.server.app import build
+from posttrain.server.children import start
 from posttrain.server.connections import (
     Door,
     Peers,
@@ -65,7 +66,7 @@ from posttrain.server.connections import (
 from posttrain.server.entrance import Entrance
 from posttrain.server.metering import Board, Meters
 from posttrain.server.underway import Server
-from posttrain.server.workers import Workers, start
+from posttrain.server.workers import Workers
 from posttrain.store.atomic import Refusal, held, make_folder, write_json
 from posttrain.store.blobs import open_blobs
 from posttrain.store.hosts import Hosts, Ledger

@@ -1,4 +1,4 @@
-"""A worker of the server (`workers.start`): answers verbs that read files or compute, one after the other.
+"""A worker of the server (`children.start`): answers verbs that read files or compute, one after the other.
 
 It reads requests as JSON lines from descriptor 3 and writes answers to it: gates, row checks and whatever else loads
 numpy, pyarrow or tokenizers happen here, so that the server itself stays small, and a request that takes all memory
