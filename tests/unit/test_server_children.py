@@ -113,6 +113,7 @@ def test_driver_and_workers_of_a_server_show_no_key(tmp_path: Path) -> None:
 
 
 def test_what_a_child_runs_is_not_loaded_before_it_is_closed_to_others() -> None:
-    script = "import sys, posttrain.server.children; print(*sorted(n for n in sys.modules if n.startswith('posttrain.server')))"
+    loaded = "sorted(name for name in sys.modules if name.startswith('posttrain.server'))"
+    script = f"import sys, posttrain.server.children; print(*{loaded})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["posttrain.server", "posttrain.server.children"]
