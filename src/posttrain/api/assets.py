@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.api.verbs import FileRef, RunFile, Verbs, verb
-from posttrain.domain.ids import Role
+from posttrain.domain.ids import Name, Principal, Role, TokenId, Word
 from posttrain.domain.overrides import Override
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         Submitted,
         Sweep,
     )
-    from posttrain.domain.ids import Name, Principal, TokenId, Word
     from posttrain.domain.records import Asset, AssetStatus, Token
 
 SWEEP = {"path": RunFile, "overrides": list[Override], "seeds": int, "metric": str | None, "better": str | None}

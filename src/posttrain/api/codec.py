@@ -10,10 +10,9 @@ import dis
 import functools
 import inspect
 import types
-import typing
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticUndefinedAnnotation
@@ -89,4 +88,4 @@ def _hints(declared: Callable[..., Any], wanted: Callable[[str], bool]) -> dict[
     written = {name: word for name, word in declared.__annotations__.items() if wanted(name)}
     holder = types.SimpleNamespace(__annotations__=written)
     _NAMES.enter(declared.__module__)
-    return typing.get_type_hints(holder, vars(import_module(declared.__module__)), _NAMES)
+    return get_type_hints(holder, vars(import_module(declared.__module__)), _NAMES)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from posttrain.api.assets import Access, Assets, Models
 from posttrain.api.verbs import Verb, Verbs, numbers, verb, verbs_of
-from posttrain.domain.ids import Role
+from posttrain.domain.ids import Name, Role, RunId, SampleId, StageName, Tag, Word
 
 if TYPE_CHECKING:
     from posttrain.api.values import (
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
         WrittenTrace,
     )
     from posttrain.domain.approvals import Standing
-    from posttrain.domain.ids import Name, RunId, SampleId, StageName, Tag, Word
     from posttrain.domain.manifest import Manifest
     from posttrain.domain.overrides import Setting
     from posttrain.domain.policies import PinnedPolicy

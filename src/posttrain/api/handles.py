@@ -41,9 +41,7 @@ class Bound(Generic[P, R]):
     def __get__(self, handle: Run | Channel, kind: type) -> Callable[P, R]: ...
 
     def __get__(self, handle: Run | Channel | None, kind: type) -> Bound[P, R] | Callable[P, R]:
-        if handle is None:
-            return self
-        return self.verb.bound(handle.control.asks, handle.word)
+        return self if handle is None else self.verb.bound(handle.control.asks, handle.word)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, get_origin, overload
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    cast,
+    get_origin,
+    overload,
+)
 
 from posttrain.domain.errors import CursorError, InputError, nearest
 from posttrain.domain.ids import Role
@@ -267,8 +279,6 @@ def _parameter(name: str, kind: Any, default: Any = inspect.Parameter.empty) -> 
 
 
 def _page_size() -> Any:
-    from typing import Annotated
-
     from pydantic import Field
 
     return Annotated[int, Field(ge=1, le=MOST)]

@@ -21,12 +21,11 @@ from posttrain.domain.ids import Role
 from posttrain.domain.kinds import QUANTITIES, kind_of, measurable
 from posttrain.domain.manifest import SUITES
 from posttrain.domain.policies import ChannelPolicy, PinnedPolicy, load_policy
-from posttrain.domain.records import stage_end
+from posttrain.domain.records import ChannelRecord, Event, Look, ReleaseEntry, stage_end
 from posttrain.store.writing import POLICY_SET
 
 if TYPE_CHECKING:
     from posttrain.app.workspace import Workspace
-    from posttrain.domain.records import ChannelRecord, Event, Look, ReleaseEntry
     from posttrain.store.hosts import Ledger
 
 

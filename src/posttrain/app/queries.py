@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.api.control import Control
+from posttrain.api.control import Control, Vigil
 from posttrain.api.values import RunDiff, Why
 from posttrain.api.verbs import answers
 from posttrain.data.refs import KINDS, refuse_afar
@@ -16,7 +16,6 @@ from posttrain.domain.errors import InputError, NotFoundError, nearest
 from posttrain.domain.records import DEFAULT_PROJECT, AssetStatus
 
 if TYPE_CHECKING:
-    from posttrain.api.control import Vigil
     from posttrain.api.values import (
         ComparePage,
         Comparison,

@@ -179,8 +179,7 @@ def _tree(node: Node) -> Tree:
     from rich.tree import Tree
 
     root = Tree(_label(node), guide_style="dim")
-    for child in node.children:
-        root.children.append(_tree(child))
+    root.children.extend(map(_tree, node.children))
     return root
 
 

@@ -545,9 +545,7 @@ def _stall_lines(view: PlanView) -> Iterator[Text]:
 
 def _cost(stage: StagePlan) -> str:
     estimate = stage.estimate
-    if estimate.tokens is None:
-        return estimate.basis
-    if not estimate.tokens and not estimate.seconds:
+    if estimate.tokens is None or not (estimate.tokens or estimate.seconds):
         return estimate.basis
     seconds = f", {duration(estimate.seconds)}" if estimate.seconds is not None else ""
     return f"about {count(estimate.tokens)} tokens{seconds} ({estimate.basis})"

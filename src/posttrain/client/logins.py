@@ -35,8 +35,7 @@ class Login:
     @property
     def project(self) -> str:
         """What commands ask that name no project; empty: none, or one of several that nobody chose."""
-        alone = next(iter(self.tokens)) if len(self.tokens) == 1 else ""
-        return self.chosen or alone
+        return self.chosen or ("".join(self.tokens) if len(self.tokens) == 1 else "")
 
 
 def logged_in(url: str, project: str = "", token: str | None = None) -> Control:

@@ -30,7 +30,7 @@ from posttrain.client.transport import Transport, in_path
 from posttrain.domain.errors import ApiVersionError, DeadlineError, InfrastructureError, NotFoundError
 from posttrain.domain.ids import lock_path
 from posttrain.domain.lifecycle import is_final
-from posttrain.domain.overrides import Override
+from posttrain.domain.overrides import Override, Setting
 from posttrain.store.trees import beside_model, left_behind, tree_digest
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
         Submitted,
         Sweep,
     )
-    from posttrain.domain.overrides import Setting
     from posttrain.domain.records import RunRecord
 
 _PREFER = "respond-async, wait=10"
@@ -380,9 +379,7 @@ def _plain(value: Any) -> Any:
         return [_plain(one) for one in value]
     if isinstance(value, Mapping):
         return {name: _plain(one) for name, one in value.items()}
-    if isinstance(value, FileRef | RunFile | Override):
-        return asdict(value)
-    return value
+    return asdict(value) if isinstance(value, FileRef | RunFile | Override) else value
 
 
 def _sent_along(bundle: Bundle, kind: str, value: Any) -> Any:

@@ -248,8 +248,7 @@ class Reconciler:
     def worth(self, run_ids: Sequence[str]) -> list[str]:
         """Those of many runs that are worth a `step` now; executor and queue are asked once for all of them."""
         self._look_around()
-        now = self._stores.clock.now()
-        return [run_id for run_id in run_ids if self._is_due(run_id, now)]
+        return [run_id for run_id in run_ids if self._is_due(run_id, self._stores.clock.now())]
 
     def step(self, run_id: str) -> Tick:
         """A pass over a run if it is worth one: its time has come, somebody woke it, one of its jobs moved.

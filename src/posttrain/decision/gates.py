@@ -316,12 +316,8 @@ def _sign(rule: GateRule) -> int:
 
 def _decide(rule: GateRule, measured: _Measured, *, items: int) -> Verdict:
     missed_by = _sign(rule) * (rule.threshold - measured.limit)
-    if _meets(rule, measured.limit):
-        outcome = Outcome.PASS
-    elif not _meets(rule, measured.quantity):
-        outcome = Outcome.FAIL
-    else:
-        outcome = Outcome.INCONCLUSIVE
+    missed = Outcome.INCONCLUSIVE if _meets(rule, measured.quantity) else Outcome.FAIL
+    outcome = Outcome.PASS if _meets(rule, measured.limit) else missed
     return _verdict(
         rule,
         outcome,

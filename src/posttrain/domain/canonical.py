@@ -50,9 +50,7 @@ def _usual(value: Any) -> Any:
         _UnusualError: it holds something that the two encoders write differently, or that JSON does not have.
     """
     kind = type(value)
-    if kind is str or kind is bool or value is None:
-        return value
-    if kind is int and -_EXACT < value < _EXACT:
+    if kind is str or kind is bool or value is None or (kind is int and -_EXACT < value < _EXACT):
         return value
     if kind is float and (value == 0 or 1e-4 <= abs(value) < _EXACT):  # else Python writes an exponent, or NaN
         return int(value) if value.is_integer() else value

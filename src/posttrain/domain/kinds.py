@@ -430,9 +430,7 @@ def kind_of(name: str) -> StageKind:
         found = OWN.get(name) or installed_kind(name)
     except InputError:
         found = None
-    if isinstance(found, InstalledKind):
-        return found.kind
-    return found or StageKind(name)
+    return found.kind if isinstance(found, InstalledKind) else found or StageKind(name)
 
 
 def installed_kind(name: str) -> InstalledKind | None:

@@ -48,9 +48,7 @@ class _Choice(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _short(cls, value: Any) -> Any:
-        if value is None:
-            return {}
-        return {cls.target: value} if isinstance(value, str) else value
+        return {cls.target: value} if isinstance(value, str) else {} if value is None else value
 
 
 class FileChoice(_Choice):

@@ -240,14 +240,13 @@ def matching(rules: Sequence[Rule], event: Envelope, facts: Facts) -> Rule | Non
 
 
 def _says(rule: Rule, event: Envelope, what: frozenset[str], facts: Facts) -> bool:
-    if not what.intersection(rule.on):
-        return False
     run = run_of(event)
-    if rule.run and not (run and fnmatchcase(facts.name(run), rule.run)):
-        return False
-    if rule.owner and not (run and facts.owner(run) == rule.owner):
-        return False
-    return not rule.channel or channel_of(event, facts) == rule.channel
+    return (
+        not what.isdisjoint(rule.on)
+        and (not rule.run or (run != "" and fnmatchcase(facts.name(run), rule.run)))
+        and (not rule.owner or (run != "" and facts.owner(run) == rule.owner))
+        and (not rule.channel or channel_of(event, facts) == rule.channel)
+    )
 
 
 VARIABLE = "POSTTRAIN_PRIVATE_SINKS"  # networks beside the public ones: 10.1.0.0/16,127.0.0.1/32

@@ -6,7 +6,6 @@ The layout is what a reward may see of this machine. When a job is killed, its k
 reward; failing that, the next reward does.
 """
 
-import contextlib
 import fcntl
 import json
 import mmap
@@ -21,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -310,7 +309,7 @@ class Session:
         try:
             self._process.wait(END_TIMEOUT)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._printed.join(END_TIMEOUT)  # all it printed stands in the log before anything else does
@@ -325,7 +324,7 @@ class Session:
             _, found, _, _ = socket.recv_fds(self._channel, 1, count)
         return [socket.socket(fileno=number) for number in found]
 
-    @contextlib.contextmanager
+    @contextmanager
     def _faults(self) -> Iterator[None]:
         """What goes wrong with the socket, as what it means; the worker is gone afterwards."""
         try:
@@ -334,7 +333,7 @@ class Session:
             self.close()
             raise LateError from None
         except (EOFError, OSError):  # also a socket that another thread closed
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_TIMEOUT)  # let it finish exiting, to tell its own exit code from our kill
             self.close()
             raise self._ending() from None
@@ -415,7 +414,7 @@ def _start(plan: CellPlan, secrets: Mapping[str, str]) -> tuple[subprocess.Popen
 
 def _copy(output: int, log: Log, clean: protocol.Redactor) -> None:
     """Copy what the reward prints to stderr up to a limit; read on, so that it never waits for its log."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         rest = b""
         while chunk := os.read(output, 1 << 16):
             rest = clean(rest + chunk)

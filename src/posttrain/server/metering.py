@@ -379,6 +379,4 @@ class Observing:
 def verb_of(scope: Scope) -> str:
     """The name of the route that took a request; of a page for browsers, that it is one."""
     route = scope.get("route")
-    if route is None:
-        return CONSOLE if "endpoint" in scope else UNKNOWN
-    return str(route.name)
+    return str(route.name) if route is not None else CONSOLE if "endpoint" in scope else UNKNOWN

@@ -155,9 +155,7 @@ def _holes(opened: int, size: int) -> int:
         try:
             data = os.lseek(opened, at, os.SEEK_DATA)
         except OSError as error:
-            if error.errno != errno.ENXIO:  # a file system that cannot say
-                return 0
-            return found + size - at
+            return found + size - at if error.errno == errno.ENXIO else 0  # 0: a file system that cannot say
         found += data - at
         at = os.lseek(opened, data, os.SEEK_HOLE)
     return found

@@ -130,9 +130,7 @@ def backend_of(location: str | Path) -> Backend:
         return LocalFolder(Path(address))
     if address.startswith("file://"):
         return LocalFolder(Path(unquote(urlsplit(address).path)))
-    if address.startswith(SCHEME):
-        return Memory(address.removeprefix(SCHEME))
-    return Remote(address)
+    return Memory(address.removeprefix(SCHEME)) if address.startswith(SCHEME) else Remote(address)
 
 
 class ObjectBlobs:

@@ -131,9 +131,7 @@ def plain(value: Any) -> Any:
         return whole.replace("\0", "\ufffd") if "\0" in whole else whole
     if hasattr(value, "items"):
         return {plain(str(key)): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return value
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def batches(names: Sequence[str]) -> Iterator[Sequence[str]]:

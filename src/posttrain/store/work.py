@@ -495,9 +495,7 @@ class Cursors:
                 return None
             found = to_record(Cursor, row if row is not None else connection.execute(query).one())
             theirs = found.lease_owner not in (None, self.owner) and (found.lease_until or 0.0) > now
-            if theirs and self.alive(str(found.lease_owner)):
-                return None
-            if found.not_before is not None and found.not_before > now:
+            if (theirs and self.alive(str(found.lease_owner))) or (found.not_before or 0.0) > now:
                 return None
             leased: dict[str, Any] = {"lease_owner": self.owner, "lease_until": now + LEASE_SECONDS}
             connection.execute(update(cursors).where(*self._here(sink)).values(leased))

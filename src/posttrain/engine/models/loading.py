@@ -351,9 +351,7 @@ class ScalarSource:
 
 def settled_dtype(dtype: str, device: str) -> str:
     """The precision that `auto` means on a device."""
-    if dtype != "auto":
-        return dtype
-    return "bfloat16" if device.startswith("cuda") else "float32"
+    return dtype if dtype != "auto" else "bfloat16" if device.startswith("cuda") else "float32"
 
 
 @dataclass(frozen=True, slots=True)

@@ -424,9 +424,8 @@ def _rows_agree(matrix: Tensor, rows: int) -> bool:
     for some in range(rows, 2 * rows):
         part = x[some : 2 * some] if 2 * some <= count else x[-some:]
         at = slice(some, 2 * some) if 2 * some <= count else slice(-some, None)
-        if not torch.equal(F.linear(part, matrix), plain[at]):
-            return False
-        if not torch.equal(torch.addmm(plain[at], part, matrix.t()), added[at]):
+        alike = torch.equal(F.linear(part, matrix), plain[at])
+        if not alike or not torch.equal(torch.addmm(plain[at], part, matrix.t()), added[at]):
             return False
     return True
 

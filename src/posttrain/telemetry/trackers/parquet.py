@@ -16,7 +16,7 @@ from posttrain.store.atomic import write_stream
 from posttrain.telemetry.tracking import Cursor, Ending, FileTracker, Row, TrackedRun
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    import pyarrow
 
 COLUMNS = ("run", "stage", "step", "wall_time", "metric", "value")
 _PLACE = ["stage", "metric", "step"]
@@ -50,17 +50,16 @@ class ParquetTracker(FileTracker):
         return found
 
     def _batches(self, columns: list[str] | None = None) -> Any:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+        import pyarrow.parquet
 
         if not self._path.exists():
             return
         try:
-            with pq.ParquetFile(self._path) as file:
+            with pyarrow.parquet.ParquetFile(self._path) as file:
                 if file.schema_arrow.names != _schema().names:
                     raise WorkspaceError(f"{self._path}: must have columns {', '.join(_schema().names)}; move it away")
                 yield from file.iter_batches(_BATCH, columns=columns)
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pyarrow.ArrowInvalid, OSError) as error:
             raise WorkspaceError(
                 f"{self._path}: cannot be read: {error}; move it away, and it is made again"
             ) from error
@@ -82,21 +81,20 @@ class ParquetTracker(FileTracker):
         self._waiting.clear()
 
     def _fill(self, file: IO[bytes]) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+        import pyarrow.parquet
 
-        with pq.ParquetWriter(file, _schema()) as writer:
+        with pyarrow.parquet.ParquetWriter(file, _schema()) as writer:
             for batch in self._batches():
                 writer.write_batch(batch)
             crashpoint("track.inside_log")
             if self._waiting:
                 stages, steps, times, metrics, values = map(list, zip(*self._waiting, strict=True))
                 columns = [[self._run] * len(steps), stages, steps, times, metrics, values]
-                writer.write_table(pa.table(columns, schema=_schema()))
+                writer.write_table(pyarrow.table(columns, schema=_schema()))
 
 
-def _schema() -> pa.Schema:
-    import pyarrow as pa
+def _schema() -> pyarrow.Schema:
+    import pyarrow
 
-    kinds = (pa.string(), pa.string(), pa.int64(), pa.float64(), pa.string(), pa.float64())
-    return pa.schema(list(zip(COLUMNS, kinds, strict=True)))
+    kinds = ("string", "string", "int64", "float64", "string", "float64")
+    return pyarrow.schema(list(zip(COLUMNS, kinds, strict=True)))

@@ -226,8 +226,7 @@ class RayBackend:
         if self._broken and not all(call.done() for call in mine):
             self._usable(mine[0].role)
         settle(mine, timeout, self.give_up)
-        answers = [call.answered() for call in mine]
-        return [answer for answer in answers if answer is not None]
+        return [answer for call in mine if (answer := call.answered()) is not None]
 
     def close(self) -> None:
         """See `Backend.close`."""
