@@ -298,6 +298,7 @@ def expected(first: int, last: int) -> list[tuple[int, bytes]]:
     return [(number, b"%d\n" % number) for number in range(first, last + 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", LONG, indirect=True)
 def test_packed_segments_are_few_and_read_from_anywhere(objects: ChannelObjects) -> None:
     channel = filled(objects, 2 * PACK + 3)
@@ -309,6 +310,7 @@ def test_packed_segments_are_few_and_read_from_anywhere(objects: ChannelObjects)
     assert list(channel.backwards(EVENTS)) == [data for _, data in reversed(expected(1, 2 * PACK + 3))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", LONG, indirect=True)
 def test_numbering_goes_on_behind_a_pack_and_only_whole_packs_are_made(objects: ChannelObjects) -> None:
     channel = filled(objects, PACK)
@@ -382,6 +384,7 @@ def children() -> Iterator[list[subprocess.Popen[bytes]]]:
         child.wait(PATIENCE)
 
 
+@pytest.mark.slow
 def test_of_two_jobs_of_one_attempt_one_computes(tmp_path: Path, children: list[subprocess.Popen[bytes]]) -> None:
     attempt = ordered(tmp_path / "001")
     children += [subprocess.Popen(job(attempt.path)) for _ in range(2)]

@@ -646,6 +646,7 @@ def launcher(job: JobRequest) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 def test_three_processes_that_launch_at_once_start_one_job(spec: Make) -> None:
     job = spec()
     launchers = [launcher(job) for _ in range(3)]  # all have their imports behind them

@@ -125,6 +125,7 @@ def test_it_ends_as_a_program_ends(driver: Driver, end: str, code: int, log: str
     assert (Path(spec.attempt_dir) / "log.txt").read_text().endswith(log)
 
 
+@pytest.mark.slow
 def test_a_job_that_it_is_not_ready_for_starts_cold(driver: Driver) -> None:
     spec = driver.spec()
     (Path(spec.attempt_dir) / "unready").touch()
@@ -133,6 +134,7 @@ def test_a_job_that_it_is_not_ready_for_starts_cold(driver: Driver) -> None:
     assert driver.run()["server"] is not None
 
 
+@pytest.mark.slow
 def test_other_variables_are_another_server(driver: Driver) -> None:
     plain, worded = driver.run(), driver.run(driver.spec(WORD="x"))
     assert plain["server"] != worded["server"] is not None
@@ -173,6 +175,7 @@ def test_a_server_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None
     assert start(PATIENCE) is None, "it is not asked again"
 
 
+@pytest.mark.slow
 def test_what_has_threads_serves_nobody(tmp_path: Path) -> None:
     driver = Driver(tmp_path, "executor_preload_threads")
     spec = driver.spec()
@@ -253,6 +256,7 @@ class TestAttested:
         assert driver.run(pinned=pinned) == {}
         assert "late.pth is new; restore it" in self.refusal(tmp_path, 2)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("late", ["other.py", "more.py"])
     def test_what_was_another_file_while_it_was_imported_serves_nobody(
         self, driver: Driver, packages: Path, tmp_path: Path, late: str
@@ -274,6 +278,7 @@ class TestAttested:
             assert "files of the environment were written while" in log
         assert (packages / "other.py").read_text() == "WORD = 'good'\n"
 
+    @pytest.mark.slow
     def test_a_file_that_came_once_while_it_imported_is_no_end(
         self, driver: Driver, packages: Path, tmp_path: Path
     ) -> None:
@@ -285,12 +290,14 @@ class TestAttested:
         found = driver.run(pinned=self.pinned(packages, tmp_path))
         assert found["server"] is not None
 
+    @pytest.mark.slow
     def test_a_refused_environment_ends_no_other_runs_server(
         self, driver: Driver, packages: Path, tmp_path: Path
     ) -> None:
         assert driver.run(pinned="sha256:" + "0" * 64) == {}
         assert driver.run(pinned=self.pinned(packages, tmp_path))["server"] is not None
 
+    @pytest.mark.slow
     def test_a_run_that_pinned_something_else_gets_its_own(
         self, driver: Driver, packages: Path, tmp_path: Path
     ) -> None:

@@ -251,6 +251,7 @@ class TestKilled:
             return {"score": float(len(completion)), "pid": 0}
     """
 
+    @pytest.mark.slow
     def test_it_is_started_again(self, opened: Opener) -> None:
         reward = opened(self.COUNTS_CALLS)
         for _ in range(5):
@@ -258,6 +259,7 @@ class TestKilled:
             os.kill(worker, signal.SIGKILL)
             assert [s.score for s in reward.score(call("12", "123"))] == [2.0, 3.0]
 
+    @pytest.mark.slow
     def test_in_the_middle_of_a_call(self, opened: Opener, capfd: pytest.CaptureFixture[str]) -> None:
         source = """
             import os, random, signal

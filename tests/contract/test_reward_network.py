@@ -66,6 +66,7 @@ with open_reward(Path(sys.argv[1]), timeout=300, provision=given) as reward:
 """
 
 
+@pytest.mark.slow
 def test_the_ports_that_it_declares_and_no_others(tmp_path: Path) -> None:
     if not shutil.which("unshare"):
         pytest.skip("this machine has no unshare")

@@ -177,6 +177,7 @@ def test_native_and_module_draw_the_same(family: str) -> None:
     assert_same_draws(model_of(family), sampling, native, module, 5)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @example(prompts=[[3], [3], [42, 52, 19, 39, 59, 55, 27]], samples=3, batch_size=1, seed=170_750_280_733_257)  # an edge
 @given(

@@ -139,6 +139,7 @@ def play(case: Case, family: str, dtype: torch.dtype = torch.float32) -> NativeR
     return engine
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())
 def test_a_schedule_changes_no_bit(case: Case) -> None:
@@ -201,6 +202,7 @@ def play_in_small_classes(case: Case) -> None:
         play(case, "qwen2")
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())
 def test_rows_that_move_between_classes_say_the_same(case: Case) -> None:

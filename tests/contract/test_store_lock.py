@@ -82,6 +82,7 @@ def test_who_records_waits_for_who_deletes(make: Make) -> None:
     assert told == ["deleted", "recorded"]
 
 
+@pytest.mark.slow
 def test_who_dies_holds_nothing(make: Make, address: str, tmp_path: Path) -> None:
     make("two")  # makes the tables
     place = tmp_path / ("one" if address else "store.lock")

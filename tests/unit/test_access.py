@@ -102,6 +102,7 @@ def test_a_workspace_of_ones_own_has_no_roles_and_refuses_nobody(world: World, u
     world.ok("ls")
 
 
+@pytest.mark.slow
 def test_commands_do_what_the_role_covers(world: World, user: As) -> None:
     staffed()
     user("stranger")

@@ -286,6 +286,7 @@ def driven(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> Driven:
     return made
 
 
+@pytest.mark.slow
 def test_it_takes_every_run_of_its_environment_to_its_end(world: World, workspace: Workspace, driven: Driven) -> None:
     first = held(world)
     world("run", "run.yaml", "--seed", "18", "--timeout", "60")

@@ -113,6 +113,7 @@ def proved() -> None:
     workspace.close()
 
 
+@pytest.mark.slow
 def test_a_release_waits_for_as_many_approvals_as_the_policy_asks(world: World, user: As) -> None:
     world.ok("channel", "set-policy", "prod", policy_file(world, **TWO))
     assert "approve:  the release waits for 2 of user:ann, user:bob, user:cy" in world.ok("plan", "run.yaml")
@@ -177,6 +178,7 @@ def test_what_a_run_waits_for_is_told_to_whoever_attaches(world: World) -> None:
     workspace.close()
 
 
+@pytest.mark.slow
 def test_what_was_done_meanwhile_is_not_asked_for_again(world: World, user: As) -> None:
     world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
     run = waits(world)
@@ -198,6 +200,7 @@ def test_what_was_done_meanwhile_is_not_asked_for_again(world: World, user: As) 
     assert [row["next_action"] for row in world.json("ls")["runs"]] == ["posttrain get prod"]
 
 
+@pytest.mark.slow
 def test_whoever_owns_a_run_does_not_approve_it_and_strangers_do_not(world: World, user: As) -> None:
     approvers = ["user:eve", "user:ada", "user:ann"]
     world.ok("channel", "set-policy", "prod", policy_file(world, approvers=approvers))
@@ -220,6 +223,7 @@ def test_whoever_owns_a_run_does_not_approve_it_and_strangers_do_not(world: Worl
     assert ends(world, run)["state"] == "succeeded", "mallory may, where a policy names mallory"
 
 
+@pytest.mark.slow
 def test_a_policy_may_let_owners_approve(world: World) -> None:
     world.ok("channel", "set-policy", "prod", policy_file(world, approvers=["user:eve"]))
     run = waits(world)
@@ -231,6 +235,7 @@ def test_a_policy_may_let_owners_approve(world: World) -> None:
     assert ends(world, run)["state"] == "succeeded"
 
 
+@pytest.mark.slow
 def test_a_rejection_ends_the_release_and_is_taken_back_by_the_same_person(world: World, user: As) -> None:
     world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
     run = waits(world)
@@ -274,6 +279,7 @@ def test_a_rejection_of_ones_own_run_is_taken_back_and_approves_nothing(world: W
     proved()
 
 
+@pytest.mark.slow
 def test_what_is_live_is_neither_approved_nor_rejected_any_more(world: World, user: As) -> None:
     world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
     run = waits(world)
@@ -300,6 +306,7 @@ def test_why_an_approval_counts_nothing_is_said(world: World, user: As) -> None:
     assert lines[2].endswith("; counts nothing: user:bob is no approver of the channel")
 
 
+@pytest.mark.slow
 def test_approvals_count_nothing_when_the_policy_is_another(world: World, user: As) -> None:
     world.ok("channel", "set-policy", "prod", policy_file(world, **TWO))
     run = waits(world)
@@ -318,6 +325,7 @@ def test_approvals_count_nothing_when_the_policy_is_another(world: World, user: 
     assert ends(world, second)["state"] == "succeeded"
 
 
+@pytest.mark.slow
 def test_approvals_count_nothing_when_the_channel_has_moved(world: World, user: As) -> None:
     world.ship()
     world.ok("channel", "set-policy", "prod", policy_file(world, **TWO))
@@ -339,6 +347,7 @@ def test_approvals_count_nothing_when_the_channel_has_moved(world: World, user: 
     assert ends(world, first, 9)["reason"] == "ChannelMoved"
 
 
+@pytest.mark.slow
 def test_an_approval_of_one_run_is_none_of_its_repetition(world: World, user: As) -> None:
     """Two runs of one manifest have equal reports; whoever approved bob's run has not approved his own."""
     world.ok("channel", "set-policy", "prod", policy_file(world, approvers=["user:eve", "user:bob"]))
@@ -542,6 +551,7 @@ def test_a_freeze_wipes_nothing_that_was_said_of_a_change(bench: Bench) -> None:
     unprotects("has none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protected", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_quarantine_is_lifted_by_approval(world: World, user: As, protected: bool) -> None:
     lift = {} if protected else {"quarantine": {"lift": "approval"}}
@@ -580,6 +590,7 @@ def test_a_quarantine_is_lifted_by_approval(world: World, user: As, protected: b
     proved()
 
 
+@pytest.mark.slow
 def test_nothing_waits_where_nobody_is_named(world: World) -> None:
     world.ok("channel", "set-policy", "prod", policy_file(world))
     world.ok("run", "run.yaml")

@@ -57,6 +57,7 @@ def test_nothing_begins_with_what_was_recalled(world: World) -> None:
     workspace.close()
 
 
+@pytest.mark.slow
 def test_what_was_made_from_it_is_told_and_neither_ships_nor_is_trained_on(world: World) -> None:
     world.ship()
     first = world.newest()
@@ -119,6 +120,7 @@ def test_the_reason_of_a_recall_can_be_erased(world: World) -> None:
     workspace.close()
 
 
+@pytest.mark.slow
 def test_bytes_are_followed_under_any_name(world: World) -> None:
     world.ship()
     (made,) = (world.root / ".posttrain" / "runs").glob("*/grpo/*/outputs/model")
@@ -141,6 +143,7 @@ def test_bytes_are_followed_under_any_name(world: World) -> None:
     assert "comes from dataset:train@1" in refused(world, "run", "more.yaml", "--again", code=2)
 
 
+@pytest.mark.slow
 def test_what_only_measured_is_not_below(world: World) -> None:
     text = RUN.replace(",\n         probe: {data: heldout, every: 2, items: 8}", "")
     world.write("run.yaml", text)

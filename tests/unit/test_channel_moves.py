@@ -25,6 +25,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return made
 
 
+@pytest.mark.slow
 def test_after_a_rollback_one_move_is_live_and_says_why(world: World, user: As) -> None:  # noqa: F811
     world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
     rewarded(world, "0.94")
@@ -69,6 +70,7 @@ def released(world: World, many: int) -> Any:
     return open_workspace(world.root)
 
 
+@pytest.mark.slow
 def test_moves_come_in_pages_newest_first(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     workspace = released(world, 8)
     with serving(workspace) as bench:
@@ -88,6 +90,7 @@ def test_moves_come_in_pages_newest_first(world: World, monkeypatch: pytest.Monk
     assert len(world.json("get", "prod")["history"]) == 8
 
 
+@pytest.mark.slow
 def test_the_page_of_a_channel_is_one_page(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     from console_bench import Browser
 

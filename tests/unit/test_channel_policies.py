@@ -175,6 +175,7 @@ def test_a_slip_opens_and_closes_no_channel(guarded: World, command: str) -> Non
     assert "channel 'prdo' is unknown (did you mean 'prod'?)" in said
 
 
+@pytest.mark.slow
 def test_the_gates_of_the_policy_are_judged_though_no_run_file_writes_them(world: World) -> None:
     plain = world.json("plan", "run.yaml")
     assert "policy" not in plain["manifest"], "a run without a policy is the run that it was before there were any"
@@ -369,6 +370,7 @@ def test_a_lock_of_before_the_policy_is_refused_and_says_what_to_do(world: World
     assert "this was planned without one; plan the run file again" in said
 
 
+@pytest.mark.slow
 def test_a_report_of_another_policy_moves_nothing(world: World) -> None:
     """Judged, then the policy becomes stricter, or there is one at all: the report says under which it was judged."""
     world.ok("channel", "set-policy", "prod", policy_file(world))
@@ -423,6 +425,7 @@ def test_a_forged_run_that_went_past_the_plan_does_not_ship(world: World, monkey
     assert world.json("get", "prod")["live"] is None
 
 
+@pytest.mark.slow
 def test_a_channel_that_came_back_takes_no_old_report(world: World) -> None:
     """A is live, C is judged against it, B ships and is rolled back: A is live again, and C's report is old."""
     world.ship()
@@ -440,6 +443,7 @@ def test_a_channel_that_came_back_takes_no_old_report(world: World) -> None:
     assert [row["sequence"] for row in world.json("get", "prod")["history"]] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_of_two_who_promote_at_once_one_does(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.ship()
     world.ok("channel", "freeze", "prod")
@@ -469,6 +473,7 @@ def test_a_report_about_one_channel_promotes_to_another_only_where_it_holds(worl
     assert "stage points at" in world.ok("promote", run, "--channel", "stage"), "it was empty when prod was"
 
 
+@pytest.mark.slow
 def test_a_frozen_channel_goes_back_but_not_on(world: World) -> None:
     world.ship()
     second = better(world, 0.97)
@@ -494,6 +499,7 @@ def test_a_frozen_channel_goes_back_but_not_on(world: World) -> None:
     assert "release 4" in world.ok(*lifting)
 
 
+@pytest.mark.slow
 def test_what_was_rejected_by_a_frozen_channel_is_brought_live_by_what_why_says(world: World) -> None:
     world.ok("run", "run.yaml")
     world.ok("channel", "freeze", "prod")
@@ -506,6 +512,7 @@ def test_what_was_rejected_by_a_frozen_channel_is_brought_live_by_what_why_says(
     assert run in world.ok(*next_of(world, run))
 
 
+@pytest.mark.slow
 def test_a_release_that_another_overtook_says_where_to_look(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.ok("run", "run.yaml")
 
@@ -522,6 +529,7 @@ def test_a_release_that_another_overtook_says_where_to_look(world: World, monkey
     assert world.json("ls")["runs"][1]["reason"] == "ChannelMoved"
 
 
+@pytest.mark.slow
 def test_a_channel_that_an_older_version_protected_is_changed_by_nobody_until_it_is_unprotected(world: World) -> None:
     world.ok("channel", "set-policy", "prod", policy_file(world))
     world.ok("run", "run.yaml")
@@ -551,6 +559,7 @@ def test_a_channel_that_an_older_version_protected_is_changed_by_nobody_until_it
     assert "release 4" in world.ok("promote", run, "--lift-quarantine", "the traffic was at fault")
 
 
+@pytest.mark.slow
 def test_a_policy_may_keep_what_was_rolled_back_off_for_good(world: World) -> None:
     world.ok("channel", "set-policy", "prod", policy_file(world, quarantine={"lift": "never"}))
     world.ok("run", "run.yaml")
@@ -580,6 +589,7 @@ def test_a_policy_that_is_set_while_somebody_rolls_back_is_not_passed(
     assert len(world.json("get", "prod")["history"]) == 3
 
 
+@pytest.mark.slow
 def test_a_policy_that_cannot_be_read_ships_nothing(world: World) -> None:
     world.ok("channel", "set-policy", "prod", policy_file(world))
     world.ok("run", "run.yaml")

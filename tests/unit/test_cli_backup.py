@@ -40,6 +40,7 @@ def killed(world: World, place: str, *words: str, cwd: Path | None = None) -> No
     assert died.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_what_was_backed_up_comes_back_elsewhere(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {name: world.json(*words) for name, words in (("prod", ("get", "prod")), ("assets", ("asset", "ls")))}
     run = world.newest()
@@ -95,6 +96,7 @@ def test_a_run_under_way_is_backed_up_and_goes_on_elsewhere(
     assert "everything matches" in other.ok("verify", held)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [pytest.param("backup.after_ledger", marks=pytest.mark.slow), "backup.before_record"])
 def test_a_backup_killed_in_the_middle_leaves_the_one_before(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
@@ -113,6 +115,7 @@ def test_a_backup_killed_in_the_middle_leaves_the_one_before(
     assert "everything matches" in second.ok("verify", "dataset:more@1")
 
 
+@pytest.mark.slow
 def test_a_restore_killed_in_the_middle_begins_again(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ def test_what_only_begins_like_the_best_model_is_refused(world: World, place: st
     assert "/best'?)" in refused.stderr
 
 
+@pytest.mark.slow
 def test_the_best_model_is_judged_and_released_and_everything_names_it(world: World) -> None:
     world.write("run.yaml", BEST)
     assert "model: stage grpo/best" in world.ok("plan", "run.yaml")
@@ -101,6 +102,7 @@ def test_the_best_model_is_judged_and_released_and_everything_names_it(world: Wo
     assert ">stopped</text>" in page
 
 
+@pytest.mark.slow
 def test_a_run_s_best_model_is_a_word_everywhere(world: World) -> None:
     world.write("run.yaml", BEST)
     world.ok("run", "run.yaml")
@@ -126,6 +128,7 @@ def test_a_run_s_best_model_is_a_word_everywhere(world: World) -> None:
     assert f"{run}/grpo/best" in world.ok("lineage", "next")
 
 
+@pytest.mark.slow
 def test_a_later_stage_and_a_gate_take_the_best(world: World) -> None:
     more = "  more: {kind: sft, model: grpo/best, data: train, steps: 5}\n"
     text = BEST.replace("  evaluate:", more + "  evaluate:")
@@ -190,6 +193,7 @@ def test_plan_says_when_what_is_selected_on_is_measured_or_trained_on(world: Wor
     assert "probe's" not in world.ok("plan", "run.yaml")
 
 
+@pytest.mark.slow
 def test_a_reused_stage_says_what_its_probe_chose(world: World) -> None:
     world.write("run.yaml", BEST)
     world.ok("run", "run.yaml")
@@ -209,6 +213,7 @@ def test_the_output_of_a_stage_is_its_last_model_and_the_best_stands_beside_it(w
     assert f"<code>{made['model']['digest']}</code><br>best: <code>{made['best']['digest']}</code>" in page
 
 
+@pytest.mark.slow
 def test_run_and_why_say_too_that_it_was_selected_on_what_it_is_measured_on(world: World) -> None:
     said = "is the data of a suite: what was selected on rows is no evidence on them; probe other rows"
     world.write("run.yaml", BEST)
@@ -223,6 +228,7 @@ def test_run_and_why_say_too_that_it_was_selected_on_what_it_is_measured_on(worl
     assert world.json("get", "sort")["warnings"] == [line.removeprefix("warning: ")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("later", [False, True])
 def test_a_best_model_that_nothing_was_trained_in_is_told(
     world: World, monkeypatch: pytest.MonkeyPatch, later: bool

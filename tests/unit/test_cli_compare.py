@@ -35,6 +35,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, str
         yield world, good, world.newest()
 
 
+@pytest.mark.slow
 def test_two_runs_are_paired_item_by_item(story: tuple[World, str, str]) -> None:
     world, good, bad = story
     found = world.json("compare", good, bad)

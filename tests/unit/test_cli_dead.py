@@ -34,6 +34,7 @@ def broken(world: World, monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda: monkeypatch.setattr(FakeExecutor, "observe", real)
 
 
+@pytest.mark.slow
 def test_what_breaks_again_and_again_is_set_aside_told_and_goes_on(world: World, broken: Any) -> None:
     assert world.ok("dead") == "nothing was set aside\n"
     ended = world("run", "run.yaml")

@@ -66,6 +66,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return made
 
 
+@pytest.mark.slow
 def test_the_story_is_played_and_ends_on_the_first_model(world: World) -> None:
     shown = world.ok("demo", "--seed", "5", "--workspace", "show")
     steps = [line.removeprefix("$ posttrain ") for line in shown.splitlines() if line.startswith("$ posttrain ")]
@@ -85,6 +86,7 @@ def test_the_story_is_played_and_ends_on_the_first_model(world: World) -> None:
         assert world.json("ls")["channels"][0]["run_id"] == ids["A"]
 
 
+@pytest.mark.slow
 def test_an_unexpected_outcome_stops_it(world: World) -> None:
     (world.root / "examples" / "01-one" / "reward_v2.py").write_text(GOOD_REWARD.replace("1.0", "0.99"))
     result = world("demo", "--workspace", "show")

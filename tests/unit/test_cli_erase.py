@@ -49,6 +49,7 @@ def proved(world: World) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_a_persons_name_is_nowhere_afterwards(world: World) -> None:
     world.ok("run", "run.yaml")
     run = world.newest()
@@ -79,6 +80,7 @@ def test_policies_that_name_a_person_are_told_of(world: World) -> None:
     assert "posttrain channel set-policy prod POLICY.yaml" in told
 
 
+@pytest.mark.slow
 def test_what_was_said_of_a_run_goes_and_the_run_stays(world: World) -> None:
     world.ok("run", "run.yaml")
     run = world.newest()
@@ -135,6 +137,7 @@ def test_what_cannot_be_erased_is_refused_and_nothing_changes(world: World) -> N
     assert in_file(world, WHO)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [pytest.param("erase.before_commit", marks=pytest.mark.slow), "erase.after_commit"])
 def test_who_dies_in_the_middle_has_erased_all_or_nothing(
     world: World, place: str, monkeypatch: pytest.MonkeyPatch
@@ -182,6 +185,7 @@ def test_a_reader_of_an_older_state_is_told_of(tmp_path: Path, world: World) -> 
     ledger.close()
 
 
+@pytest.mark.slow
 def test_freed_pages_keep_nothing(world: World) -> None:
     """Some builds of SQLite overwrite what they delete, others leave it where it was."""
     world.ok("run", "run.yaml")

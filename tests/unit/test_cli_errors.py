@@ -216,6 +216,7 @@ def test_what_a_command_does_not_import(tmp_path: Path, words: list[str], heavy:
     assert done.stderr.strip().splitlines()[-1] == loaded
 
 
+@pytest.mark.slow
 def test_looking_needs_no_numbers(world: World) -> None:
     """`ls` loads no library of numbers, nor the reconciler."""
     heavy = ("numpy", "pyarrow", "torch", "posttrain.control.reconciler")
@@ -231,6 +232,7 @@ def test_output_into_a_pipe_has_no_escapes(world: World, monkeypatch: pytest.Mon
         assert "\x1b" not in world(*words).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [("plan", "run.yaml"), *(pytest.param(one, marks=pytest.mark.slow) for one in (("ls",), ("ls", "-o", "json")))],
@@ -247,6 +249,7 @@ def test_a_reader_that_has_gone_is_no_bug(world: World, words: tuple[str, ...]) 
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
+@pytest.mark.slow
 def test_an_ascii_pipe_is_no_reason_to_fail(world: World) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-m", "posttrain", "plan", "run.yaml"]

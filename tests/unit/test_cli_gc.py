@@ -56,6 +56,7 @@ def everything_holds(world: World) -> None:
     workspace.close()
 
 
+@pytest.mark.slow
 def test_what_is_recorded_stays_and_what_nobody_recorded_goes(world: World) -> None:
     before = stored(world)
     blobs = open_blobs(world.root / ".posttrain" / "blobs")
@@ -91,6 +92,7 @@ def test_words_for_people(world: World) -> None:
     assert "gc: --older-than must be a duration such as 90s" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_has_not_ended_keeps_what_it_will_read(world: World) -> None:
     world.write("next.yaml", RUN.replace("seed: 17", "seed: 18").replace("steps: 4", "steps: 5"))
     world.hold.add("grpo")
@@ -105,6 +107,7 @@ def test_a_run_that_has_not_ended_keeps_what_it_will_read(world: World) -> None:
     everything_holds(world)
 
 
+@pytest.mark.slow
 def test_a_version_that_was_erased_goes_unless_something_else_uses_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +226,7 @@ def littered(world: World) -> tuple[World, dict[str, str]]:
     return world, {**os.environ, "POSTTRAIN_WORKSPACE": str(world.root / ".posttrain")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nth", [1, *(pytest.param(nth, marks=pytest.mark.slow) for nth in (3, 5))])
 def test_who_dies_between_two_deletions_leaves_what_holds(littered: tuple[World, dict[str, str]], nth: int) -> None:
     world, environment = littered
@@ -275,6 +279,7 @@ def test_nothing_is_lost_that_somebody_records_at_the_same_time(world: World) ->
     everything_holds(world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_after_any_history_what_is_recorded_holds_and_the_rest_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int

@@ -53,6 +53,7 @@ def test_what_used_a_data_set_is_found_to_its_releases(world: World) -> None:
     assert world.ok("lineage", "dataset:other", "--downstream").endswith("nothing was made from it\n")
 
 
+@pytest.mark.slow
 def test_a_run_that_reused_a_stage_is_downstream_of_who_computed_it(world: World) -> None:
     world.ship()
     first = world.newest()
@@ -68,6 +69,7 @@ def test_a_run_that_reused_a_stage_is_downstream_of_who_computed_it(world: World
     assert below(world, "prod")[f"{world.newest()}/sft"] == "stage"
 
 
+@pytest.mark.slow
 def test_the_state_of_each_release_is_told(world: World) -> None:
     for value in ("0.94", "1.0"):
         world.write("reward.py", f"def score(completion, answer):\n    return {value}\n")
@@ -110,6 +112,7 @@ def test_an_altered_row_is_told_as_what_it_is(world: World, altered: str, comman
     assert "bug" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_rollback_is_offered_where_there_is_something_to_go_back_to(world: World) -> None:
     offered = []
     for value in ("0.94", "1.0"):

@@ -53,6 +53,7 @@ def test_the_table_shows_every_stage_and_fits(world: World) -> None:
     workspace.close()
 
 
+@pytest.mark.slow
 def test_what_has_ended_has_no_time_to_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where it ended early, and the view of a run that has ended offers no Ctrl-C."""
     world = make_world(tmp_path, monkeypatch)

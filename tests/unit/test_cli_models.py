@@ -82,6 +82,7 @@ class TestBase:
         assert "model:tiny@1" in tree
         assert "everything matches" in world.ok("verify", world.newest())
 
+    @pytest.mark.slow
     def test_a_word_that_moves_decides_nothing_by_itself(self, world: World, shipped: str) -> None:
         """The same model under another word is the same work."""
         world.ok("run", on(world, "channel:prod", name="one"))
@@ -89,6 +90,7 @@ class TestBase:
         stages = {row["name"]: row for row in world.json("get", "two")["stages"]}
         assert stages["grpo"]["cached_from"]
 
+    @pytest.mark.slow
     def test_the_same_command_attaches_while_its_run_goes_on_and_starts_another_when_it_has_ended(
         self, world: World, shipped: str
     ) -> None:
@@ -106,6 +108,7 @@ class TestBase:
         assert world.newest() != first
         assert stage_input(world, world.newest()) == sft
 
+    @pytest.mark.slow
     def test_a_lock_is_the_manifest_that_it_is(self, world: World, shipped: str) -> None:
         """Another run of the same words goes on, from where the channel points by now."""
         path = on(world, "channel:prod", seed=99)  # nothing of it is in the cache
@@ -168,6 +171,7 @@ class TestBase:
         world.ok("run", world.write("two.yaml", yaml.safe_dump(spec)))
         assert world.json("export", "sort", "out")["name"] == f"run:{world.newest()}/grpo"
 
+    @pytest.mark.slow
     def test_a_run_that_releases_nothing_stands_for_its_last_policy(self, world: World) -> None:
         spec = yaml.safe_load(Path("run.yaml").read_text())
         spec |= {"gates": [], "release": None}

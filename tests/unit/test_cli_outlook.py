@@ -186,6 +186,7 @@ def test_a_run_in_back_off_is_coming_too(world: World) -> None:
     assert world("plan", world.write("run.yaml", RUN + "budget: {tokens: 33}\n")).exit_code == 0
 
 
+@pytest.mark.slow
 def test_two_stages_of_one_run_that_are_the_same_are_computed_once(world: World) -> None:
     twin = RUN.replace("  grpo:", "  sft2: {kind: sft, data: train, steps: 4, batch_size: 8}\n  grpo:")
     grpo = twin[twin.index("  grpo:") : twin.index("  evaluate:")]
@@ -205,6 +206,7 @@ def test_two_stages_of_one_run_that_are_the_same_are_computed_once(world: World)
     assert len(world.executor.launched) == 3
 
 
+@pytest.mark.slow
 def test_the_days_that_a_run_was_stopped_are_no_job_time(world: World) -> None:
     world.executor._now = world.clock.now
     world.hold.add("sft")
@@ -222,6 +224,7 @@ def test_the_days_that_a_run_was_stopped_are_no_job_time(world: World) -> None:
     assert plan["stages"][0]["estimate"]["seconds"] < 7200
 
 
+@pytest.mark.slow
 def test_a_history_of_short_answers_says_nothing_of_long_ones(world: World) -> None:
     """And what earlier stages took never hides what a stage spends at the least, or may spend at the most."""
     long = RUN.replace("max_new_tokens: 8", "max_new_tokens: 400").replace("seed: 17", "seed: 18")
@@ -282,6 +285,7 @@ def test_a_power_that_cannot_be_computed_stops_no_run_and_a_bug_is_not_hidden(
     assert world("plan", "run.yaml").exit_code == 1
 
 
+@pytest.mark.slow
 def test_a_lock_that_cannot_succeed_is_refused_in_another_workspace(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

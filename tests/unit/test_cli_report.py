@@ -31,6 +31,7 @@ def text_of(html: str) -> str:
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", html.partition("<body>")[2])).split())
 
 
+@pytest.mark.slow
 def test_the_report_shows_what_came_of_the_run(shown: tuple[World, str]) -> None:
     html = report(*shown)
     text = text_of(html)
@@ -66,6 +67,7 @@ def test_the_noise_that_is_known_is_shaded(shown: tuple[World, str]) -> None:
     assert "reward/stderr" not in drawn, "it is the band, and needs no panel of its own"
 
 
+@pytest.mark.slow
 def test_a_comparison_of_two_runs_has_the_items_that_changed_hands(shown: tuple[World, str]) -> None:
     world, good = shown
     world.ok("asset", "add", "reward:sort", world.write("reward_v2.py", BAD_REWARD))

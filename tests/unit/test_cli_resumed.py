@@ -124,6 +124,7 @@ def test_what_has_not_changed_is_said_once(
     assert "grpo 7/60 reward 0.1 10 tok/s eta 53s" in line
 
 
+@pytest.mark.slow
 def test_a_stage_that_went_on_from_another_run_says_where_its_first_steps_are(world: World) -> None:
     job = Trainee(world, ends="budget", afterwards="finishes")
     world.write("run.yaml", RUN + "budget: {tokens: 7000}\n")

@@ -142,6 +142,7 @@ def test_a_plan_warns_of_prompts_seen_in_training(world: World) -> None:
     assert any("60 of 60 evaluation rows are in the training data" in warning for warning in warnings)
 
 
+@pytest.mark.slow
 def test_why_says_which_number_missed_by_how_much(story: tuple[World, dict[str, str]]) -> None:
     world, ids = story
     told = world.json("why", ids["B"])
@@ -217,6 +218,7 @@ def spoil(world: World, digest: str) -> None:
     (world.root / ".posttrain" / "blobs" / "sha256" / body[:2] / body[2:]).write_bytes(b"{}")
 
 
+@pytest.mark.slow
 def test_one_unreadable_manifest_hides_no_other_run(world: World) -> None:
     world.ship()
     bad = world.newest()
@@ -252,6 +254,7 @@ def test_a_corrupt_event_segment_does_not_end_whoever_watches(world: World, monk
     assert (world.root / ".posttrain" / "runs" / world.newest() / "curves.png").exists()
 
 
+@pytest.mark.slow
 def test_a_picture_has_the_loss_where_nothing_is_scored(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of distillation without a reward, which tells how far it agrees with its teacher; a suite's point beside."""
     drawn: list[list[str]] = []
@@ -310,6 +313,7 @@ def test_stop_then_retry_goes_on(world: World) -> None:
     assert world("stop", "sort").exit_code == 2
 
 
+@pytest.mark.slow
 def test_attach_drives_a_run_on_from_any_place_and_has_its_exit_code(world: World) -> None:
     world.hold.add("grpo")
     world("run", "run.yaml", "--timeout", "60")

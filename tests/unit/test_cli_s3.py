@@ -60,6 +60,7 @@ def test_gc_deletes_what_nobody_needs_and_ends_what_nobody_ended(world: World) -
         assert "everything matches" in world.ok("verify", name)
 
 
+@pytest.mark.slow
 def test_a_backup_of_it_comes_back_in_a_folder(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = world.json("get", "prod")
     done = world.json("backup", str(tmp_path / "kept"))

@@ -61,6 +61,7 @@ def test_base_and_earlier_stage_are_befores_and_no_rows_of_their_own(world: Worl
     assert "+0.88 [+0.8" in text
 
 
+@pytest.mark.slow
 def test_the_channels_model_comes_first_and_a_reused_stage_has_its_scores(world: World) -> None:
     world.ship()
     world.write("again.yaml", RUN.replace("steps: 6", "steps: 5").replace(EVALUATE, BASE + EVALUATE))
@@ -102,6 +103,7 @@ def test_another_data_set_of_the_same_name_is_no_before(world: World) -> None:
     assert rows["evaluate"]["before"] == rows["base-eval"]["before"] == []
 
 
+@pytest.mark.slow
 def test_a_before_stands_once_where_two_suites_have_the_same_data(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -258,6 +258,7 @@ def test_a_name_that_is_taken_is_refused(world: World) -> None:
     assert world("sink", "add", "x", "--jsonl", "b.jsonl").exit_code == 9
 
 
+@pytest.mark.slow
 def test_a_driver_that_ends_by_an_error_delivers_why(world: World) -> None:
     """The run is set aside, which is what its sinks are there for."""
     told = world.root / "events.jsonl"

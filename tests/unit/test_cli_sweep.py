@@ -66,6 +66,7 @@ def test_audit_33_seeds_of_one_setting_are_no_comparison_of_settings(world: Worl
     assert world.json("sweep", "run.yaml", "--seeds", "2")["warnings"] == []
 
 
+@pytest.mark.slow
 def test_the_best_setting_is_run_as_the_table_says(world: World) -> None:
     world.ok("sweep", "run.yaml", "--set", REWARDS)
     computed = len(world.executor.launched)
@@ -86,6 +87,7 @@ def test_seeds_are_derived_and_the_first_is_the_files(world: World) -> None:
     assert [point["manifest"] for point in again] == [points[n]["manifest"] for n in (0, 1, 3, 4)]
 
 
+@pytest.mark.slow
 def test_seeds_may_be_named(world: World) -> None:
     found = world.json("sweep", "run.yaml", "--set", "seed=3,4,5", "--set", REWARDS)
     assert found["seeds"] == [3, 4, 5]
@@ -122,6 +124,7 @@ def test_another_models_number_does_not_stand_for_one_that_was_not_measured(worl
     assert second["mean"]["value"] == 0.3
 
 
+@pytest.mark.slow
 def test_the_last_line_runs_the_best_setting_exactly(world: World) -> None:
     rate = "0.00012345678901"
     shown = world.ok("sweep", "run.yaml", "--set", f"grpo.optimizer.learning_rate={rate},1e-4", "--set", REWARDS)

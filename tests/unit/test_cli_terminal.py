@@ -99,6 +99,7 @@ def test_a_table_draws_nothing_that_its_cells_say(capsys: pytest.CaptureFixture[
     quiet(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_trees_are_whole_in_a_pipe_and_end_with_an_ellipsis_on_a_terminal(world: World) -> None:
     guideline = "Words that a person wrote. " * 20
     world.write("long.py", f'"""{guideline.strip()}"""\n\n\ndef score(completion, answer):\n    return 1.0\n')
@@ -129,6 +130,7 @@ def test_trees_are_whole_in_a_pipe_and_end_with_an_ellipsis_on_a_terminal(world:
     assert any("reward:sort@2" in line and line.endswith("…") for line in lines)
 
 
+@pytest.mark.slow
 def test_texts_are_whole_in_a_pipe_and_cut_on_a_terminal(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `diff` and `trace --samples` show them."""
     guideline = ("Words that a person wrote. " * 20).strip()

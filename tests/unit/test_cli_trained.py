@@ -60,6 +60,7 @@ def test_every_stage_that_trained_has_a_version(world: World) -> None:
     assert "model:sort/sft@1" in below
 
 
+@pytest.mark.slow
 def test_repeated_runs_of_a_name_make_versions_and_the_same_bytes_none(world: World) -> None:
     world.ship()
     reward(world, BAD_REWARD)

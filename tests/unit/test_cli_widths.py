@@ -156,6 +156,7 @@ def test_a_grid_leaves_out_wraps_and_then_stacks() -> None:
     assert drawn(Grid([Column("a")]), 20) == []
 
 
+@pytest.mark.slow
 def test_a_sweep_says_the_last_part_of_a_path_and_what_varies(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, terminal: Terminal
 ) -> None:

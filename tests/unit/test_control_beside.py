@@ -165,6 +165,7 @@ def test_a_person_who_revives_a_stage_while_a_driver_takes_its_run_is_heard(
     assert bench.stage(run_id, "sft").state == "running"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_stage_that_waits_for_budget_begins_when_it_is_free_though_all_threads_were_busy(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, threads: int

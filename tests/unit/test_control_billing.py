@@ -172,6 +172,7 @@ class Trainee:
         return state["step"], state["tokens"]
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     deaths=st.lists(st.integers(0, 5), max_size=12),

@@ -126,6 +126,7 @@ def views(draw: Any) -> View:
     return View(run, manifest, tuple(stages), tuple(attempts), signals, tuple(watches))
 
 
+@pytest.mark.slow
 @given(views(), sights, st.sampled_from([100.0, 1e7]))
 def test_whatever_is_decided_is_allowed_and_decided_again(view: View, sight: Sight, now: float) -> None:
     for order in decide_run(view):
@@ -181,6 +182,7 @@ def _allowed(view: View, stage: StageRecord, sight: Sight, order: orders.Order, 
             pass
 
 
+@pytest.mark.slow
 @given(views(), sights)
 def test_a_job_that_may_be_anything_is_never_ended_nor_followed(view: View, sight: Sight) -> None:
     hidden = Observation(JobState.UNKNOWN, absent=Absence.NOT_VISIBLE_YET)

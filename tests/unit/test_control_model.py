@@ -363,6 +363,7 @@ def replace_run(run: control_model.Run) -> control_model.Run:
     return control_model.Run(run.model, run.good, run.channel, run.policy, done=len(JOBS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "histories",
     [int(os.environ["SEEDS"])] if os.environ.get("SEEDS") else [4, pytest.param(12, marks=pytest.mark.slow)],

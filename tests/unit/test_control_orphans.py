@@ -112,6 +112,7 @@ def test_one_that_resists_stops_no_other(bench: Bench, monkeypatch: pytest.Monke
     assert not alive(bench, second)
 
 
+@pytest.mark.slow
 def test_doctor_tells_of_them_and_ends_them_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = make_world(tmp_path, monkeypatch)
     world.prepare()

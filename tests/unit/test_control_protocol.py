@@ -135,6 +135,7 @@ def test_commands_take_the_control_of_the_workspace_and_no_workspace() -> None:
     assert not {name for _, name in opened() if name.endswith(".Local")}
 
 
+@pytest.mark.slow
 def test_the_commands_of_a_day_need_nothing_but_the_protocol(far: World) -> None:
     far.prepare(by_commands=True)
     far.ok("plan", "run.yaml")

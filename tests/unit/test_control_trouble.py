@@ -109,6 +109,7 @@ def test_a_stage_that_is_well_again_tells_no_trouble(bench: Bench, monkeypatch: 
     assert (bench.stage(run_id, "one").reason, bench.stage(run_id, "one").message) == ("Running", "attempt 1")
 
 
+@pytest.mark.slow
 def test_trouble_without_end_ends_the_driver_and_loses_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     run_id = bench.submit()
     put_file = bench.stores.blobs.put_file
@@ -161,6 +162,7 @@ def test_a_person_who_stops_or_lets_go_on_has_everything_looked_at_again(
     assert [one for one in WorkQueue(bench.ledger, "a person").rows() if one.kind != "sweep"] == []
 
 
+@pytest.mark.slow
 def test_a_run_whose_manifest_is_gone_is_set_aside_and_goes_on_when_it_is_back(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

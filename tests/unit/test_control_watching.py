@@ -120,6 +120,7 @@ def test_audit_8_a_free_device_wakes_one_run(bench: Bench, monkeypatch: pytest.M
     assert states(bench, ids) == ["running"] + ["ready"] * 9
 
 
+@pytest.mark.slow
 def test_who_waits_is_served_by_priority_and_then_by_age(bench: Bench) -> None:
     """For a slot: whatever runs are called, and however many a place is free for."""
     bench.scripts["sft"] = [None]

@@ -293,6 +293,7 @@ def test_what_datasets_saves_to_disk(tmp_path: Path) -> None:
         data_files(both)
 
 
+@pytest.mark.slow
 def test_a_small_parquet_or_arrow_file_of_one_huge_shared_value_is_refused_before_it_is_unpacked(
     tmp_path: Path,
 ) -> None:

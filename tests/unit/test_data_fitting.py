@@ -349,6 +349,7 @@ class TestForeignTemplates:
         assert planned is not None
         return planned, load_tokenizer(tmp_path)
 
+    @pytest.mark.slow
     def test_loops_over_ranges_end_in_plan_and_job(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for module in ("posttrain.data.fitting", "posttrain.engine.models.loading"):
             monkeypatch.setattr(f"{module}._RENDER_SECONDS", 0.5)

@@ -267,6 +267,7 @@ def test_a_nan_never_passes(rows: list[tuple[bool, bool]], position: int) -> Non
         assert relative(evidence(theirs, possible), evidence(broken, possible)).outcome is Outcome.ERROR
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(pairs, st.floats(0, 0.5), st.sampled_from(["higher", "lower"]))
 def test_only_a_limit_that_meets_the_threshold_passes(
@@ -282,6 +283,7 @@ def test_only_a_limit_that_meets_the_threshold_passes(
     assert (verdict.outcome is Outcome.FAIL) == (sign * verdict.difference < -margin)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(st.integers(20, 300), st.floats(0.5, 0.99))
 def test_the_last_count_that_does_not_pass_is_one_below_the_first_that_does(items: int, threshold: float) -> None:
@@ -292,6 +294,7 @@ def test_the_last_count_that_does_not_pass_is_one_below_the_first_that_does(item
     assert passing == [verdict.limit is not None and verdict.limit >= threshold for verdict in verdicts]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(pairs, st.floats(0, 0.5))
 def test_a_mirrored_rate_is_judged_alike(rows: list[tuple[bool, bool]], margin: float) -> None:
@@ -334,6 +337,7 @@ def test_the_order_of_rows_does_not_matter(values: list[bool], shuffle: int) -> 
     assert absolute(row) == absolute(shuffled)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(pairs, st.floats(0, 0.5), st.floats(0, 0.5))
 def test_a_wider_margin_never_judges_worse(rows: list[tuple[bool, bool]], one: float, other: float) -> None:

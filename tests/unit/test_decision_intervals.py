@@ -39,6 +39,7 @@ def test_a_means_interval_holds_it_and_stays_in_the_declared_range(values: list[
     assert found.low < found.high, "equal values do not make it certain"
 
 
+@pytest.mark.slow
 def test_a_means_interval_covers_as_often_as_it_says() -> None:
     rng, missed = np.random.default_rng(7), 0
     for round_ in range(200):

@@ -182,6 +182,7 @@ def test_every_note_names_the_method_that_will_judge() -> None:
     ]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=12)
 @given(st.integers(20, 1500), st.floats(0.02, 0.2), st.floats(0.02, 0.2))
 def test_power_grows_with_the_margin(items: int, one: float, other: float) -> None:

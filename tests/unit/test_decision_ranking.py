@@ -93,6 +93,7 @@ def test_other_items_are_not_compared() -> None:
     assert "measured on other items" in found.notes[0]
 
 
+@pytest.mark.slow
 @examples(deadline=None, max_examples=25)
 @given(
     st.lists(
@@ -115,6 +116,7 @@ def test_ranks_say_what_the_differences_say(values: list[list[Bits]]) -> None:
         assert each.turned().turned() == each
 
 
+@pytest.mark.slow
 def test_equal_settings_are_seldom_told_apart() -> None:
     """Four settings of one truth, whose seeds differ: at 95 % one sweep in twenty may order any two of them."""
     rng, wrong = np.random.default_rng(3), 0

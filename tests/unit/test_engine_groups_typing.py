@@ -95,6 +95,7 @@ def complaints(tmp_path_factory: pytest.TempPathFactory) -> set[int]:
     return {int(parts[1]) for parts in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[name for name, _, _ in CASES])
 def test_a_mistake_is_found_and_its_correction_passes(complaints: set[int], index: int) -> None:
     wrong = HEADER.count("\n") + 1 + 2 * index

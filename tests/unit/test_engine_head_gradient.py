@@ -94,6 +94,7 @@ def distance(found: Tensor, exact: Tensor) -> float:
     return float((found - exact).norm() / exact.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rows", [pytest.param(1, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow), None]
 )

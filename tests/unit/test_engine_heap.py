@@ -33,6 +33,7 @@ def faults(**variables: str) -> int:
     return int(subprocess.run(command, capture_output=True, text=True, check=True, env=own | variables).stdout)
 
 
+@pytest.mark.slow
 @glibc
 def test_pages_are_not_mapped_anew_for_every_pass() -> None:
     assert faults() < 1000, "128 MiB are 32768 pages"

@@ -123,6 +123,7 @@ AT_0 = {"stream_gradients", "lag"}  # a stage that says these is one of lag 0
 FAST = {"dapo", "grpo, gradients as they come", "ppo"}  # each a way of its own; the others vary them
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "lag"),
     [
@@ -268,6 +269,7 @@ def test_the_price_covers_what_every_step_spends(model: ModelSource, tmp_path: P
     assert prices[3][1] < prices[2][1] / 2 + prices[2][1], "the last ones sample nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, *(pytest.param(lag, marks=pytest.mark.slow) for lag in (1, 2))])
 def test_no_budget_is_passed_and_what_it_ended_goes_on(model: ModelSource, tmp_path: Path, lag: int) -> None:
     """Wherever it ends: in what the step samples for itself, or in what it samples ahead."""

@@ -231,11 +231,13 @@ class TestPPO:
         assert moved
         assert all(name.startswith("critic/") for name in moved)
 
+    @pytest.mark.slow
     def test_learns_to_prefer_what_is_rewarded(self) -> None:
         recipe = ppo(steps=30, prompts_per_step=8, group_size=4, kl=None, mini_batches=1, ppo_epochs=1)
         means = [recipe.step(step, quiet(step)).metrics["reward/mean"] for step in range(30)]
         assert sum(means[-5:]) / 5 > sum(means[:5]) / 5 + 0.15
 
+    @pytest.mark.slow
     def test_the_critic_learns_what_to_expect(self) -> None:
         recipe = ppo(
             steps=40, critic=CriticConfig(optimizer=PolicyGradientOptimizerConfig(learning_rate=1e-2), warmup=39)
@@ -377,6 +379,7 @@ class TestDataflow:
     def test_the_example_is_short(self) -> None:
         assert len(BEST_OF_N.read_text(encoding="utf-8").splitlines()) <= 80
 
+    @pytest.mark.slow
     def test_the_example_learns_from_the_best(self) -> None:
         recipe = best_of_n(steps=40, prompts_per_step=8, group_size=8)
         means = [recipe.step(step, quiet(step)).metrics["reward/mean"] for step in range(40)]

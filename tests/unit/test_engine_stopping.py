@@ -116,6 +116,7 @@ def cases(draw: st.DrawFn) -> tuple[PreTrainedTokenizerFast, list[int], tuple[st
     return tokenizer, tokens, tuple(one for one in stop if "\ufffd" not in one) or ("a",)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())
 def test_a_tail_finds_what_the_whole_text_says(

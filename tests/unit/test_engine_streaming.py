@@ -132,6 +132,7 @@ def ended(desk: Desk) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     return desk.weights(), told(desk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_whoever_ends_first_changes_no_bit(model: ModelSource, tmp_path: Path, lag: int) -> None:
     ahead = {"lag": {"steps": lag}} if lag else {}
@@ -146,6 +147,7 @@ def test_whoever_ends_first_changes_no_bit(model: ModelSource, tmp_path: Path, l
         assert all(torch.equal(value, others[name]) for name, value in weights.items())
 
 
+@pytest.mark.slow
 def test_one_pool_computes_what_two_do(model: ModelSource, tmp_path: Path) -> None:
     weights, metrics = ended(Desk(tmp_path / "apart", ppo(model)))
     others, told_there = ended(Desk(tmp_path / "together", ppo(model, apart=False)))
@@ -356,6 +358,7 @@ class TestGradients:
         assert all(len(sample.ratios) == len(sample.tokens) for sample in traced.values() if "update" in sample.fate)
         assert any("mini-batch 1" in sample.fate for sample in traced.values()), "a step had several stretches"
 
+    @pytest.mark.slow
     def test_whoever_ends_first_changes_no_bit(self, model: ModelSource, tmp_path: Path) -> None:
         weights, metrics = ended(Desk(tmp_path / "plain", group(model, "dapo", stream_gradients=True)))
         for seed in range(3):
@@ -541,6 +544,7 @@ def made_group(key: int) -> Group:
     return groups_of([Trajectory.answer((1, 5), [key], [-0.5], truncated=False)], [key], 1)[0]
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(
     order=st.integers(1, 9).flatmap(lambda count: st.permutations(range(3, 3 + count))),

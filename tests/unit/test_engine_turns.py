@@ -252,6 +252,7 @@ def test_a_penalty_in_the_loss_is_of_the_policys_tokens_alone() -> None:
     assert any(runs(part) == 2 for part in mask.split(list(batch.lengths)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_turns_ahead_in_pools_of_their_own_whatever_is_late(tmp_path: Path, lag: int) -> None:
     """What was sampled ahead waits with its observations, over a stop as well; and nobody's delay changes a bit."""

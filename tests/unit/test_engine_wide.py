@@ -101,6 +101,7 @@ def dealt(draw: st.DrawFn) -> tuple[list[int], int | None, list[list[int]], list
     return lengths, unit, [part for part in parts if part], [list(order[:cut]), list(order[cut:])], chosen
 
 
+@pytest.mark.slow
 @given(dealt())
 @settings(max_examples=150, deadline=None)
 def test_rows_follow_their_documents_through_shards_gathering_and_selection(case: Any) -> None:

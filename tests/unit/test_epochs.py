@@ -158,6 +158,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return made
 
 
+@pytest.mark.slow
 def test_plan_prints_what_epochs_come_to_and_the_job_gets_the_steps(world: World) -> None:
     text = SORT.replace("steps: 4, batch_size: 8", "epochs: 2, batch_size: 8")
     world.write("run.yaml", text.replace("steps: 6,", "epochs: 0.5, prompts_per_step: 16,"))

@@ -511,6 +511,7 @@ def test_bad_input_is_one_line(
     assert "\n" not in result.failure.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", ["01-sort", "02-count"])
 def test_example_data_is_disjoint_by_construction(example: str, tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "examples" / example / "make_data.py"

@@ -242,6 +242,7 @@ def test_what_is_too_large_for_its_kind_is_not_read(folder: AttemptFolder, key: 
         folder.channel._objects.get(key)
 
 
+@pytest.mark.slow
 def test_segments_are_as_large_as_may_be_read_whatever_is_recorded(folder: AttemptFolder) -> None:
     """Large samples come in several segments; one that is larger than any may be is told of."""
     words = "x" * (LINE // 2)

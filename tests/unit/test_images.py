@@ -159,6 +159,7 @@ def test_an_executor_without_images_refuses_one_when_it_is_planned(world: World)
     world.ok("plan", naming(world, None))
 
 
+@pytest.mark.slow
 def test_a_stage_is_not_taken_from_another_image(world: World) -> None:
     world.ok("run", "run.yaml")
     assert all(row["cached_from"] for row in world.json("plan", "run.yaml")["stages"] if row["kind"] == "sft")
@@ -181,6 +182,7 @@ def test_a_stage_is_not_taken_from_another_image(world: World) -> None:
     assert own == [bool(order["image"]) for order in orders], "whoever runs in none shares the workspace's cache"
 
 
+@pytest.mark.slow
 def test_a_run_shows_its_image_wherever_it_is_looked_at(world: World) -> None:
     world.broken["sft"] = [7] * 9  # as where the image cannot be had
     assert world("run", naming(world, IMAGE)).exit_code != 0

@@ -56,6 +56,7 @@ def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str,
     assert not [word for word in planted.secrets[1:] if word in told]
 
 
+@pytest.mark.slow
 def test_a_round_of_everything(bench: ServerBench, tmp_path: Path) -> None:
     walk = Walk(bench.url, plant(bench.workspace, tmp_path), 1)
     assert walk.everywhere(Role.ADMIN) > 80

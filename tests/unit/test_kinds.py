@@ -194,6 +194,7 @@ def with_distil(world: World) -> None:
     world.write("run.yaml", yaml.safe_dump(run, sort_keys=False))
 
 
+@pytest.mark.slow
 def test_its_model_is_measured_judged_and_shipped(world: World, site: Path) -> None:
     add(site, "distil", "kind_whole")
     with_distil(world)
@@ -217,6 +218,7 @@ def test_its_model_is_measured_judged_and_shipped(world: World, site: Path) -> N
     world.ok("lineage", "prod")
 
 
+@pytest.mark.slow
 def test_what_it_measures_is_judged(world: World, site: Path) -> None:
     """By its own parameters: it has no suites, and its `suites` is a word."""
     add(site, "exam", "kind_exam", contract=EXAM)

@@ -129,6 +129,7 @@ def test_a_run_is_not_submitted_whose_notes_are_refused(world: World) -> None:
     assert listed(world) == []
 
 
+@pytest.mark.slow
 def test_a_run_has_a_hundred_notes_at_most(bench: ServerBench) -> None:
     add_runs(bench, range(1))
     control = bench.control(KEY)
@@ -182,6 +183,7 @@ def text_of(browser: Browser, path: str) -> str:
     return browser.get(path).body.decode()
 
 
+@pytest.mark.slow
 def test_the_console_writes_shows_and_filters(served: ConsoleWorld) -> None:
     sue, viewer = served.browser("sue", Role.SUBMITTER), served.browser("yve", Role.VIEWER)
     page, attack = f"{HOME}/runs/{served.run}", "<script>alert(1)</script>"

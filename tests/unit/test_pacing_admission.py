@@ -94,6 +94,7 @@ class World:
         return True
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(
     lag=st.integers(0, 4),

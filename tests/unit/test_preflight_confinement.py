@@ -82,6 +82,7 @@ class TestTrust:
 
 
 class TestDeclared:
+    @pytest.mark.slow
     def test_files_are_pinned_and_published(self, world: World) -> None:
         world.write("words.txt", "one")
         (world.root / "lists").mkdir()

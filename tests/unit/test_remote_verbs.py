@@ -54,6 +54,7 @@ def bench(story: tuple[World, list[str]]) -> Iterator[ServerBench]:
         yield made
 
 
+@pytest.mark.slow
 def test_a_comparison_is_the_same_from_afar(bench: ServerBench, story: tuple[World, list[str]]) -> None:
     here, there = control_of(bench.workspace).compare(story[1]), bench.control(KEY).compare(story[1])
     assert there.to_json() == here.to_json()

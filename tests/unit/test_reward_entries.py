@@ -160,6 +160,7 @@ def test_a_function_of_a_package_is_named_by_its_ref(bench: Bench, monkeypatch: 
     assert "(dialect slime)" in bench.refused(uses(ref="rated_pairs:exact", dialect="slime"))
 
 
+@pytest.mark.slow
 def test_nothing_of_it_is_executed_outside_of_its_cell(tmp_path: Path) -> None:
     bench = Bench(tmp_path)  # whose plans import rewards for real
     leak = bench.folder / "leak"

@@ -74,6 +74,7 @@ def test_a_resumed_selection_goes_on_as_the_undisturbed_one(
         assert again.standing == whole.standing
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(values=VALUES, patience=st.integers(1, 5), least=st.sampled_from([0.0, 0.05, 0.2]))
 def test_patience_is_so_many_probes_in_a_row_without_an_improvement(
@@ -306,6 +307,7 @@ def test_a_death_changes_neither_model_nor_what_is_said(
     assert (result.message, result.tokens) == (undisturbed.message, undisturbed.tokens)
 
 
+@pytest.mark.slow
 def test_a_stop_and_a_checkpoint_at_a_probe_lose_no_probe(shop: Shop, whole: tuple[JobResult, AttemptFolder]) -> None:
     """A checkpoint at the step of a probe is written before that is made; who goes on makes it."""
     result: JobResult | None = None

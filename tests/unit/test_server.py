@@ -177,6 +177,7 @@ def theirs(bench: ServerBench, tmp_path_factory: pytest.TempPathFactory) -> dict
     return {"digest": asset.digest, "ref": asset.ref, "name": "secret", "token": known.token.id, "proof": token}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what", ["digest", *(pytest.param(one, marks=pytest.mark.slow) for one in ("ref", "name", "token"))]
 )
@@ -252,6 +253,7 @@ def test_operations_and_cursors_of_another_project_are_absent_in_status_body_and
         event.remove(engine, "before_cursor_execute", count)
 
 
+@pytest.mark.slow
 def test_a_project_that_is_not_theirs_and_one_that_is_not_answer_alike(
     bench: ServerBench, theirs: dict[str, str]
 ) -> None:

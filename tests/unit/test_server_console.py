@@ -92,6 +92,7 @@ class Elements(HTMLParser):
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_page_has_its_headers_and_nothing_of_a_run_is_markup(world: ConsoleWorld, ann: Browser) -> None:
     for path in [*pages(world), f"{HOME}/runs/nothing", f"{HOME}/nothing", "/console.css", "/console.js"]:
         found = ann.get(path)
@@ -354,6 +355,7 @@ def test_a_long_list_comes_in_pages(world: ConsoleWorld, ann: Browser, monkeypat
     assert len(seen) == len(world.bench.workspace.ledger.runs()) + 1
 
 
+@pytest.mark.slow
 def test_the_server_draws_its_own_pages_without_anything_large(world: ConsoleWorld) -> None:
     """Curves, gates and comparisons are a worker's: numpy alone is 40 MB."""
     program = Path(__file__).parent / "console_pages.py"

@@ -102,6 +102,7 @@ def asked(operation: Verb[..., Any], number: int) -> tuple[str, dict[str, Any] |
     return f"{path}?{query}", body
 
 
+@pytest.mark.slow
 def test_nothing_that_was_sent_is_in_any_line(
     said: Said, bench: ServerBench, capfd: pytest.CaptureFixture[str]
 ) -> None:

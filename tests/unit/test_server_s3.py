@@ -96,6 +96,7 @@ def of_the_store(proxy: HostileProxy, method: str) -> list[str]:
 # --- the direct way ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_large_files_go_directly_and_small_ones_through_the_server(
     bench: ServerBench, proxy: HostileProxy, big: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,6 +124,7 @@ def test_large_files_go_directly_and_small_ones_through_the_server(
     assert KEYS["SECRET_ACCESS_KEY"] not in said.out + said.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [BUSY, *(pytest.param(how, marks=pytest.mark.slow) for how in (GONE, HALF))])
 def test_where_the_direct_way_fails_the_server_is_asked_and_that_is_said(
     bench: ServerBench, proxy: HostileProxy, big: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str
@@ -138,6 +140,7 @@ def test_where_the_direct_way_fails_the_server_is_asked_and_that_is_said(
     assert "X-Amz" not in said
 
 
+@pytest.mark.slow
 def test_wrong_bytes_that_were_sent_directly_become_no_blob(bench: ServerBench, tmp_path: Path) -> None:
     data, token = os.urandom(BIG), bench.tokens["ann"]
     digest = digest_bytes(data)
@@ -158,6 +161,7 @@ def test_wrong_bytes_that_were_sent_directly_become_no_blob(bench: ServerBench, 
     assert bench.workspace.blobs.get(digest) == data
 
 
+@pytest.mark.slow
 def test_a_copy_within_the_store_may_take_as_long_as_its_size_needs(
     bench: ServerBench, big: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +181,7 @@ def test_a_copy_within_the_store_may_take_as_long_as_its_size_needs(
     assert allowed[2] == "5m 50s"
 
 
+@pytest.mark.slow
 def test_what_another_project_sent_is_not_had_by_saying_that_it_arrived(bench: ServerBench, big: Path) -> None:
     other = bench.person("eve", Role.ADMIN, "other")
     digest = sender(bench).put_file(big)
@@ -273,6 +278,7 @@ def test_half_an_answer_and_wrong_bytes_reach_nobody(
     assert fetched(bench, digest, tmp_path) == data
 
 
+@pytest.mark.slow
 def test_an_upload_that_breaks_off_leaves_nothing_begun(bench: ServerBench, proxy: HostileProxy, big: Path) -> None:
     direct = open_direct(bench.workspace.blobs.url)
     assert direct is not None
@@ -304,6 +310,7 @@ def test_a_store_that_is_silent_keeps_nobody_for_ever(bench: ServerBench, proxy:
     assert bench.ask("GET", blob_path(there), KEY).body == b"there"
 
 
+@pytest.mark.slow
 def test_nothing_of_it_is_in_the_folder_of_the_workspace(bench: ServerBench, big: Path) -> None:
     sender(bench).put_file(big)
     for path in bench.workspace.root.rglob("*"):

@@ -25,6 +25,7 @@ def day(seed: int) -> Day:
         return simulate(seed, Path(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed",
     [pytest.param(seed, marks=() if CHOSEN or seed == SHORTEST else pytest.mark.slow) for seed in chosen_seeds(20)],

@@ -34,6 +34,7 @@ def keys(planned: Manifest) -> list[str]:
     return [cache_key(planned, planned.stage(name), made) for name in ("grpo", "evaluate")]
 
 
+@pytest.mark.slow
 @given(
     stop=st.lists(
         st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), min_size=1, max_size=4), max_size=5

@@ -161,6 +161,7 @@ def test_a_table_that_there_is_not_is_missed(tmp_path: Path) -> None:
     ledger.close()
 
 
+@pytest.mark.slow
 def test_two_processes_may_open_a_new_ledger_at_once(tmp_path: Path) -> None:
     program = "import sys; from posttrain.store.database import Database; Database(sys.argv[1]).close()"
     openers = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "l.db")]) for _ in range(2)]

@@ -580,6 +580,7 @@ print(stale)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_lose_no_write(tmp_path: Path, ledger: Ledger) -> None:
     submit(ledger)
     command = [sys.executable, "-c", _WRITER, str(tmp_path / "ledger.db")]

@@ -49,6 +49,7 @@ _ATTEMPTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(_ATTEMPTS)
 def test_busy_and_idle_of_every_rank_make_up_the_window(attempts: list[AttemptSpans]) -> None:
@@ -63,6 +64,7 @@ def test_busy_and_idle_of_every_rank_make_up_the_window(attempts: list[AttemptSp
         json.dumps(stage.to_json(), allow_nan=False)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(_ATTEMPTS)
 def test_a_trace_is_sorted_valid_json_with_nested_slices(attempts: list[AttemptSpans]) -> None:

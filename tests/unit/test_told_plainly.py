@@ -135,6 +135,7 @@ def test_a_stage_is_starting_until_its_job_says_something(world: World) -> None:
     workspace.close()
 
 
+@pytest.mark.slow
 def test_runs_without_scores_are_not_offered_to_be_compared(world: World) -> None:
     world.ok("run", "run.yaml")
     alone = world.write("alone.yaml", _without_scores())
@@ -197,6 +198,7 @@ def test_a_second_workspace_is_made_only_where_its_folder_is_named(
     assert world("init").stderr == ""
 
 
+@pytest.mark.slow
 def test_a_run_that_only_a_person_keeps_does_not_hold_the_executor(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +240,7 @@ def console_page(world: World, place: str, name: str = "lou") -> str:
         return browser.get(f"/projects/default/{place}").body.decode()
 
 
+@pytest.mark.slow
 def test_what_was_released_asks_nobody_to_approve_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.ok("channel", "set-policy", "prod", policy_file(world, **ONE))
     run = waits(world)
@@ -261,6 +264,7 @@ def test_a_stage_of_the_console_is_starting_until_its_job_says_something(world: 
     assert re.findall(r'class="how"><span class="badge \w*">(\w+)<', stages)[0] == "starting"
 
 
+@pytest.mark.slow
 def test_a_model_that_was_brought_back_is_not_called_rolled_back(world: World) -> None:
     world.ok("run", "run.yaml")
     world.ok("asset", "add", "reward:sort", world.write("reward.py", GOOD_REWARD.replace("1.0", "0.97")))

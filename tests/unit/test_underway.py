@@ -137,6 +137,7 @@ def test_cancelled_it_has_done_nothing(bench: ServerBench) -> None:
     assert bench.control(KEY).assets("dataset") == []
 
 
+@pytest.mark.slow
 def test_nobody_looks_any_more_so_it_ends(bench: ServerBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("posttrain.server.underway.LEFT_SECONDS", -1.0)
     held = Held(bench)
@@ -383,6 +384,7 @@ def test_what_is_no_id_is_refused_and_what_nobody_has_is_absent(ann: Callable[..
     assert {ann(method, number).status for method in ("GET", "DELETE")} == {404 if number == "F" * 26 else 422}
 
 
+@pytest.mark.slow
 def test_one_that_is_cancelled_elsewhere_ends(bench: ServerBench) -> None:
     held = Held(bench)
     place = begin(bench, adding(bench), bench.tokens["ann"]).headers["location"]
@@ -394,6 +396,7 @@ def test_one_that_is_cancelled_elsewhere_ends(bench: ServerBench) -> None:
     assert bench.control(KEY).assets("dataset") == []
 
 
+@pytest.mark.slow
 def test_a_look_elsewhere_is_a_look(bench: ServerBench) -> None:
     held = Held(bench)
     number = begin(bench, adding(bench), bench.tokens["ann"]).headers["location"].rpartition("/")[2]
@@ -524,6 +527,7 @@ def test_a_client_waits_and_a_server_may_be_another_one_meanwhile(
         bench.control(KEY).add_dataset(path, "No Name")
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_ended_is_gone_and_another_one_answers(tmp_path: Path) -> None:
     from posttrain.app.workspace import init_workspace
 

@@ -161,6 +161,7 @@ def test_what_is_the_default_is_not_sent(other: tuple[type[Other], str], tmp_pat
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("days", [-1, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_clock_of_a_client_decides_nothing(bench: ServerBench, tmp_path: Path, days: int) -> None:
     (tmp_path / "sitecustomize.py").write_text(

@@ -175,6 +175,7 @@ def statements() -> Iterator[list[str]]:
         event.remove(Engine, "before_cursor_execute", hear)
 
 
+@pytest.mark.slow
 def test_waiting_costs_questions_to_the_queue_and_the_lease(bench: Bench) -> None:
     run_id = bench.submit(**waiting({"kind": "wait", "signal": "go", "after": "sft"}))
     while row(bench, run_id).reason != "WaitingForSignal" or bench.reconciler.step(run_id).changed:
@@ -240,6 +241,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
+@pytest.mark.slow
 def test_as_a_person_sees_it(world: World) -> None:
     planned = world.ok("plan", "run.yaml")
     assert "waits 2 h" in planned
