@@ -42,9 +42,10 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.judging import at_least, judge
-from posttrain.engine.models import LanguageModel, adopt_module
-from posttrain.engine.rollout import RolloutEngine, SamplingParams, generate, open_rollout
+from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.rollout.backends.module import ModuleRollout
+from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
+from posttrain.engine.rollout.worker import generate, open_rollout
 
 ROWS, GROUPS = (256, 16), (1, 8)
 LONGEST = 64

@@ -12,7 +12,7 @@ from posttrain.engine.config import SFTConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.worker_group import ResourcePool
 from posttrain.engine.loop.controller import FromRows
-from posttrain.engine.models import adopt_module
+from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.recipes.sft import SFT
 from posttrain.engine.settings import OptimizerConfig
 from posttrain.engine.tracing import Trace

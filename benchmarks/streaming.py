@@ -35,8 +35,9 @@ import torch
 
 from benchmarks.judging import at_least, judge
 from benchmarks.rollout import CPU, PROMPT, SIZES, Machine, Workload, bound_seconds, build_module
-from posttrain.engine.models import adopt_module
-from posttrain.engine.rollout import RolloutEngine, SamplingParams, generate, open_rollout
+from posttrain.engine.models.language_model import adopt_module
+from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
+from posttrain.engine.rollout.worker import generate, open_rollout
 
 TARGET = 1.5  # times the rate of padded batches, at least, of continuous batching
 SIGMA = 0.99  # p99 / median = exp(2.326 * 0.99) = 10

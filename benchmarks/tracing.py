@@ -37,7 +37,7 @@ from posttrain.engine.config import GRPOConfig, InitModelConfig, TraceConfig
 from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.worker_group import ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.models import adopt_module
+from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.samples import Prompt

@@ -64,7 +64,7 @@ from posttrain.engine.config import GRPOConfig, InitModelConfig, SFTConfig, Trac
 from posttrain.engine.loop.controller import FromRows
 from posttrain.engine.loop.on_policy import OnPolicy
 from posttrain.engine.loop.recipe import Recipe
-from posttrain.engine.models import adopt_module
+from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.loading import character_tokenizer, initial_model
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.recipes.sft import SFT

@@ -11,7 +11,7 @@ import families
 import numpy as np
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.models import LanguageModel, adopt_module
+from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.decoding import StopStrings
 from posttrain.engine.rollout.port import Completion, Generation, InFlight

@@ -10,7 +10,7 @@ from broken_rollouts import Honest, model
 from torch import Tensor
 
 from posttrain.domain.errors import JobFailedError
-from posttrain.engine.models import adopt_module
+from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.sharding import module_views
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.port import Completion, Generation, InFlight

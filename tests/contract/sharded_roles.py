@@ -33,8 +33,7 @@ from posttrain.engine.algorithms.objectives import (
 )
 from posttrain.engine.batch import Document, TokenBatch
 from posttrain.engine.groups.port import RankContext
-from posttrain.engine.models import adopt_classifier, adopt_module
-from posttrain.engine.models.language_model import put_scalar_head
+from posttrain.engine.models.language_model import adopt_classifier, adopt_module, put_scalar_head
 from posttrain.engine.roles.learner import DivergedError
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.models import LanguageModel, adopt_module, token_logprobs
-from posttrain.engine.rollout import Generation, SamplingParams
+from posttrain.engine.models.language_model import LanguageModel, adopt_module
+from posttrain.engine.models.logprobs import token_logprobs
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.contract import RolloutEngineContract
 from posttrain.engine.rollout.kv_pages import GraphedSteps, PageStore, Run, cuda_recorder, padded_size
 from posttrain.engine.rollout.llama_decoder import LlamaDecoder, fuse_weights
-from posttrain.engine.rollout.port import RolloutEngine
+from posttrain.engine.rollout.port import Generation, RolloutEngine, SamplingParams
 
 
 class Repeats:

@@ -16,14 +16,10 @@ from transformers import BloomConfig, BloomForCausalLM, GraniteConfig, GraniteFo
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.batch import Document, TokenBatch
-from posttrain.engine.models import (
-    LanguageModel,
-    adopt_module,
-    logprobs as logprobs_module,
-    token_logprobs,
-    token_logprobs_and_entropy,
-)
+from posttrain.engine.models import logprobs as logprobs_module
 from posttrain.engine.models.backbone import plan_packing
+from posttrain.engine.models.language_model import LanguageModel, adopt_module
+from posttrain.engine.models.logprobs import token_logprobs, token_logprobs_and_entropy
 from posttrain.pacing.balancing import micro_batches
 
 SHAPES = [(5, 9), (3, 2), (11, 9), (1, 1), (4, 20), (2, 12), (7, 7)]  # prompt and response tokens

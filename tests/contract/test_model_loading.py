@@ -14,16 +14,11 @@ from transformers import PreTrainedTokenizerFast
 
 from posttrain.domain.errors import InputError, NotFoundError
 from posttrain.engine.batch import Document, TokenBatch
-from posttrain.engine.models import (
-    adopt_module,
-    copy_weights,
-    load_model,
-    load_tokenizer,
-    restore_weights,
-    save_model,
-    token_logprobs,
-)
-from posttrain.engine.rollout import SamplingParams, generate, open_rollout
+from posttrain.engine.models.language_model import adopt_module
+from posttrain.engine.models.loading import copy_weights, load_model, load_tokenizer, restore_weights, save_model
+from posttrain.engine.models.logprobs import token_logprobs
+from posttrain.engine.rollout.port import SamplingParams
+from posttrain.engine.rollout.worker import generate, open_rollout
 
 BATCH = TokenBatch.pack([Document((5, 6, 7), (8, 9)), Document((4,), (11, 12, 2))])
 

@@ -16,11 +16,15 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from posttrain.domain.errors import InputError, IntegrityError, JobFailedError
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.models import LanguageModel, adopt_module, copy_weights, restore_weights, token_logprobs
-from posttrain.engine.rollout import RolloutEngine, SamplingParams, ScriptedRollout, generate, open_rollout
+from posttrain.engine.models.language_model import LanguageModel, adopt_module
+from posttrain.engine.models.loading import copy_weights, restore_weights
+from posttrain.engine.models.logprobs import token_logprobs
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
+from posttrain.engine.rollout.backends.scripted import ScriptedRollout
+from posttrain.engine.rollout.port import RolloutEngine, SamplingParams
 from posttrain.engine.rollout.sampling import row_keys, uniforms
+from posttrain.engine.rollout.worker import generate, open_rollout
 from posttrain.engine.samples import Trajectory
 
 EOS = families.EOS

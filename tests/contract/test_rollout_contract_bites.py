@@ -11,9 +11,9 @@ import broken_weights
 import families
 import pytest
 
-from posttrain.engine.rollout import RolloutEngine
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.contract import RolloutEngineContract
+from posttrain.engine.rollout.port import RolloutEngine
 
 Bites = RolloutEngineContract
 ANSWERED = Bites.test_every_generation_is_answered_once_and_as_promised

@@ -15,14 +15,14 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.batch import TokenBatch
-from posttrain.engine.models import LanguageModel, adopt_module, token_logprobs
-from posttrain.engine.rollout import Generation, SamplingParams
+from posttrain.engine.models.language_model import LanguageModel, adopt_module
+from posttrain.engine.models.logprobs import token_logprobs
 from posttrain.engine.rollout.backends.native import NativeRollout
 from posttrain.engine.rollout.decoding import StopStrings
 from posttrain.engine.rollout.kv_pages import PageStore
 from posttrain.engine.rollout.kv_slots import SlotStore
 from posttrain.engine.rollout.llama_decoder import LlamaDecoder
-from posttrain.engine.rollout.port import KVStore
+from posttrain.engine.rollout.port import Generation, KVStore, SamplingParams
 from posttrain.engine.samples import Trajectory
 
 LARGE = 2**30

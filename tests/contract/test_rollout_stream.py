@@ -20,18 +20,18 @@ from posttrain.engine.groups.backends.inline import InlineBackend
 from posttrain.engine.groups.port import RankContext
 from posttrain.engine.groups.worker_group import ResourcePool
 from posttrain.engine.loop.on_policy import OnPolicy
-from posttrain.engine.models import LanguageModel, adopt_module
+from posttrain.engine.models.language_model import LanguageModel, adopt_module
 from posttrain.engine.models.loading import ModelSource
 from posttrain.engine.recipes.grpo import GRPO
 from posttrain.engine.roles.training import TrainWorker
-from posttrain.engine.rollout import Completion, RolloutEngine, SamplingParams, ScriptedRollout, generate
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
+from posttrain.engine.rollout.backends.scripted import ScriptedRollout
 from posttrain.engine.rollout.contract import RolloutEngineContract
 from posttrain.engine.rollout.decoding import StopStrings
 from posttrain.engine.rollout.kv_pages import PageStore
-from posttrain.engine.rollout.port import PromptBatch, Rollouts
-from posttrain.engine.rollout.worker import EngineError, RolloutWorker, SilentError
+from posttrain.engine.rollout.port import Completion, PromptBatch, RolloutEngine, Rollouts, SamplingParams
+from posttrain.engine.rollout.worker import EngineError, RolloutWorker, SilentError, generate
 from posttrain.engine.samples import Prompt, Trajectory
 from posttrain.engine.tracing import Trace
 from posttrain.engine.weights.stream import PolicyVersion

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from posttrain.engine.groups.port import RankContext
-from posttrain.engine.models import adopt_module
+from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.roles.training import TorchEngine
 from posttrain.engine.settings import OptimizerConfig, RuntimeConfig
 

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from posttrain.engine.groups.port import RankContext
-from posttrain.engine.models import adopt_module, token_logprobs
+from posttrain.engine.models.language_model import adopt_module
+from posttrain.engine.models.logprobs import token_logprobs
 
 
 @pytest.fixture(scope="module")

@@ -139,8 +139,8 @@ def test_a_copy_that_a_reader_keeps_is_looked_at(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_an_engines_views_are_the_modules_tensors(family: str, dtype: torch.dtype) -> None:
     """Fused or not, tied or not: what the decoder reads has the names, shapes and bits of the module."""
-    from posttrain.engine.models import adopt_module
-    from posttrain.engine.rollout import open_rollout
+    from posttrain.engine.models.language_model import adopt_module
+    from posttrain.engine.rollout.worker import open_rollout
 
     module = families.build(family).to(dtype)
     wanted = attest(whole(name, p.detach().clone()) for name, p in module.named_parameters())

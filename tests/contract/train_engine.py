@@ -22,7 +22,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from posttrain.engine.groups.port import RankContext
-from posttrain.engine.models import adopt_module
+from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.roles.contract import HELD, VOCABULARY, Bench, learned
 from posttrain.engine.roles.port import TrainEngine
 from posttrain.engine.roles.training import TorchEngine

@@ -22,9 +22,9 @@ from posttrain.engine.models.logprobs import (
     logprobs_of,
     token_logprobs,
 )
-from posttrain.engine.rollout import SamplingParams
 from posttrain.engine.rollout.backends.module import ModuleRollout
 from posttrain.engine.rollout.backends.native import NativeRollout
+from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.worker import generate
 from posttrain.planner import residency
 

@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from posttrain.domain.errors import InputError
-from posttrain.engine.rollout import SamplingParams
+from posttrain.engine.rollout.port import SamplingParams
 from posttrain.engine.rollout.sampling import choose, draw, most_likely, row_keys, uniforms
 
 CPU = torch.device("cpu")

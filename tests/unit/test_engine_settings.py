@@ -18,7 +18,7 @@ from posttrain.engine.config import AdvantageConfig, CriticConfig, KLConfig, PPO
 from posttrain.engine.loop import collecting as collecting_module, learning as learning_module
 from posttrain.engine.loop.controller import Controller, Limits
 from posttrain.engine.loop.learning import mini_batches
-from posttrain.engine.models import token_logprobs
+from posttrain.engine.models.logprobs import token_logprobs
 from posttrain.engine.recipes import grpo as grpo_module, policy_gradient as policy_gradient_module, ppo as ppo_module
 from posttrain.engine.roles.training import TrainWorker
 from posttrain.engine.settings import OptimizerConfig, PolicyGradientOptimizerConfig

@@ -17,7 +17,7 @@ from posttrain.domain.jobs import InputBlob
 from posttrain.domain.manifest import Manifest
 from posttrain.engine.config import InitModelConfig
 from posttrain.engine.groups.port import RankContext
-from posttrain.engine.models import adopt_module
+from posttrain.engine.models.language_model import adopt_module
 from posttrain.engine.models.loading import ModelSource, character_tokenizer, initial_model, save_model
 from posttrain.engine.rollout.worker import RolloutWorker
 

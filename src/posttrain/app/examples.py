@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from posttrain.domain.errors import InputError, NotFoundError, nearest
+from posttrain.domain.errors import InputError, NotFoundError, nearest, unwritable
 from posttrain.domain.runspec import read_yaml
 from posttrain.domain.validation import Frozen, validated
-from posttrain.store.atomic import unwritable
 
 if TYPE_CHECKING:
     from posttrain.preflight.confinement import Confinement

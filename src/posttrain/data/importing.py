@@ -16,11 +16,10 @@ from posttrain.data.assets import inspect_model
 from posttrain.data.catalog import Catalog, inspect_dataset, refuse_name
 from posttrain.data.files import data_files
 from posttrain.domain.canonical import canonical_json
-from posttrain.domain.errors import InputError
+from posttrain.domain.errors import InputError, unwritable
 from posttrain.domain.ports import BlobStore
 from posttrain.domain.records import IMPORTED, Asset
 from posttrain.foreign.outside import Named, OutsideRun, Points
-from posttrain.store.atomic import unwritable
 from posttrain.store.trees import file_digest, put_files, put_tree, scratch
 
 RECORD = "posttrain.import/1"

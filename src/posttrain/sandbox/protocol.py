@@ -405,8 +405,8 @@ def _index(value: Any) -> int:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise MalformedError(f"a {type(value).__name__} where a text is expected")
-    readable = value[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8")  # half of a surrogate pair is no text
-    return " ".join(readable.split())
+    # half of a surrogate pair is no text
+    return " ".join(value[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8").split())
 
 
 def _frame(channel: Channel, most: int) -> bytes:

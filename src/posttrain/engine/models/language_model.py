@@ -107,8 +107,7 @@ def adopt_module(module: PreTrainedModel) -> LanguageModel:
     Whether it packs is tried on its logits, as `backbone.choose_packing` says.
     """
     module.eval()
-    head = _find_head(module)
-    return LanguageModel(module, choose_packing(module, _logits(module)), head)
+    return LanguageModel(module, choose_packing(module, _logits(module)), _find_head(module))
 
 
 def _logits(module: PreTrainedModel) -> Forward:

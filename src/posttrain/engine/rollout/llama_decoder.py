@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from posttrain.domain.errors import IntegrityError
-from posttrain.engine.models import LanguageModel
-from posttrain.engine.models.language_model import float32_logits
+from posttrain.engine.models.language_model import LanguageModel, float32_logits
 from posttrain.engine.rollout.page_attention import (
     attend_packed_prompts,
     attend_prompts,

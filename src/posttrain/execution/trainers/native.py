@@ -31,7 +31,7 @@ from posttrain.domain.kinds import (
 )
 from posttrain.domain.placement import COLLOCATED, Placement
 from posttrain.domain.rewards import JUDGES
-from posttrain.domain.validation import explain, unknown_kind
+from posttrain.domain.validation import explain, unknown_kind, validated
 from posttrain.engine.config import (
     DataflowConfig,
     EvaluateConfig,
@@ -83,10 +83,7 @@ class NativeTrainer:
             return self._contract(kind, params, model)
 
     def _contract(self, kind: str, params: Mapping[str, Any], model: type[StageConfig]) -> StageContract:
-        try:
-            config: StageConfig = model.model_validate(dict(params))
-        except ValidationError as error:
-            raise explain(error, kind, model) from error
+        config: StageConfig = validated(model, dict(params), kind)
         return StageContract(
             params=_name_by_slot(config),
             inputs=config.inputs(),

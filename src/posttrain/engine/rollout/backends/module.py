@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.engine.models import LanguageModel
 from posttrain.engine.models.backbone import key_value_bytes
-from posttrain.engine.models.language_model import HALF
+from posttrain.engine.models.language_model import HALF, LanguageModel
 from posttrain.engine.models.sharding import module_views
 from posttrain.engine.rollout.batched import BatchedEngine
 from posttrain.engine.rollout.decoding import Rows, StopStrings, decode_batch

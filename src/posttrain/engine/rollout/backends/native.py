@@ -26,7 +26,7 @@ from torch import Tensor
 
 from posttrain.domain.errors import InputError
 from posttrain.engine.batch import free_bytes, keep_freed_memory
-from posttrain.engine.models import LanguageModel
+from posttrain.engine.models.language_model import LanguageModel
 from posttrain.engine.rollout.decoding import StopStrings
 from posttrain.engine.rollout.kv_pages import GraphedSteps, PageStore, Run, cuda_recorder
 from posttrain.engine.rollout.kv_slots import SlotStore

@@ -67,8 +67,7 @@ def main(attempt_dir: str, spec_file: str, start: Start | None = None) -> int:
     reading, writing = os.pipe()
     if os.fork():
         os.close(writing)
-        word = os.read(reading, 1)
-        return {b"1": 0, b"0": ALREADY_CLAIMED, b"2": NO_DEVICE}.get(word, _FAILED)
+        return {b"1": 0, b"0": ALREADY_CLAIMED, b"2": NO_DEVICE}.get(os.read(reading, 1), _FAILED)
     os.close(reading)
     os.setsid()
     os.chdir(folder)
