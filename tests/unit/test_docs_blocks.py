@@ -214,12 +214,6 @@ def test_a_command_that_there_is_not_is_noticed(text: str) -> None:
         parse(shlex.split(text))
 
 
-def test_the_first_run_of_the_site_is_the_readmes() -> None:
-    """Which is run end to end in tests/e2e/test_doc_commands.py."""
-    (block,) = fences(ROOT / "README.md", "bash")
-    assert fences(ROOT / "docs" / "get-started.md", "bash") == [block]
-
-
 def test_what_init_says_of_the_verl_script_stands_on_its_page(world: World) -> None:
     page = ROOT / "docs" / "howto" / "from-verl.md"
     (script,) = fences(page, "sh")
