@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import typer
 from cli_world import World, make_world
 from typer.testing import CliRunner
 
-from posttrain.cli.main import EXAMPLES, app
+from posttrain.cli.main import app
+from posttrain.cli.usage import EXAMPLES, GROUPS, HINTS, VERBS
 
 
 @pytest.fixture
@@ -86,5 +88,34 @@ def test_audit_32_help_has_examples_and_each_parses(verb: str) -> None:
         command.make_context(verb, rest).close()  # a usage error is raised here
 
 
-def test_audit_32_the_ten_most_used_verbs_have_examples() -> None:
-    assert {"init", "plan", "run", "ls", "get", "compare", "sample", "eval", "export", "asset add"} <= set(EXAMPLES)
+def test_every_command_stands_in_one_group_with_two_examples_and_exit_codes() -> None:
+    """`posttrain --help` lists all of them; a sixth group or a command beside the groups is noticed."""
+    command: Any = typer.main.get_command(app)
+    assert sorted(VERBS) == sorted(command.commands)
+    leaves = {
+        f"{name} {below}".strip(): leaf
+        for name, one in command.commands.items()
+        for below, leaf in getattr(one, "commands", {"": one}).items()
+    }
+    assert sorted(EXAMPLES) == sorted(leaves)
+    for name, leaf in leaves.items():
+        assert len(set(EXAMPLES[name])) == 2, name
+        assert "Exit codes: 0, 1, 2" in leaf.epilog
+    shown = CliRunner().invoke(app, ["--help"]).stdout
+    places = [shown.index(f"\n{title}:\n") for title in GROUPS]
+    assert places == sorted(places)
+    assert all(shown.count(f"\n  {verb} ") == 1 for verb in VERBS)
+
+
+@pytest.mark.parametrize("word", ["lora", "status", "metrics", "deploy", "Resume"])
+def test_a_word_of_other_tools_is_answered_with_the_command_that_does_its_work(word: str) -> None:
+    ended = CliRunner().invoke(app, [word])
+    assert ended.exit_code == 2
+    assert HINTS[word.lower()] in " ".join(ended.stderr.split())
+
+
+def test_no_hint_hides_a_command_and_each_names_one_that_there_is() -> None:
+    assert not set(HINTS) & set(VERBS)
+    for hint in HINTS.values():
+        named = re.findall(r"posttrain ([a-z]+)", hint)
+        assert set(named) <= set(VERBS), hint

@@ -1,4 +1,4 @@
-"""The port for whoever knows who somebody is."""
+"""The port of authenticators, which identify principals."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,32 +6,32 @@ from typing import Protocol
 
 from posttrain.domain.ids import Role
 
-OS = "os"  # how somebody is known whom the operating system lets in
+OS = "os"  # the authenticator of users of the operating system
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who somebody is, and how that is known."""
+    """A principal, and how it was identified."""
 
     principal: str  # user:ann, service:ci
-    auth: str  # as events say it: os | token
-    scopes: Mapping[str, Role] | None = None  # project → the most that may be done there; None: whatever the roles say
+    auth: str  # the authenticator's name in events: os | token
+    scopes: Mapping[str, Role] | None = None  # project → highest role there; None: the ledger's roles apply
 
 
 class Authenticator(Protocol):
-    """Knows who somebody is by what they show.
+    """Identifies a principal by a proof.
 
-    Every implementation: the same proof is the same identity as long as it is good; any other is refused with an
-    AccessError of one line that does not say the proof; nothing is written, so nothing of the proof is in any log.
+    Every implementation: the same proof yields the same identity as long as it is valid; any other is refused with an
+    AccessError of one line that does not contain the proof; nothing is written, so no log contains the proof.
     """
 
     @property
     def auth(self) -> str:
-        """How events say that somebody was known by it: at most 16 letters."""
+        """The authenticator's name in events: at most 16 letters."""
 
     def authenticate(self, proof: str) -> Identity:
-        """Who shows this.
+        """Return the identity behind a proof.
 
         Raises:
-            AccessError: nobody whom it knows.
+            AccessError: the proof is not valid.
         """

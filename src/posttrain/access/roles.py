@@ -1,6 +1,6 @@
-"""Which role somebody has in a project.
+"""The role of a principal in a project.
 
-Whether a token is good at this moment, however somebody shows it.
+Also checks whether a token is valid now, for every authenticator that uses one.
 """
 
 from posttrain.access.ports import OS, Identity
@@ -11,10 +11,11 @@ from posttrain.store.hosts import Ledger
 
 
 def role_of(ledger: Ledger, identity: Identity) -> Role | None:
-    """The role of somebody in the project of a ledger, as of now; None: they have none.
+    """Return an identity's present role in the ledger's project; None: it has no role.
 
-    Where nobody was given a role yet, whoever the operating system lets open the ledger is its admin: a workspace of
-    one's own. A token never has more than its scopes say.
+    While no principal has a role yet, a user whom the operating system lets open the ledger is its admin: a workspace
+    of
+    one user. A token never grants more than its scopes.
     """
     known = ledger.roles()
     role = known.get(identity.principal) if known or identity.auth != OS else Role.ADMIN
@@ -25,13 +26,13 @@ def role_of(ledger: Ledger, identity: Identity) -> Role | None:
 
 
 def identity_of(token: Token | None, moment: float, auth: str, unknown: str) -> Identity:
-    """Who stands behind a token that was found.
+    """Return the identity of a token.
 
     Args:
-        unknown: what to say where there is none.
+        unknown: the error message where there is no token.
 
     Raises:
-        AccessError: there is none, or it is good for nothing any more.
+        AccessError: there is no token, or it was revoked or has expired.
     """
     if token is None or token.actor.startswith(NOBODY):
         raise AccessError(unknown)

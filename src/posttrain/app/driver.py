@@ -1,17 +1,17 @@
-"""Drives runs: the one loop of a command that waits, of a background driver and of a server's.
+"""The loop that drives runs: of a command that waits, of a background driver, and of a server.
 
-Loops and who unblocks whom::
+Loops and what each one starts::
 
-    whoever wants runs driven ──▶ `Wanted` tells which, by project
+    the caller ──▶ `Wanted` returns the runs to drive, by project
                                     │
-    driving thread: a pass over each run that is worth one, one after the other; looks after trackers, seals, looks
-      which sinks have something to do; rests; ends when `Wanted` says so
+    driving thread: a pass over each run that is worth one, one after the other; checks trackers, seals, checks which
+      sinks have work; rests; ends when `Wanted.over` returns True
       ├ a thread for each sink delivers (`events.bus`)
       ├ a process for each run writes its trackers (`trackers.following`)
       └ a thread for each project keeps its leases
 
-It may be killed at any line: the ledger says what is to be done, the jobs go on, and whoever drives next goes on from
-there. What no sink was told of waits behind the cursors.
+The driver may be killed at any line: the ledger contains the work to do, jobs continue, and the next driver continues
+from there. Events that a sink has not received wait behind its cursor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from posttrain.events.bus import LEAVE, Deliverer
 from posttrain.trackers.following import Scribe
 from posttrain.workspace.settings import OpenWorkspace
 
-AUTH = "server"  # how a server's driver is known
+AUTH = "server"  # the authenticator name of a server's driver
 REPORTING = ("posttrain.views.reporting", "posttrain.app.queries")
 _JUDGING = (
     "pyarrow.compute",
@@ -52,26 +52,26 @@ _JUDGING = (
     "scipy.stats",
 )  # what gates import when they judge
 _PAUSE, _MOST_PAUSE = 0.1, 1.5  # seconds between passes that change nothing
-_SHARE = 8.0  # times as long as a pass took it rests
-_TRACKERS = 1.0  # seconds between two looks at who writes the trackers
-_SEAL = 2.0  # seconds between two looks for events to seal
-_SINKS = 5.0  # seconds between two looks for projects that have sinks
-_BACKOFF = (0.5, 2.0, 8.0, 30.0, 60.0)  # seconds before a run that raised is looked at again
-_PATIENCE = 3600.0  # seconds of trouble with a run before it is given up
-_UNEXPECTED = 5  # times that a bug may be tried again
+_SHARE = 8.0  # the rest after a pass, in durations of that pass
+_TRACKERS = 1.0  # seconds between two checks of the processes that write trackers
+_SEAL = 2.0  # seconds between two checks for events to seal
+_SINKS = 5.0  # seconds between two checks for projects that have sinks
+_BACKOFF = (0.5, 2.0, 8.0, 30.0, 60.0)  # seconds before the next pass over a run that raised
+_PATIENCE = 3600.0  # seconds of errors of a run before it is given up
+_UNEXPECTED = 5  # tries after an unexpected error
 
 
 class Wanted(Protocol):
-    """Tells which runs are to be driven, and is told what became of them."""
+    """Decides which runs are driven, and receives their outcomes."""
 
     def wanted(self) -> Mapping[str, Sequence[str]]:
-        """Project → the runs to drive, in the order in which they are looked at."""
+        """Return project → the runs to drive, in the order of the passes."""
 
     def over(self) -> bool:
-        """Whether the driver is to end; asked after every pass."""
+        """Return whether the driver is to end; called after every pass."""
 
     def done(self, run_id: str, over: Callable[[], bool]) -> None:
-        """Be done with a run, if it is over still: somebody may have let it go on meanwhile."""
+        """Remove a run if `over` still returns True: a user may have resumed it meanwhile."""
 
     def give_up(self, run_id: str, trouble: str) -> None:
         """Leave a run to a person."""
@@ -79,12 +79,12 @@ class Wanted(Protocol):
 
 @dataclass(slots=True)
 class _Known:
-    """What a driver knows of one run."""
+    """The state that a driver keeps for one run."""
 
     workspace: OpenWorkspace
     scribe: Scribe
     loading: Iterator[Any] = field(default_factory=lambda: iter(()))  # of modules that its end needs
-    said: dict[str, str] = field(default_factory=dict)  # run and stages → state last told
+    said: dict[str, str] = field(default_factory=dict)  # run and stages → state last reported
     troubled_since: float | None = None
     tries: int = 0
     again_at: float = 0.0
@@ -92,14 +92,15 @@ class _Known:
 
 
 class Driver:
-    """Drives every run that is wanted, one pass after the other.
+    """Drives every wanted run, one pass after the other.
 
     Args:
-        say: told what happens, a line at a time.
-        watch: of somebody who waits: called after each look with the run. What goes wrong with a run is raised to them,
-            and they write its report; else a run that fails is tried again, and its report is written here.
-        reports: whether a report is asked for when a run has ended: what that needs is loaded at its beginning.
-        served: over every project of a served workspace, and their sinks; else over the workspace's own.
+        say: receives reports, one line at a time.
+        watch: the callback of a waiting caller: receives the run after each look. An error of a run is raised to that
+            caller, who also writes the report; without it a run that fails is tried again, and the driver writes its
+            report.
+        reports: whether a report follows the end of a run: the modules it needs are loaded ahead.
+        served: drives every project of a served workspace, and their sinks; else the workspace's own project.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Driver:
         self._deliverers: dict[str, Deliverer] = {}  # by project
         self._sealed = self._asked = self._kept = self._stepped = 0.0
         self._leases = ExitStack()  # kept also while one run takes long
-        self._away = ""  # why the ledger cannot be used, as last told
+        self._away = ""  # why the ledger cannot be used, as last reported
         self.told: int | None = None  # the signal that ended it
 
     def end(self, number: int, _: object = None) -> None:
@@ -129,9 +130,9 @@ class Driver:
         self.told = number
 
     def drive(self) -> None:
-        """Drive until nothing is wanted, or somebody says so; give the leases back. Jobs go on.
+        """Drive until no run is wanted or `end` is called; then release the leases. Jobs continue.
 
-        What is left for sinks is delivered for a few seconds, unless a person interrupts.
+        Pending events are delivered to sinks for a few seconds, unless a person interrupts.
         """
         seconds, most = 0.0, _MOST_PAUSE if self._watch is None else _PAUSE
         try:
@@ -143,14 +144,14 @@ class Driver:
                 if not changed:
                     self._rest(min(max(_PAUSE, _SHARE * (time.monotonic() - began)), most))
             seconds = LEAVE
-        except PosttrainError:  # sinks hear why a run stands
+        except PosttrainError:  # sinks receive why a run failed
             seconds = LEAVE
             raise
         finally:
             self._leave(seconds)
 
     def look(self) -> bool:
-        """One pass over each run that is wanted and worth one; whether anything changed."""
+        """Make one pass over each wanted run that is worth one; return whether anything changed."""
         self._look_after()
         changed, wanted = False, self._wanted.wanted()
         self._drop(self._known.keys() - {run_id for runs in wanted.values() for run_id in runs})
@@ -163,7 +164,7 @@ class Driver:
         return changed
 
     def _of(self, project: str) -> OpenWorkspace:
-        """The workspace as this driver sees a project of it."""
+        """Return the workspace as this driver sees one of its projects."""
         if project not in self._seen:
             own = self._workspace
             self._seen[project] = seen = own.seen_by(DRIVER, project, AUTH) if self._served else own
@@ -171,7 +172,7 @@ class Driver:
         return self._seen[project]
 
     def _look_after(self) -> None:
-        """What is due beside the runs; a ledger that is away is looked at again a second later."""
+        """Do the periodic work besides the runs; a ledger that is away is tried again a second later."""
         now = time.monotonic()
         if now - self._kept >= _TRACKERS:
             self._kept = now
@@ -192,7 +193,7 @@ class Driver:
             self._away = ""
         except PosttrainError as error:
             self._stepped = now + 1.0
-            if self._watch is None and self._away != str(error):  # who waits is told by the run
+            if self._watch is None and self._away != str(error):  # a waiting caller gets the error from the run
                 self._away = str(error)
                 self._say(f"the ledger cannot be used: {error}")
 
@@ -202,19 +203,19 @@ class Driver:
         if not self._served:
             wanted &= {self._workspace.ledger.project}
         for project in self._deliverers.keys() - wanted:
-            self._deliverers.pop(project).close(0.0)  # nobody waits for one that hangs
+            self._deliverers.pop(project).close(0.0)  # no wait for one that hangs
         for project in wanted - self._deliverers.keys():
             self._deliverers[project] = deliverer(self._of(project), served=self._served)
 
     def _leave(self, seconds: float) -> None:
-        """Give the leases back, so that the next driver need not wait; deliver what is left for so long."""
+        """Release the leases, so that the next driver need not wait; deliver pending events for some seconds."""
         self._loader.shutdown(wait=False)
         self._drop(set(self._known))
         self._leases.close()
         with suppress(PosttrainError):
             self._workspace.seal()
         until = time.monotonic() + seconds
-        with suppress(KeyboardInterrupt):  # it ends the wait for sinks, not what the command has to answer
+        with suppress(KeyboardInterrupt):  # it ends the wait for sinks, not the command
             for one in self._deliverers.values():
                 one.finish(until - time.monotonic())
         if seconds and self._deliverers and not self._served:
@@ -227,7 +228,7 @@ class Driver:
                         )
 
     def _drop(self, run_ids: Collection[str]) -> None:
-        """What is not wanted any more is somebody else's."""
+        """Release runs that are not wanted any more."""
         for run_id in run_ids:
             with suppress(PosttrainError):
                 self._known[run_id].workspace.reconciler.release(run_id)
@@ -237,10 +238,10 @@ class Driver:
         seen = list(self._seen.values()) or [self._workspace]
         for _ in range(round(seconds / _PAUSE)):
             if self.told is not None or any(one.reconciler.rest(_PAUSE / len(seen)) for one in seen):
-                return  # work beside is to be collected
+                return  # finished background work is to be collected
 
     def _look(self, seen: OpenWorkspace, run_id: str) -> bool:
-        """One pass over a run; whether anything changed. What it raises stops no other run."""
+        """Make one pass over a run; return whether anything changed. Its errors stop no other run."""
         known = self._known.get(run_id)
         if known is not None and time.monotonic() < known.again_at:
             return False
@@ -252,7 +253,7 @@ class Driver:
             if final:
                 self._finish(seen, run_id)
             return tick.changed or final
-        except NotFoundError as error:  # of a workspace whose ledger was put back
+        except NotFoundError as error:  # of a workspace whose ledger was restored from a backup
             if self._watch:
                 raise
             self._say(f"run {run_id}: dropped: {error}")
@@ -270,8 +271,8 @@ class Driver:
         return self._known.setdefault(run_id, _Known(seen, Scribe(seen, run_id), loading))
 
     def _goes_on(self, run: RunRecord, known: _Known, *, tell: bool) -> None:
-        """Tell what a pass found: who waits every time, else where it may be another state."""
-        for _ in known.loading:  # sources and libraries may be replaced under a driver of days
+        """Report the result of a pass: to a waiting caller every time, else only changed states."""
+        for _ in known.loading:  # loads now: files may be replaced while a driver runs for days
             pass
         if known.troubled_since is not None:
             known.troubled_since, known.tries, known.trouble = None, 0, ""
@@ -287,8 +288,8 @@ class Driver:
                 self._say(f"run {run.id}: {name}{state}")
 
     def _finish(self, seen: OpenWorkspace, run_id: str) -> None:
-        """The run has ended: seal, report, let go."""
-        with suppress(PosttrainError):  # a ledger that may only be read has no lease to give back
+        """Finish a run that has ended: seal, write its report, remove it."""
+        with suppress(PosttrainError):  # a read-only ledger has no lease to release
             seen.reconciler.release(run_id)
         seen.seal()
         if self._watch is None:
@@ -296,14 +297,14 @@ class Driver:
 
             try:
                 self._say(f"run {run_id}: report: {write_report(seen, run_id).report}")
-            except PosttrainError as error:  # the outcome stands, whatever becomes of its picture
+            except PosttrainError as error:  # the outcome does not depend on its report
                 self._say(f"run {run_id}: no report: {error}")
             crashpoint("driver.before_done")
         self._wanted.done(run_id, lambda: is_final("run", seen.ledger.run(run_id).state))
         self._known.pop(run_id, None)
 
     def _met(self, seen: OpenWorkspace, run_id: str, error: Exception) -> None:
-        """Trouble with one run: told, tried again, at last left to a person."""
+        """Handle an error of one run: report it, try again later, and at last leave the run to a person."""
         now = time.monotonic()
         known = self._known.get(run_id) or self._known.setdefault(run_id, _Known(seen, Scribe(seen, run_id)))
         known.troubled_since = now if known.troubled_since is None else known.troubled_since
@@ -321,7 +322,7 @@ class Driver:
 
 
 class _One:
-    """The run that somebody waits for."""
+    """The run that a caller waits for."""
 
     def __init__(self, workspace: OpenWorkspace, run_id: str) -> None:
         self._workspace, self._id, self._over = workspace, run_id, False
@@ -340,7 +341,7 @@ class _One:
         forget_request(self._workspace.root, run_id)
 
     def give_up(self, run_id: str, trouble: str) -> None:
-        """See `Wanted.give_up`: never, what goes wrong is raised."""
+        """See `Wanted.give_up`. Never called: errors are raised."""
 
 
 @answers(Control.drive)
@@ -355,13 +356,13 @@ def drive(
     """Drive a run in this process until it ends (or watch, while another process drives it).
 
     Args:
-        timeout: seconds; None: as long as it takes. Only a `wall_clock` budget bounds the jobs then.
-        watch: called about ten times a second with the run.
-        report: load what its report will need while its first job starts.
+        timeout: seconds; None: no limit here, so only a `wall_clock` budget bounds the jobs.
+        watch: receives the run about ten times a second.
+        report: load the modules of its report while its first job starts.
 
     Raises:
-        DeadlineError: `timeout` passed; the run is not stopped by that.
-        InfrastructureError: what is left of the run was set aside: it failed again and again.
+            DeadlineError: `timeout` passed; the run continues.
+            InfrastructureError: the rest of the run was set aside after repeated failures.
     """
     ledger = workspace.ledger
     until = None if timeout is None else ledger.clock.now() + timeout

@@ -2,9 +2,9 @@
 
 A workspace is one folder with a ledger, blobs, attempt folders and a cache.
 
-Trackers that are chosen on the command line are checked here, before a workspace or a run records them.
+Trackers of the command line are checked here, before a workspace or a run records them.
 
-A backup is a folder; a workspace can be made of it.
+A backup is a folder, from which `restore` makes a workspace.
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ RUN_FILE = "run.yaml"
 
 
 class Workspace(OpenWorkspace):
-    """A workspace that is opened where it is, or made there, with the back-ends that its settings name.
+    """A workspace that is opened or made, with the back-ends in its settings.
 
     Raises:
         WorkspaceError: no workspace there, read-only, disk full, of a newer schema, its PostgreSQL out of reach, or
             POSTTRAIN_STORE or POSTTRAIN_LEDGER name another place than the one it was made with.
-        UnavailableError: the store of a new one cannot be used; nothing is made.
+        UnavailableError: the store of a new workspace cannot be used; nothing is made.
     """
 
     def __init__(
@@ -124,12 +124,12 @@ class Workspace(OpenWorkspace):
         self.actor = actor or SystemUser().authenticate().principal
         store = _store(self.root)
         place = ledger_place(self.root, read_json(self.root / SETTINGS), ledger)
-        # first: a server or a store that cannot be reached leaves no half workspace
+        # first: an unreachable server or store must not leave half a workspace
         if create and read_json(self.root / SETTINGS) is None and store != blobs_url(self.root / OWN_STORE):
             open_blobs(store).probe()
         database = None if isinstance(place, Path) else Database(place, create=create and not holds_runs(self.root))
         channel = _channel(self.root, channel)
-        own = self.root / LOCK  # of one folder's store; else of all hosts of a ledger
+        own = self.root / LOCK  # locks one folder's store; else the store of all hosts of a ledger
         self.lock: StoreLock = FileLock(own) if database is None else LedgerLock(own, database)
         self.blobs = blobs = open_blobs(store, self.lock)
         if create:
@@ -162,10 +162,10 @@ class Workspace(OpenWorkspace):
 
 
 def find_workspace(start: Path | None = None) -> Path:
-    """`$POSTTRAIN_WORKSPACE`, or the nearest `.posttrain` at or above `start`.
+    """Return `$POSTTRAIN_WORKSPACE`, or the nearest `.posttrain` at or above `start`.
 
     Raises:
-        WorkspaceError: there is none.
+        WorkspaceError: there is no workspace.
     """
     named = os.environ.get(VARIABLE)
     if named:
@@ -178,16 +178,16 @@ def find_workspace(start: Path | None = None) -> Path:
 
 
 def workspace_above(folder: Path | None) -> Path | None:
-    """The workspace above one that `init` is about to make in `folder`, by default here; None: there is none.
+    """Return the workspace above one that `init` makes in `folder`, by default here; None: there is no such workspace.
 
     Raises:
-        InputError: there is one, and the folder was not named: a second one that nobody meant hides the first.
+        InputError: there is one, and no folder was named: an accidental second workspace would hide the first.
     """
     here = (folder or Path.cwd()).resolve()
     if has_ledger(here / FOLDER) or (folder is None and os.environ.get(VARIABLE)):
         return None
     above = None
-    with suppress(WorkspaceError):  # one that may not be looked into is somebody else's
+    with suppress(WorkspaceError):  # an unreadable one is another user's
         above = next((one / FOLDER for one in here.parents if has_ledger(one / FOLDER)), None)
     if folder is None and above is not None:
         raise InputError(
@@ -198,17 +198,17 @@ def workspace_above(folder: Path | None) -> Path | None:
 
 
 def open_workspace(path: Path | None = None) -> Workspace:
-    """The workspace at `path` (the folder that holds `.posttrain`, or itself), or the nearest one."""
+    """Open the workspace at `path` (the folder that contains `.posttrain`, or itself), or the nearest one."""
     if path is None:
         return Workspace(find_workspace())
     return Workspace(path if has_ledger(path) else path / FOLDER)
 
 
 def has_ledger(root: Path) -> bool:
-    """Whether this folder is a workspace: it has a ledger, or says where its ledger is.
+    """Return whether this folder is a workspace: it contains a ledger, or the address of one.
 
     Raises:
-        WorkspaceError: it may not be looked into.
+        WorkspaceError: the folder may not be read.
     """
     try:
         return (root / FILE).exists() or recorded(root, read_json(root / SETTINGS)) is not None
@@ -229,27 +229,27 @@ def init_workspace(
     job_variables: Collection[str] | None = None,
     limits: Sequence[str] | None = None,
 ) -> Workspace:
-    """Make a workspace below `path` (default: here). Doing it again changes nothing but what is given.
+    """Make a workspace below `path` (default: here). A repeat changes only the given settings.
 
     Args:
         rewards: `trusted`: rewards may run where the kernel cannot confine them; `confined` takes that back.
-        trackers: of every run that names none itself, in place of those that were chosen before.
-        ledger: address of the PostgreSQL database that a new workspace keeps its ledger in.
-        executor: who runs its jobs: `local`, `podman`, which runs those that name an image in containers of it, or one
-            that an installed package adds.
-        channel: URL below which the jobs of a new workspace and its drivers talk to each other; None: in its folder.
-        limits: of a model folder (`data.assets.model_limits`), in place of those before.
-        job_variables: names of variables that its jobs get of its server's environment, in place of those before.
+        trackers: of every run that names none itself; they replace the earlier choice.
+        ledger: address of the PostgreSQL database for the ledger of a new workspace.
+        executor: runs its jobs: `local`; `podman`, which runs jobs that name an image in a container; or an executor of
+            an installed package.
+        channel: URL of the channels between jobs and drivers of a new workspace; None: in its folder.
+        limits: of a model folder (`data.assets.model_limits`); they replace the earlier limits.
+        job_variables: names of variables that jobs get from the server's environment; they replace the earlier names.
 
     Raises:
-        InputError: an unknown executor, or a broken one, or no podman; a variable that no job gets; a URL below which
-            there can be no channels.
-        ConflictError: another executor than before, while runs go on.
+        InputError: an unknown or broken executor, or no podman; a variable that no job gets; a URL that cannot have
+            channels below it.
+        ConflictError: another executor than before, while runs have jobs to come.
     """
     named = os.environ.get(VARIABLE)
     root = path / FOLDER if path else Path(named) if named else Path.cwd() / FOLDER
     chosen = None if limits is None else model_limits(limits)
-    if executor == PODMAN:  # first: one that there is not leaves no workspace
+    if executor == PODMAN:  # first: a missing one must not leave a workspace
         if why := containers.trouble():
             raise InputError(f"init: --executor {PODMAN} needs podman: {why}")
     elif executor not in (None, LOCAL):
@@ -271,9 +271,9 @@ def init_workspace(
 
 
 def serve_jobs(workspace: Workspace, access: Access) -> None:
-    """Let a workspace's jobs have what jobs of a server have: access to their inputs, and a machine's variables.
+    """Give a workspace's jobs the environment of a server's jobs: access to their inputs, and a machine's variables.
 
-    An executor that an installed package adds decides itself which variables its jobs get.
+    An executor of an installed package decides itself which variables its jobs get.
     """
     executor = workspace.jobs.executor
     if isinstance(executor, LocalExecutor):
@@ -285,20 +285,20 @@ def serve_jobs(workspace: Workspace, access: Access) -> None:
 
 
 def join_store(workspace: OpenWorkspace, blobs: ObjectBlobs) -> None:
-    """Say in a store outside of the workspace's folder that this workspace keeps its artifacts there.
+    """Register this workspace in a store outside of its folder.
 
-    Whoever deletes from a store must know all whose ledgers name what lies in it.
+    Garbage collection needs all workspaces whose ledgers refer to the store.
     """
     if blobs.url != blobs_url(workspace.root / OWN_STORE):
         blobs.note(f"{USERS}/{workspace.identity()}", str(workspace.root))
 
 
 def _store(root: Path) -> str:
-    """Where the artifacts of a workspace are: recorded when it is made, so that no later command can look elsewhere.
+    """Return the URL of a workspace's artifact store, recorded when it is made, so that every later command uses it.
 
     Raises:
         WorkspaceError: POSTTRAIN_STORE names another store.
-        InputError: its URL holds credentials.
+        InputError: its URL contains credentials.
     """
     own = blobs_url(root / OWN_STORE)
     wanted = blobs_url(os.environ[STORE_VARIABLE]) if os.environ.get(STORE_VARIABLE) else None
@@ -317,11 +317,11 @@ def _store(root: Path) -> str:
 
 
 def _channel(root: Path, asked: str | None) -> str:
-    """Where new attempts have their channels: recorded when the workspace is made; empty: in their folders.
+    """Return the URL of the channels of new attempts, recorded when the workspace is made; empty: in their folders.
 
     Raises:
         WorkspaceError: it was made with another place.
-        InputError, InfrastructureError: there can be none below what was asked for.
+        InputError, InfrastructureError: the requested URL cannot have channels below it.
     """
     record = read_json(root / SETTINGS)
     if record is None:
@@ -343,7 +343,7 @@ def _executor(root: Path, settings: Mapping[str, Any]) -> Executor:
 
 
 def _record_executor(workspace: Workspace, name: str) -> None:
-    """A job is looked for where it was submitted.
+    """Record the executor. A job is observed only by the executor that it was submitted to.
 
     Raises:
         ConflictError: a run has jobs, or will start some.
@@ -358,7 +358,7 @@ def _record_executor(workspace: Workspace, name: str) -> None:
 
 
 def _with_jobs(workspace: Workspace) -> Iterator[str]:
-    """Runs of any project with a stage to come that is a job. One that only waits for a person to release has none."""
+    """Yield runs of any project with a job stage to come; a run that only waits for a release has no such stage."""
     for project in workspace.ledger.projects():
         ledger = workspace.seen_by(workspace.actor, project, OS).ledger
         for run in [run for state in RunState if not is_final("run", state) for run in ledger.runs(state=state)]:
@@ -377,7 +377,7 @@ def _make(root: Path) -> None:
 
 
 def _refuse_lost_ledger(root: Path) -> None:
-    """A fresh ledger over what another one knew would look like a workspace in which nothing ever happened."""
+    """Refuse to make a fresh ledger over existing runs: the workspace would look as if it never had any."""
     ledger = root / FILE
     if not (ledger.exists() and ledger.stat().st_size) and holds_runs(root):
         what = "is empty" if ledger.exists() else "is gone"
@@ -385,7 +385,7 @@ def _refuse_lost_ledger(root: Path) -> None:
 
 
 def refuse_unwritable_choice(chosen: dict[str, Any], folder: Path | None) -> None:
-    """Refuse what could not be written before it is recorded.
+    """Refuse trackers that cannot be written, before they are recorded.
 
     Raises:
         InputError: a package is missing, or a place cannot be written.
@@ -395,13 +395,13 @@ def refuse_unwritable_choice(chosen: dict[str, Any], folder: Path | None) -> Non
 
 
 def chosen_places(workspace: Workspace) -> list[tuple[str, str]]:
-    """Kind and place of each tracker that runs are written to which name none themselves."""
+    """Return kind and place of each tracker of runs that name none themselves."""
     return list(describe(of_workspace(workspace)))
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a backup became."""
+    """The result of `restore`."""
 
     root: Path
     found: BackedUp
@@ -429,18 +429,18 @@ def backup(folder: Path) -> BackedUp:
 
 
 def restore(folder: Path) -> Restored:
-    """Make a workspace here of a backup: everything, or nothing.
+    """Make a workspace here from a backup: everything, or nothing.
 
     Raises:
         ConflictError: there is a workspace here.
-        InputError: no backup. IntegrityError: it was altered.
+        InputError: the folder is not a backup. IntegrityError: it was altered.
     """
     named = os.environ.get(VARIABLE)
     root = (Path(named) if named else Path.cwd() / FOLDER).resolve()
     if root.exists() and any(root.iterdir()):
         raise ConflictError(f"{root}: must not be there yet, got a folder with files; restore elsewhere")
     found = read_backup(folder.resolve())
-    half = root.with_name(f"{root.name}.part")  # of a restore that was killed: it begins again
+    half = root.with_name(f"{root.name}.part")  # left by a restore that was killed
     shutil.rmtree(half, ignore_errors=True)
     for made in (half, half / "runs", half / "cache"):
         make_folder(made)
@@ -457,7 +457,7 @@ def restore(folder: Path) -> Restored:
 
 
 def _proved(place: Path) -> tuple[int, tuple[str, ...]]:
-    """A ledger that holds, in which nobody drives anything; how many runs it has, and which go on."""
+    """Verify a ledger and release its leases; return how many runs it has, and which have not ended."""
     ledger = Ledger(Database(place, create=False))
     try:
         verify_chain(ledger)
@@ -470,7 +470,7 @@ def _proved(place: Path) -> tuple[int, tuple[str, ...]]:
 
 
 class Trainer(StrEnum):
-    """Whose file it is."""
+    """The program whose file is adopted."""
 
     TRL = "trl"
     VERL = "verl"
@@ -480,16 +480,17 @@ _READERS = {Trainer.TRL: from_trl, Trainer.VERL: from_verl}
 
 
 def adopt(trainer: Trainer, source: Path, target: Path) -> Draft:
-    """Write a run file that asks for the training which `source` asks `trainer` for; what became of its settings.
+    """Write a run file for the training that `source` configures for `trainer`; return it with the fate of its
+    settings.
 
     Nothing of the source is executed.
 
     Args:
         source: a TRL script, configuration or command; verl's YAML or a script with its overrides.
-        target: the run file; must not be there.
+        target: the run file; must not exist.
 
     Raises:
-        InputError: the source cannot be read, has no counterpart here, or something is at `target`.
+        InputError: the source cannot be read, has no counterpart here, or `target` exists.
         WorkspaceError: `target` cannot be written.
     """
     draft = _READERS[trainer](read_settings(source), None)
@@ -500,7 +501,7 @@ def adopt(trainer: Trainer, source: Path, target: Path) -> Draft:
     model = Path(draft.run["model"]).expanduser()
     if model.is_dir() and not model.is_absolute():
         draft.run["model"] = _seen_from(target.absolute().parent, model)
-    parse_run_spec(draft.run, str(target))  # whatever it says, it is a run file
+    parse_run_spec(draft.run, str(target))  # the result must be a valid run file
     try:
         with target.open("x", encoding="utf-8") as file:
             file.write(draft.text())
@@ -512,19 +513,19 @@ def adopt(trainer: Trainer, source: Path, target: Path) -> Draft:
 
 
 def _rows(draft: Draft, folder: Path) -> tuple[str, int | None]:
-    """Where the training data lie, seen from the run file, and how many rows they have; None: not here."""
+    """Return the training data's path from the run file, and the number of rows; None: the data are not here."""
     named = str(draft.run["data"]["train"])
     path = Path(named).expanduser()
     if named.startswith("dataset:") or not path.exists():
         return named, None
     try:
         rows = int(inspect_dataset(path)["rows"])
-    except (InputError, NotFoundError):  # `plan` says what is wrong with them
+    except (InputError, NotFoundError):  # `plan` reports the error
         return named, None
     return _seen_from(folder, path), rows
 
 
 def _seen_from(folder: Path, path: Path) -> str:
-    """A path as a run file in `folder` writes it."""
+    """Return a path as a run file in `folder` writes it."""
     relative = os.path.relpath(path.absolute(), folder)
     return relative if relative.startswith(".") else f"./{relative}"

@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 from posttrain._version import __version__
 from posttrain.cli import assets, demo, driving, models, releases, runs, serving, sinks, sweep, trace, workspace
 from posttrain.cli.console import OPENED, aside, ask_at, harmless
+from posttrain.cli.usage import CODES, EXAMPLES, GROUPS, HINTS, VERBS
 from posttrain.domain.errors import ConflictError, InputError, PosttrainError, unwritable
 
 _BUG = 1
@@ -28,22 +29,31 @@ _UNREAD = 128 + signal.SIGPIPE
 _ROOT = Path(__file__).parents[1]
 _LONGEST = 900  # characters of an error
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-_VERBS = [
-    *("init", "demo", "examples", "plan", "lock", "run", "sweep", "ls", "get", "logs", "why", "diff"),
-    *("compare", "attach", "note", "stop", "retry", "signal", "dead", "sample", "eval", "export", "promote"),
-    *("approve", "reject", "rollback", "channel", "lineage", "verify", "trace", "track"),
-    *("import", "asset", "sink", "gc", "backup", "restore", "erase", "doctor"),
-    *("serve", "login", "logout", "whoami", "project", "member", "token"),
-]
 _OF_A_MACHINE = {"init", "demo", "examples", "backup", "restore", "doctor", "serve", "login", "logout"}
 
 
 class Commands(TyperGroup):
-    """The verbs in the order of a day's work; errors become one line on stderr and their exit code."""
+    """The commands in groups; an error becomes one line on stderr and its exit code."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Not by the alphabet."""
-        return sorted(super().list_commands(ctx), key=_VERBS.index)
+        """Their names in the order of the groups."""
+        return sorted(super().list_commands(ctx), key=VERBS.index)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write each group under its title, with the first sentence of each command's help."""
+        for title, verbs in GROUPS.items():
+            commands = [(verb, self.get_command(ctx, verb)) for verb in verbs]
+            with formatter.section(title):
+                formatter.write_dl(
+                    [(verb, one.get_short_help_str(formatter.width - 14)) for verb, one in commands if one]
+                )
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command of the first word; a word of other tools is refused with the command that does its work."""
+        hint = None if self.get_command(ctx, args[0]) else HINTS.get(args[0].lower())
+        if hint:
+            ctx.fail(f"No such command {args[0]!r}: {hint}.")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
@@ -110,21 +120,14 @@ EPILOG = "\b\n" + "\n".join(
     ]
 )
 
-EXAMPLES = {  # verb → commands as they are typed; a test parses each
-    "init": ("posttrain init", "posttrain init --from trl train_grpo.py"),
-    "plan": ("posttrain plan run.yaml", "posttrain plan run.yaml --set grpo.steps=100 -o json"),
-    "run": ("posttrain run run.yaml", "posttrain run run.yaml --seed 7 --detach"),
-    "ls": ("posttrain ls",),
-    "get": ("posttrain get prod", "posttrain get sort-1f2e3d4c --report"),
-    "logs": ("posttrain logs sort-1f2e3d4c",),
-    "compare": ("posttrain compare sort-1f2e3d4c sort-5a6b7c8d", "posttrain compare sort/before sort/after"),
-    "sample": ('posttrain sample prod "Q: sort 3 1 2"', "posttrain sample ./out 123 -n 4 --temperature 0.7"),
-    "eval": ("posttrain eval prod heldout", "posttrain eval ./out heldout.jsonl -n 8 --pass-at 4"),
-    "export": ("posttrain export prod released-model",),
-    "note": ('posttrain note sort-1f2e3d4c "the learning rate that we keep" --tag baseline',),
-    "promote": ("posttrain promote sort-1f2e3d4c",),
-    "asset add": ("posttrain asset add dataset:train train.jsonl", "posttrain asset add model:base ./base"),
-}
+
+def _epilog(name: str, typed: str) -> str:
+    """The end of a command's help: its examples, and its exit codes beside those of every command."""
+    examples = "\n".join(f"  {line}" for line in EXAMPLES[typed])
+    own = CODES.get(typed, CODES.get(name, ()))
+    codes = ", ".join(map(str, sorted({0, 1, 2, *own, 10, 13})))
+    return f"\b\nExamples:\n{examples}\n\n\b\nExit codes: {codes} (posttrain --help explains them)"
+
 
 app = typer.Typer(
     cls=Commands,
@@ -158,7 +161,7 @@ def options(
     for variable, value in (("POSTTRAIN_SERVER", server), ("POSTTRAIN_PROJECT", project)):
         if value is not None:  # so that what is asked, and whoever is started, finds it
             os.environ[variable] = value
-    ask_at({"--server": server, "--project": project}, [verb for verb in _VERBS if verb not in _OF_A_MACHINE])
+    ask_at({"--server": server, "--project": project}, [verb for verb in VERBS if verb not in _OF_A_MACHINE])
 
 
 for command in (
@@ -171,10 +174,6 @@ for command in (
     *(serving.serve, serving.login, serving.logout, serving.whoami),
 ):
     app.command("eval" if command is models.evaluate else command.__name__)(command)
-for named, group in (("", app), ("asset ", assets.app)):
-    for verb in group.registered_commands:
-        typed = EXAMPLES.get(f"{named}{verb.name or getattr(verb.callback, '__name__', '')}")
-        verb.epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in typed) if typed else verb.epilog
 app.add_typer(assets.imports, name="import")
 app.add_typer(releases.app, name="channel")
 app.add_typer(assets.app, name="asset")
@@ -182,6 +181,13 @@ app.add_typer(sinks.app, name="sink")
 app.add_typer(serving.project_app, name="project")
 app.add_typer(serving.member_app, name="member")
 app.add_typer(serving.token_app, name="token")
+for part in app.registered_groups:
+    assert part.typer_instance is not None
+    for verb in part.typer_instance.registered_commands:
+        name = verb.name or getattr(verb.callback, "__name__", "")
+        verb.epilog = _epilog(str(name), f"{part.name} {name}")
+for verb in app.registered_commands:
+    verb.epilog = _epilog(str(verb.name), str(verb.name))
 
 
 def main() -> None:

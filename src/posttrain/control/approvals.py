@@ -1,9 +1,9 @@
-"""Approvals: what a channel's policy leaves to people is asked for, approved or rejected, and counted when it is done.
+"""Approvals of the actions that a channel's policy leaves to people: requested, approved or rejected, then counted.
 
-A request is known by the digest of what it would touch (`domain.approvals`). Whoever does the action works the same
-digest out again, from what holds then, and counts what was said of that; so nothing that was said of something else
-counts, whoever asks and however it is asked. The last count is in the transaction that acts, with the channel's row
-locked: no rejection is committed between the count and the act.
+A request is identified by the digest of everything that its action touches (`domain.approvals`). The process that acts
+recomputes the digest from the current state and counts the approvals of that digest only. So an approval of something
+else never counts. The last count happens in the transaction that acts, with the channel's row locked: no rejection is
+committed between the count and the action.
 """
 
 from typing import Any
@@ -32,12 +32,12 @@ def release_request(
     live: int,
     lift: bool = False,
 ) -> ApprovalRequest | None:
-    """The request for a release; None where neither the channel's protection nor its policy asks for approvals.
+    """Return the request for a release; None if neither the channel's protection nor its policy requires approvals.
 
     Args:
         report: digest of the gate report.
-        live: sequence of the release that was live when the gate looked.
-        lift: the model is quarantined, and is to come back.
+        live: sequence of the release that was live when the gate ran.
+        lift: the model is quarantined, and the release lifts the quarantine.
     """
     with stores.ledger.snapshot() as now:
         if terms(now, now.channel_record(channel), pinned) is None:
@@ -52,9 +52,9 @@ def release_request(
 def change_request(
     stores: Stores, record: ChannelRecord, pinned: PinnedPolicy | None, action: Action, **bound: Any
 ) -> ApprovalRequest | None:
-    """The request for a change of a protected channel; None where nobody is asked.
+    """Return the request for a change of a protected channel; None if no approval is required.
 
-    A workspace without roles that has a single principal asks nobody: nobody could ever approve.
+    A workspace without roles that has a single principal requires none: there is no second person to approve.
     """
     with stores.ledger.snapshot() as now:
         asked = terms(now, record, pinned, stores.actor)
@@ -66,14 +66,14 @@ def change_request(
 
 
 def terms(now: Snapshot, record: ChannelRecord, pinned: PinnedPolicy | None, actor: str = "") -> Terms | None:
-    """Who must approve a release to a channel, or a change of a protected one; None: nobody is asked.
+    """Return who must approve a release to a channel or a change of a protected one; None: no approval is required.
 
-    The approvers are those that the policy names. A protected channel whose policy names none asks the approvers and
-    admins of the project; a workspace without roles, where everybody may act, whoever acted in it.
+    The policy names the approvers. If it names none, a protected channel accepts the project's approvers and admins;
+    in a workspace without roles, where everyone may act, it accepts every principal that has acted in it.
 
     Args:
         pinned: the channel's policy.
-        actor: who acts now, and may have done nothing here before.
+        actor: the principal that acts now, who may have no events here yet.
     """
     policy, roles = pinned.policy if pinned else None, now.roles()
     able = {name for name, role in roles.items() if role.covers(Role.APPROVER)}
@@ -87,22 +87,22 @@ def terms(now: Snapshot, record: ChannelRecord, pinned: PinnedPolicy | None, act
 
 
 def standing(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy | None, actor: str = "") -> Standing | None:
-    """Where a request stands; None: the channel asks for no approval any more.
+    """Return the standing of a request; None: the channel no longer requires approvals.
 
     Args:
-        pinned: the policy that it names.
-        actor: who acts now.
+        pinned: the policy that the request names.
+        actor: the principal that acts now.
     """
     asked = terms(now, now.channel_record(request.channel), pinned, actor)
     if asked is None:
         return None
-    known = next(iter(now.approval_requests(prefix=request.digest)), request)  # whose it is, was said first
+    known = next(iter(now.approval_requests(prefix=request.digest)), request)  # the first request names the requester
     own, done = owners(now, known, asked), _done(now, known)
     return weigh(known, asked, own, now.approvals(request.digest), outdated(now, known), done)
 
 
 def owners(now: Snapshot, request: ApprovalRequest, asked: Terms) -> set[str]:
-    """Canonical names of those whose request it is: who submitted the run, and whom its run file names as its owner."""
+    """Return the canonical names of a request's owners: the run's submitter and the owner that its run file names."""
     if asked.self_approval:
         return set()
     named = meant(now.run(request.run_id).owner or NOBODY) if request.run_id else set()
@@ -110,7 +110,7 @@ def owners(now: Snapshot, request: ApprovalRequest, asked: Terms) -> set[str]:
 
 
 def outdated(now: Snapshot, request: ApprovalRequest) -> str:
-    """Why nothing that was said of a request counts any more; empty: it counts, or what was asked for is done."""
+    """Return why the approvals of a request no longer count; empty: they count, or the action is done."""
     if _done(now, request):
         return ""
     record, live = now.channel_record(request.channel), now.channel(request.channel)
@@ -120,21 +120,21 @@ def outdated(now: Snapshot, request: ApprovalRequest) -> str:
 
 
 def _done(now: Snapshot, request: ApprovalRequest) -> bool:
-    """Whether the channel made the move that was asked for, however often it moved since."""
+    """Return whether the channel made the requested move, even if it moved again since."""
     model, history = request.asked.get("model"), now.history(request.channel)
     moved = (one for one in moves(history) if one.model_digest == model)
     return any(live_before(history, one.sequence) == int(request.asked["live"]) for one in moved)
 
 
-# --- what is to be done -----------------------------------------------------------------------------------------------
+# --- actions ----------------------------------------------------------------------------------------------------------
 
 
 def await_release(stores: Stores, stage: StageRecord, request: ApprovalRequest, pinned: PinnedPolicy | None) -> bool:
-    """Whether a release stage may go on; else it says what it waits for.
+    """Return whether a release stage may continue; else record in its row the approvals that it waits for.
 
     Raises:
-        ApprovalError: somebody rejected it.
-        ChannelClosedError, QuarantinedError: approvals would not help.
+        ApprovalError: an approver rejected it.
+        ChannelClosedError, QuarantinedError: no approval allows the release.
         StaleWriteError: the channel changed meanwhile; decide again.
     """
     with stores.ledger.snapshot() as now:
@@ -145,7 +145,7 @@ def await_release(stores: Stores, stage: StageRecord, request: ApprovalRequest, 
     if (stage.reason, stage.message, stage.next_action) == (Reason.WAITING_FOR_APPROVAL, found.words, action):
         return False
     with stores.ledger.transaction(stores.actor) as transaction:
-        transaction.lock_channel(request.channel)  # whoever asks for the same, or moves it, comes before or after
+        transaction.lock_channel(request.channel)  # orders this against equal requests and moves of the channel
         found = _may_come(transaction.snapshot, request, pinned)
         if not found.missing:
             return True
@@ -155,10 +155,10 @@ def await_release(stores: Stores, stage: StageRecord, request: ApprovalRequest, 
 
 
 def _may_come(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy | None) -> Standing:
-    """Where a release stands that approvals would let happen.
+    """Return the standing of a release that approvals can allow.
 
     Raises:
-        StaleWriteError: the channel has changed since the request was made of it.
+        StaleWriteError: the channel has changed since the request was made.
         ApprovalError, ChannelClosedError, QuarantinedError: as `await_release`.
     """
     refuse_closed(now, request.channel, str(request.asked["model"]))
@@ -173,10 +173,10 @@ def _may_come(now: Snapshot, request: ApprovalRequest, pinned: PinnedPolicy | No
 
 
 def require(stores: Stores, request: ApprovalRequest | None, pinned: PinnedPolicy | None) -> None:
-    """Refuse what is not approved yet, and write down that it was asked for.
+    """Record a request that is not approved yet, and refuse its action.
 
     Raises:
-        ApprovalError: approvals are missing, or somebody rejected it.
+        ApprovalError: approvals are missing, or an approver rejected it.
     """
     if request is None:
         return
@@ -190,10 +190,11 @@ def require(stores: Stores, request: ApprovalRequest | None, pinned: PinnedPolic
 
 
 def count(transaction: Transaction, request: ApprovalRequest | None, pinned: PinnedPolicy | None) -> str:
-    """The digest of a request that is approved, counted once more in the transaction that acts; empty: none is needed.
+    """Count the approvals of a request again in the transaction that acts, and return its digest; empty: no request.
 
     Raises:
-        ApprovalError: it is not approved any more.
+        ApprovalError: it is no longer approved.
+        ConflictError: the channel no longer requires approvals.
     """
     if request is None:
         return ""
@@ -207,14 +208,14 @@ def count(transaction: Transaction, request: ApprovalRequest | None, pinned: Pin
 
 
 def refuse_closed(now: Snapshot, channel: str, model: str, lift: str = "") -> bool:
-    """Whether a model is quarantined; refuse a release that no approval would let happen.
+    """Refuse a release that no approval can allow; return whether its model is quarantined.
 
     Args:
-        lift: why a model that was rolled back may come back.
+        lift: the reason for lifting the quarantine.
 
     Raises:
         ChannelClosedError: the channel is frozen.
-        QuarantinedError: the model was rolled back from it, and `lift` says nothing.
+        QuarantinedError: the model was rolled back from the channel, and `lift` is empty.
     """
     pass_freeze(now.channel_record(channel), "promote")
     barred = next((one for one in now.quarantine(channel) if one.model_digest == model), None)
@@ -226,10 +227,10 @@ def refuse_closed(now: Snapshot, channel: str, model: str, lift: str = "") -> bo
 def lift_request(
     stores: Stores, record: ChannelRecord, pinned: PinnedPolicy | None, model: str, live: int
 ) -> ApprovalRequest | None:
-    """The request for a rollback to a quarantined model, where channel or policy leave that to approvals.
+    """Return the request for a rollback to a quarantined model; None if neither channel nor policy requires approvals.
 
     Raises:
-        ChannelClosedError: they do, and name nobody who could approve.
+        ChannelClosedError: approvals are required, but no one can approve.
     """
     by_policy = pinned is not None and pinned.policy.quarantine.lift == "approval"
     if not (record.protected or by_policy) or all(

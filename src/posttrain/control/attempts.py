@@ -1,11 +1,11 @@
-"""The end of an attempt, looks at the jobs of a run, and jobs without an owner.
+"""Ends attempts, observes the jobs of a run, and finds orphaned jobs.
 
-End: what the job left is published, what it cost is billed, and the rows record what follows. At most one job of an
-attempt computes, and none of one that ended: the attempt's `start` object ensures it.
+End: the collector publishes the job's outputs, bills its cost, and records the next state in the rows. At most one job
+of an attempt computes, and none of an ended attempt: the attempt's `start` object ensures it.
 
-Looks: the executor is asked once for all jobs of a run, then each job is searched for its last word.
+Looks: the executor is asked once for all jobs of a run, then the result of each job is read.
 
-Orphans: jobs that run for nobody, because no live attempt of the ledger owns them.
+Orphans: jobs that no live attempt of the ledger owns.
 """
 
 import socket
@@ -40,26 +40,26 @@ from posttrain.store.trees import put_tree, stored_sizes
 
 
 def give_up(folders: AttemptFolders, attempt: AttemptRecord, why: str) -> bool:
-    """Before an attempt is recorded as ended: a job of it that comes late (its launcher was suspended, say) begins not.
+    """Prevent a late job of an attempt (its launcher was suspended, say) from starting, before the attempt ends.
 
     Returns:
-        Whether no job of it computes; False: one began before this.
+        Whether no job of it computes; False: a job started before.
 
     Raises:
-        WorkspaceError: the attempt folder cannot be written; then it has not ended yet.
+        WorkspaceError: the attempt folder cannot be written; then the attempt has not ended yet.
     """
     try:
         held = folders.of(attempt).channel.bury(attempt.number, why)
-    except IntegrityError:  # something is there, and a job that cannot read it does not begin either
+    except IntegrityError:  # a job that cannot read the start object does not start either
         return True
     return held is None or not _may_live(held)
 
 
 def another_runs(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord, seen: Observation) -> bool:
-    """Whether the executor's job found that another one has begun this attempt, which may live: its result counts.
+    """Return whether the executor's job gave way to another job of this attempt that may live: its result counts.
 
-    It is over when its process is seen to be gone; of another machine's that cannot be seen. A job that the executor
-    started anew has found its own earlier incarnation, which the executor has proven to be gone.
+    The other job has ended when its process no longer exists, which cannot be observed on another machine. A job that
+    the executor restarted found its own earlier incarnation, which has ended according to the executor.
     """
     ended = seen.state is JobState.EXITED and seen.exit_code == ANOTHER_RUNS and not seen.incarnation
     if not ended or attempt.reason == Reason.ASSUMED_DEAD:
@@ -75,14 +75,14 @@ def another_runs(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord
 
 
 def assume_dead(stores: Stores, jobs: Jobs, run_id: str, stage: str) -> AttemptRecord:
-    """Take a person's word that the job of a stage is dead of which nothing can be seen: its host is gone, say.
+    """Record a person's statement that a stage's invisible job is dead, because its host is lost, say.
 
-    What it may still compute is published by nobody.
+    Results that it may still compute are never published.
 
     Raises:
         NotFoundError: the run has no such stage.
-        InputError: it is not waited for such a job, or the job is seen to live.
-        ConflictError: somebody moved first.
+        InputError: the stage does not wait for an invisible job, or the job is alive.
+        ConflictError: another process changed the attempt first.
     """
     row = next((one for one in stores.ledger.stages(run_id) if one.name == stage), None)
     if row is None:
@@ -98,7 +98,7 @@ def assume_dead(stores: Stores, jobs: Jobs, run_id: str, stage: str) -> AttemptR
             f"({row.reason}); posttrain why {run_id}"
         )
     held = None
-    with suppress(IntegrityError):  # what its job left says nothing
+    with suppress(IntegrityError):  # an unreadable start object proves nothing
         held = jobs.folders.of(attempt).channel.started()
     if held is not None and held.host == socket.gethostname() and _may_live(held):
         raise InputError(f"{run_id}/{stage}: process {held.pid} of this host lives; posttrain stop {run_id} ends it")
@@ -106,9 +106,9 @@ def assume_dead(stores: Stores, jobs: Jobs, run_id: str, stage: str) -> AttemptR
 
 
 def _with_its_host(stores: Stores, jobs: Jobs, attempt: AttemptRecord, message: str) -> AttemptRecord:
-    """The attempt is this host's from now on, which finds no job of it.
+    """Move the attempt to this host, which finds no job of it.
 
-    Should its host come back, it ends the job, which no attempt of its own needs.
+    If the old host comes back, it ends the job, since none of its attempts owns it.
     """
     host = next((one for one in jobs.hosts.all() if one.id == attempt.host), None) if jobs.hosts else None
     if host is not None and not host.gone:
@@ -122,7 +122,7 @@ def _with_its_host(stores: Stores, jobs: Jobs, attempt: AttemptRecord, message: 
 
 
 def unheeded(folders: AttemptFolders, attempt: AttemptRecord) -> str:
-    """What is said of a job that was told to stop and was ended instead; empty for one that said it stops."""
+    """Return the message for a job that ignored its stop order and was killed; empty if it acknowledged the order."""
     channel = folders.of(attempt).channel
     stops = [control.number for control in channel.controls() if control.kind is ControlKind.STOP]
     if not stops or any(channel.acknowledged(number) for number in stops):
@@ -136,7 +136,7 @@ def _may_live(held: Start) -> bool:
 
 
 def collect(stores: Stores, jobs: Jobs, manifest: Manifest, order: Collect) -> None:
-    """Publish what a job left, and end its attempt. What cannot be read ends it too: no retry would mend that."""
+    """Publish a job's outputs, and end its attempt. Unreadable outputs end it too: a retry would not repair them."""
     stage, attempt, result = order.stage, order.attempt, order.result
     with stores.blobs.holding():
         try:
@@ -151,17 +151,17 @@ def collect(stores: Stores, jobs: Jobs, manifest: Manifest, order: Collect) -> N
 
 
 def end(stores: Stores, jobs: Jobs, manifest: Manifest, order: End) -> None:
-    """End an attempt that leaves nothing."""
+    """End an attempt without outputs."""
     if order.unless_begun:
         if not give_up(jobs.folders, order.attempt, order.why):
             return
         if answered(jobs.folders.of(order.attempt)):
-            return  # it began, left its result and ended since it was looked for: that is read first
+            return  # it started, wrote its result and ended since the last look: its result is read first
     _end(stores, jobs, manifest, order.stage, order.attempt, order.result, {}, order.cause)
 
 
 def try_again(stores: Stores, jobs: Jobs, manifest: Manifest, order: TryAgain) -> None:
-    """End an attempt that infrastructure broke, and say when the next one follows, or why none does."""
+    """End an attempt that may be retried, and record when the next one follows, or why none does."""
     stage, attempt, failure, said = order.stage, order.attempt, order.failure, order.said
     give_up(jobs.folders, attempt, f"it ended: {failure.message}")
     now = stores.clock.now()
@@ -204,10 +204,10 @@ def try_again(stores: Stores, jobs: Jobs, manifest: Manifest, order: TryAgain) -
 def _publish(
     blobs: BlobStore, folders: AttemptFolders, attempt: AttemptRecord, result: JobResult
 ) -> dict[str, dict[str, str]]:
-    """Put what a job left into the store. Only the collector publishes.
+    """Put a job's outputs into the store. Only the collector publishes.
 
     Raises:
-        IntegrityError: an output that is missing, or that lies outside the attempt's `outputs/`.
+        IntegrityError: an output is missing or outside the attempt's `outputs/`.
     """
     crashpoint("collect.before_publish")
     if result.status != "succeeded":
@@ -227,14 +227,14 @@ def _publish(
 def _is_below(path: Path, allowed: Path) -> bool:
     try:
         return allowed in path.resolve().parents and path.exists()
-    except (OSError, RuntimeError) as error:  # a name that is too long, a link to itself
+    except (OSError, RuntimeError) as error:  # an overlong name, or a link to itself
         if isinstance(error, OSError) and not its_doing(error):
             raise
         return False
 
 
 def _refuse_lacking(plan: StageManifest, result: JobResult, outputs: Mapping[str, Mapping[str, str]]) -> None:
-    """Raises IntegrityError where a job that succeeded left less, or something else, than its stage declares."""
+    """Raise IntegrityError if a job that succeeded lacks an output that its stage declares, or has another form."""
     for name, form in plan.outputs.items() if result.status == "succeeded" else ():
         left = outputs[name]["form"] if name in outputs else "nothing"
         if left != form:
@@ -296,7 +296,7 @@ def _end(
 def _warning(
     stores: Stores, jobs: Jobs, manifest: Manifest, stage: StageRecord, tokens: int, seconds: float
 ) -> Mapping[str, Any] | None:
-    """What to tell of a run's budget where billing this attempt passes most of it."""
+    """Return the values of a budget warning if billing this attempt crosses the threshold; else None."""
     if not budgets.limited(manifest):
         return None
     attempts = stores.ledger.attempts(stage.run_id)
@@ -311,7 +311,7 @@ def _warning(
 def _reason(failure: Failure | None) -> Reason:
     if failure is None:
         return Reason.JOB_FAILED
-    corrupt = failure.signature.startswith(IntegrityError.__name__)  # the class of what was raised comes first
+    corrupt = failure.signature.startswith(IntegrityError.__name__)  # starts with the exception's class
     return Reason.CORRUPT if corrupt else Reason.of_failure(failure.kind)
 
 
@@ -328,16 +328,16 @@ def _next_action(stage: StageRecord, failure: Failure | None) -> str:
 
 
 def _inherited(blobs: BlobStore, attempt: AttemptRecord) -> int:
-    with suppress(InputError, IntegrityError):  # of a release before, and its checkpoint is damaged or gone
+    with suppress(InputError, IntegrityError):  # from an older Posttrain, and its checkpoint is damaged or deleted
         return tokens_inherited(blobs, attempt)
     return 0
 
 
 def _billed(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord, said: int) -> int:
-    """What this attempt itself spent: its lineage's tokens less those its checkpoint brought along.
+    """Return the tokens that this attempt spent: its lineage's tokens less those of its checkpoint.
 
-    Whichever of its words says the most: its result, its progress, or the meter, which also holds what a step that was
-    cut short may have cost. So retries never spend more than was declared.
+    The largest report counts: result, progress, or the meter, which includes the cost of an interrupted step. So
+    retries never spend more than the declared budget.
     """
     progress = _last_progress(folders, attempt)
     words = (said, progress.tokens if progress else 0, folders.of(attempt).spent())
@@ -345,9 +345,9 @@ def _billed(stores: Stores, folders: AttemptFolders, attempt: AttemptRecord, sai
 
 
 def _seconds(jobs: Jobs, attempt: AttemptRecord, said: float, now: float) -> float:
-    """How long the job ran: by the executor's record, which knows of lost ones too.
+    """Return how long the job ran, from the executor's record, which includes lost jobs.
 
-    What the job says counts where there is no such record, as far as there was time for it.
+    Without a record the job's own report counts, up to the time since its launch.
     """
     measured = look(jobs, attempt).seconds
     if measured is not None:
@@ -356,7 +356,7 @@ def _seconds(jobs: Jobs, attempt: AttemptRecord, said: float, now: float) -> flo
 
 
 def answered(folder: AttemptFolder) -> bool:
-    """Whether a job left its result, or something unreadable in its place."""
+    """Return whether a job left its result, or an unreadable object in its place."""
     try:
         return folder.channel.answered() is not None
     except IntegrityError:
@@ -366,20 +366,20 @@ def answered(folder: AttemptFolder) -> bool:
 def _last_progress(folders: AttemptFolders, attempt: AttemptRecord) -> Progress | None:
     try:
         return folders.of(attempt).last_progress()
-    except IntegrityError:  # a damaged event segment tells nothing, and must not keep a run from ending
+    except IntegrityError:  # a damaged event segment must not keep a run from ending
         return None
 
 
 class Looks:
-    """What the executor says of a run's live attempts: asked once for all of them, and only if somebody asks."""
+    """The executor's observations of a run's live attempts: one request for all of them, made on first use."""
 
     def __init__(self, jobs: Jobs, seen: Mapping[str, Observation]) -> None:
         self._jobs = jobs
-        self._known = seen  # a moment ago, of the jobs of all runs
+        self._known = seen  # recent observations of the jobs of all runs
         self._seen: Mapping[str, Observation] | None = None
 
     def of(self, view: View, attempt: AttemptRecord) -> Observation:
-        """One look; of this pass, or a moment old."""
+        """Return the observation of an attempt, from this pass or just before it."""
         if self._seen is None:
             self._seen = self._all(view)
         return self._seen.get(attempt.name) or look(self._jobs, attempt)
@@ -391,13 +391,13 @@ class Looks:
             return self._known
         try:
             seen = self._jobs.executor.observe([job_of(self._jobs.folders, attempt) for attempt in launched])
-        except Exception:  # then each is asked for by itself: what concerns one stops no other
+        except Exception:  # then each job is asked for separately: an error of one stops no other
             return {}
         return {attempt.name: one for attempt, one in zip(launched, seen, strict=True)}
 
 
 def see(stores: Stores, jobs: Jobs, view: View, name: str, looks: Looks) -> Sight:
-    """The live attempt of a running stage.
+    """Observe the live attempt of a running stage.
 
     Raises:
         InfrastructureError: the executor or the attempt's channel does not answer.
@@ -405,11 +405,11 @@ def see(stores: Stores, jobs: Jobs, view: View, name: str, looks: Looks) -> Sigh
     attempt, folder = view.tries(name)[-1], jobs.folders.of(view.tries(name)[-1])
     if attempt.state == AttemptState.PLANNED:
         return _unanswered(jobs, view, name, attempt)
-    job = looks.of(view, attempt)  # first: who is gone has said its last word
+    job = looks.of(view, attempt)  # first: a job that has ended has already written its result
     try:
         word = _word(jobs, view, name, attempt)
         if word is None and job.gone:
-            job = look(jobs, attempt)  # what was seen is a moment old, and an executor may start a job anew
+            job = look(jobs, attempt)  # the observation may be old, and an executor may restart a job
             if job.gone and another_runs(stores, jobs.folders, attempt, job):
                 return Sight(job, another_runs=True)
             word = _word(jobs, view, name, attempt)  # it may have ended between the two looks
@@ -418,12 +418,12 @@ def see(stores: Stores, jobs: Jobs, view: View, name: str, looks: Looks) -> Sigh
         metered = word is None and not job.gone and view.manifest.budget.tokens is not None
         tokens = folder.spent() - tokens_inherited(stores.blobs, attempt) if metered else 0
         return Sight(job, word=word, unheeded=lost, tokens=tokens, progress=progress)
-    except (InputError, IntegrityError) as error:  # what is in its folder cannot be read: no retry would mend that
+    except (InputError, IntegrityError) as error:  # its folder cannot be read, and a retry would not repair it
         return Sight(job, unreadable=str(error))
 
 
 def _unanswered(jobs: Jobs, view: View, name: str, attempt: AttemptRecord) -> Sight:
-    """An attempt of which nobody wrote down that it was launched: its job may have ended since, and left its result."""
+    """Observe an attempt without a recorded launch: its job may have run and written its result."""
     if not jobs.folders.of(attempt).has_order():
         return Sight(Observation(JobState.UNKNOWN), ordered=False)
     job = look(jobs, attempt)
@@ -436,9 +436,9 @@ def _unanswered(jobs: Jobs, view: View, name: str, attempt: AttemptRecord) -> Si
 
 
 def reported(folder: AttemptFolder, job: Observation) -> str:
-    """How far the job says it is; the first part is for people."""
+    """Return the progress that the job reports; the part before the first ` | ` is for people."""
     said = folder.channel.summary()
-    if said is None:  # it loads, or is a job of before, which writes none
+    if said is None:  # the job is loading, or its version writes no summary
         return f"its start | {folder.channel.last(EVENTS)} | {job.incarnation}"
     place = f"step {said.step} of {said.total}"
     return f"{place} | {said.tokens} | {said.phase} | {said.phases} | {job.incarnation}"
@@ -450,14 +450,14 @@ def _word(jobs: Jobs, view: View, name: str, attempt: AttemptRecord) -> JobResul
 
 @dataclass(frozen=True, slots=True)
 class Orphans:
-    """What an executor has beside the jobs of live attempts."""
+    """The jobs of an executor that no live attempt owns."""
 
-    ours: tuple[Listed, ...] = ()  # submitted by this workspace, from where it is now
-    strangers: tuple[Listed, ...] = ()  # of another one, of a copy, of where this one was before: left alone
+    ours: tuple[Listed, ...] = ()  # submitted by this workspace at its current place
+    strangers: tuple[Listed, ...] = ()  # of another workspace, a copy, or this workspace's former place: left alone
 
 
 def find_orphans(ledger: Ledger, jobs: Jobs) -> Orphans:
-    """Look; nothing is touched.
+    """Find the orphaned jobs without changing anything.
 
     Raises:
         InfrastructureError: the executor does not answer.
@@ -474,7 +474,7 @@ def find_orphans(ledger: Ledger, jobs: Jobs) -> Orphans:
 
 
 def end_orphans(ledger: Ledger, jobs: Jobs) -> list[str]:
-    """Kill this workspace's; one line for each.
+    """Kill this workspace's orphaned jobs; return one line for each.
 
     Raises:
         InfrastructureError: the executor does not answer.
@@ -485,6 +485,6 @@ def end_orphans(ledger: Ledger, jobs: Jobs) -> list[str]:
         try:
             jobs.executor.kill(Job(job.name, str(folder)))
             told.append(f"job {job.name} was ended: no attempt owns it")
-        except PosttrainError as error:  # one that resists stops no other
+        except PosttrainError as error:  # a job that cannot be killed stops no other
             told.append(f"job {job.name}, which no attempt owns, could not be ended: {error}")
     return told

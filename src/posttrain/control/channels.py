@@ -1,15 +1,14 @@
 """Settings of channels, the check of a manifest against its channel's policy, and recalls.
 
-A person sets a channel's policy, and whether it is protected or frozen. The standings show where every request for a
-channel or a run stands; they only read, and load nothing that judges.
+A person sets a channel's policy, and protects or freezes the channel. The standings return the state of every request
+for a channel or a run; they only read, and import no gate code.
 
-A manifest is checked for what the policy asks: gates, suites, evaluators, and who measured what. The check is made on
-the plan, and again before the release: a locked manifest is a file that anybody may edit, and a policy may change while
-a run goes on.
+A manifest is checked against the policy: gates, suites, evaluators, and which stage measures which model. The check
+runs on the plan and again before the release: a user can edit a locked manifest, and a policy may change during a run.
 
-No run begins with what was recalled or made from it, and no channel is pointed at it. A recall is of bytes. Below them
-is what a stage made that used them, then whatever used those bytes, under any name. What was only compared with them or
-measured on them is not.
+A recall applies to bytes, and to everything that stages made from them, directly or indirectly, under any name. Models
+that were only compared with the bytes or measured on them are not affected. No run starts from recalled bytes or from
+anything made from them, and no channel is pointed at such a model.
 """
 
 import json
@@ -50,13 +49,13 @@ RELEASES, EVERYTHING = "releases", "all"  # what a freeze stops
 
 
 def policy_of(stores: Stores, channel: str, digest: str | None = None) -> PinnedPolicy | None:
-    """The policy that a channel has, or had; None: none was set.
+    """Return a channel's policy; None if the channel has no policy.
 
     Args:
-        digest: of an earlier one.
+        digest: of an earlier policy; the default is the current one.
 
     Raises:
-        IntegrityError: its document is gone, corrupt, or of another version of Posttrain.
+        IntegrityError: its document is missing, corrupt, or from another version of Posttrain.
     """
     wanted = digest or stores.ledger.channel_record(channel).policy
     if wanted is None:
@@ -72,21 +71,22 @@ def policy_of(stores: Stores, channel: str, digest: str | None = None) -> Pinned
 
 
 def set_policy(stores: Stores, channel: str, policy: ChannelPolicy | None) -> ChannelRecord:
-    """Let a channel have this policy from now on; None takes away the one that it has.
+    """Set a channel's policy; None removes it.
 
     Args:
         policy: with the digests of its suites' data.
 
     Raises:
-        InputError: a channel that no run file could name, or of which nothing can be taken away.
+        InputError: the channel name is not valid in a run file.
+        NotFoundError: the policy of an unused channel should be removed.
         ApprovalError: the channel is protected, and its approvers have not approved the change yet.
-        ChannelClosedError: it is protected, and nobody is named who could approve.
-        ConflictError: somebody moved or changed it meanwhile.
+        ChannelClosedError: it is protected, and has no approver.
+        ConflictError: another process moved or changed the channel.
     """
     record = _record(stores.ledger, channel) if policy else _used(stores.ledger, channel)
     changes = (policy.digest if policy else None) != record.policy
     written = canonical_json(policy.to_json()) if policy else b""
-    digest = stores.blobs.put(written) if policy else None  # again too: a document that was lost comes back
+    digest = stores.blobs.put(written) if policy else None  # also if unchanged: this restores a lost document
     if not changes:
         return record
     action, bound = (Action.SET_POLICY, {"set": digest}) if policy else (Action.REMOVE_POLICY, {})
@@ -97,13 +97,13 @@ def set_policy(stores: Stores, channel: str, policy: ChannelPolicy | None) -> Ch
 
 
 def protect(stores: Stores, channel: str, *, protected: bool, why: str = "") -> ChannelRecord:
-    """Make releases to a channel and changes of its policy and quarantine wait for an approval, or take that back.
+    """Require an approval for releases to a channel and for changes of its policy and quarantine, or stop doing so.
 
     Raises:
-        InputError: nobody but the actor could approve anything.
-        ApprovalError: nobody has approved yet that it is unprotected.
-        NotFoundError: a channel that nobody has used yet: a slip would leave open what was meant.
-        ConflictError: somebody moved or changed it meanwhile.
+        InputError: the actor is the only possible approver.
+        ApprovalError: removing the protection is not approved yet.
+        NotFoundError: no run or user has used the channel yet: a typo would leave the intended channel unprotected.
+        ConflictError: another process moved or changed the channel.
     """
     record = _used(stores.ledger, channel)
     if record.protected == protected:
@@ -115,11 +115,11 @@ def protect(stores: Stores, channel: str, *, protected: bool, why: str = "") -> 
 
 
 def _refuse_alone(stores: Stores, record: ChannelRecord) -> None:
-    """Refuse to protect a channel for which only one principal of the project could approve."""
+    """Raise InputError if no other principal of the project could approve actions on the channel."""
     pinned = policy_of(stores, record.name)
     with stores.ledger.snapshot() as now:
         asked = approvals.terms(now, replace(record, protected=True), pinned, stores.actor)
-        known = now.people()  # a name that a policy has, and nobody else does, may be a slip
+        known = now.people()  # a name that appears only in the policy may be a typo
     if asked is None or not known.intersection(asked.others(stores.actor)):
         raise InputError(
             f"channel {record.name}: must have a second principal who can approve before it is protected, got "
@@ -129,14 +129,14 @@ def _refuse_alone(stores: Stores, record: ChannelRecord) -> None:
 
 
 def freeze(stores: Stores, channel: str, frozen: str, why: str = "") -> ChannelRecord:
-    """Let nothing move a channel.
+    """Freeze or unfreeze a channel.
 
     Args:
-        frozen: `releases`: rollbacks go on; `all`: neither; empty: everything may move it again.
+        frozen: `releases`: only rollbacks may move it; `all`: nothing may; empty: unfrozen.
 
     Raises:
-        NotFoundError: a channel that nobody has used yet.
-        ConflictError: somebody moved or changed it meanwhile.
+        NotFoundError: no run or user has used the channel yet.
+        ConflictError: another process moved or changed the channel.
     """
     record = _used(stores.ledger, channel)
     if record.frozen == frozen:
@@ -145,10 +145,10 @@ def freeze(stores: Stores, channel: str, frozen: str, why: str = "") -> ChannelR
 
 
 def refuse_lift(ledger: Ledger, channel: str, model: str, policy: PinnedPolicy | None) -> None:
-    """Refuse to bring back a quarantined model where the channel's policy says that nobody may.
+    """Refuse to lift a model's quarantine if the channel's policy never allows it.
 
     Raises:
-        ChannelClosedError: it does.
+        ChannelClosedError: the model is quarantined and `quarantine.lift` is `never`.
     """
     lift = policy.policy.quarantine.lift if policy else "reason"
     if lift != "never" or all(one.model_digest != model for one in ledger.quarantine(channel)):
@@ -160,7 +160,7 @@ def refuse_lift(ledger: Ledger, channel: str, model: str, policy: PinnedPolicy |
 
 
 def unknown_channel(channel: str, known: Iterable[str]) -> NotFoundError:
-    """The error of whoever names a channel that nobody has used yet: the same next action whatever they asked."""
+    """Return the error for an unused channel; its next action is the same for every command."""
     hint = nearest(channel, known) or " (there is none yet)"
     return NotFoundError(
         f"channel {channel!r} is unknown{hint}; it begins with the first release of a run whose run file names it, or "
@@ -186,10 +186,10 @@ def _used(ledger: Ledger, channel: str) -> ChannelRecord:
 def _asked(
     stores: Stores, record: ChannelRecord, action: Action, **bound: object
 ) -> tuple[ApprovalRequest, PinnedPolicy | None] | None:
-    """The request for a change of a protected channel, once it is approved; None where nobody is asked.
+    """Return the approved request for a change of a protected channel; None if no approval is required.
 
     Raises:
-        ApprovalError: it is not approved; it was written down that it was asked for.
+        ApprovalError: it is not approved yet; the request is recorded.
     """
     if not record.protected:
         return None
@@ -215,7 +215,7 @@ def _set(
 
 
 def standings(stores: Stores, *, channel: str | None = None, run_id: str | None = None) -> tuple[Standing, ...]:
-    """Where everything stands that was asked for on a channel, or for a run, oldest first."""
+    """Return the standing of every request for a channel or a run, oldest first."""
     with stores.ledger.snapshot() as now:
         return tuple(_each(stores, now, now.approval_requests(channel, run_id)))
 
@@ -225,7 +225,7 @@ def _each(stores: Stores, now: Snapshot, requests: list[ApprovalRequest]) -> Ite
         try:
             asked = request.asked["policy"]
             pinned = policy_of(stores, request.channel, asked) if asked else None
-        except IntegrityError:  # a document of before that is gone: whoever asks for the channel's own is told
+        except IntegrityError:  # an earlier policy's document is lost; the current policy's loss is reported elsewhere
             continue
         found = standing(now, request, pinned)
         if found is not None:
@@ -233,14 +233,14 @@ def _each(stores: Stores, now: Snapshot, requests: list[ApprovalRequest]) -> Ite
 
 
 def check_suites(stages: Iterable[StageManifest], code: Mapping[str, str], pinned: PinnedPolicy) -> None:
-    """Refuse evaluations that are not what a policy asks.
+    """Check that evaluations meet a policy.
 
     Args:
         stages: those that measure the released model.
         code: of the manifest.
 
     Raises:
-        InputError: a suite is missing, has other data, or is measured otherwise; names the field.
+        InputError: a suite is missing, has other data, or has another evaluator; the message names the field.
     """
     found = {suite: (stage, data) for stage in stages for suite, data in measured_suites(stage)}
     whose = f"the policy of channel {pinned.channel}"
@@ -270,7 +270,7 @@ def check_manifest(manifest: Manifest, pinned: PinnedPolicy) -> None:
     """Refuse a manifest that was not planned under this policy, or was edited afterwards.
 
     Raises:
-        InputError: what is wrong with it, in one line.
+        InputError: the manifest violates the policy.
     """
     if manifest.policy != pinned.digest:
         planned = f"under {manifest.policy[:_SHOWN]}…" if manifest.policy else "without one"
@@ -293,13 +293,13 @@ def check_manifest(manifest: Manifest, pinned: PinnedPolicy) -> None:
 
 
 def released_evaluators(manifest: Manifest) -> list[StageManifest]:
-    """The stages that measure the released model, for its gates; none where nothing is released."""
+    """Return the stages that measure the released model for its gates; empty if the run has no gate."""
     gate = _gate(manifest)
     return list(_evaluators(manifest, gate)) if gate else []
 
 
 def unguarded(manifest: Manifest) -> Iterator[str]:
-    """A suggestion where no gate compares the released model with another one, with the gate that would."""
+    """Yield a suggested gate if no gate compares the released model with another model."""
     maker = manifest.stage(model_output(manifest.release.model)[0]) if manifest.release else None
     if maker is None or MODEL not in maker.inputs or any(rule.needs_baseline for rule in manifest.gates):
         return
@@ -318,7 +318,7 @@ def _gate(manifest: Manifest) -> StageManifest | None:
 
 
 def _evaluators(manifest: Manifest, gate: StageManifest) -> Iterator[StageManifest]:
-    """The stages whose measurements of the candidate the gate reads."""
+    """Yield the stages whose measurements of the candidate the gate reads."""
     candidate = gate.inputs.get("candidate")
     for slot, ref in gate.inputs.items():
         if not slot.startswith(EVIDENCE):
@@ -332,7 +332,7 @@ def _evaluators(manifest: Manifest, gate: StageManifest) -> Iterator[StageManife
 def _check_baselines(
     manifest: Manifest, gate: StageManifest, evaluators: Iterable[StageManifest], pinned: PinnedPolicy
 ) -> None:
-    """What the policy compares with is the channel's own model, measured by the same evaluators."""
+    """Check that the policy's baselines are the channel's current model, measured by the same evaluators."""
     live = InputRef(source="channel", name=pinned.channel)
     wanted = {suite_of(rule.metric) for rule in pinned.policy.gates if rule.meets_channel}
     for stage in evaluators:
@@ -356,16 +356,16 @@ APPROVED, RECALLED = "approved", "recalled"
 
 
 def set_status(stores: Stores, asset: Asset, status: str, reason: str = "") -> AssetStatus | None:
-    """Say what is thought of a version. Saying the same again changes nothing.
+    """Set the status of an asset version. Setting the same status again changes nothing.
 
     Args:
-        status: `approved`, `recalled`, or empty, which takes back what was said.
+        status: `approved`, `recalled`, or empty, which clears it.
 
     Returns:
-        What holds now; None: nothing was ever said of it.
+        The status now; None: the version never had one.
 
     Raises:
-        ConflictError: it is recalled, and would be approved; somebody says something of it at this very moment.
+        ConflictError: a recalled version must be restored before it is approved, or another process sets a status now.
     """
     with stores.ledger.transaction(stores.actor) as transaction:
         transaction.lock_recalls(exclusive=True)
@@ -379,13 +379,13 @@ def set_status(stores: Stores, asset: Asset, status: str, reason: str = "") -> A
 
 
 def recalled(ledger: Ledger, digests: Collection[str]) -> dict[str, AssetStatus]:
-    """Of these bytes, those that were recalled or made from something recalled, with what was said of that."""
+    """Return the digests whose bytes were recalled or made from recalled bytes, with the status of the recall."""
     with ledger.snapshot() as now:
         return _recalled(now, digests)
 
 
 def recall_of(now: Snapshot, manifest: Manifest) -> str:
-    """Which input of a manifest was recalled, or made from something recalled, and what to do; empty: none."""
+    """Return which input of a manifest was recalled or made from recalled bytes, and the remedy; empty: no input."""
     used = {
         str(ref.digest): (stage.name, slot, ref.name)
         for stage in manifest.stages
@@ -402,13 +402,13 @@ def recall_of(now: Snapshot, manifest: Manifest) -> str:
 
 
 def refuse_recalled(now: Snapshot, manifest: Manifest, source: str) -> None:
-    """Refuse to begin a run with what was recalled.
+    """Refuse to start a run if one of its inputs was recalled or made from recalled bytes.
 
     Args:
-        now: of the transaction that would begin it, so that no recall comes between.
+        now: of the transaction that starts the run, so that no recall happens in between.
 
     Raises:
-        InputError: naming stage, slot and what was said.
+        InputError: an input was recalled; the message names the stage, the slot and the recall.
     """
     found = recall_of(now, manifest)
     if found:
@@ -416,13 +416,13 @@ def refuse_recalled(now: Snapshot, manifest: Manifest, source: str) -> None:
 
 
 def refuse_release(now: Snapshot, channel: str, model: str) -> None:
-    """Refuse to point a channel at a model that was recalled, or made from something recalled.
+    """Refuse to point a channel at a model that was recalled or made from recalled bytes.
 
     Args:
-        now: of the transaction that would point it there.
+        now: of the transaction that moves the channel.
 
     Raises:
-        RecalledError: it was.
+        RecalledError: the model was recalled or made from recalled bytes.
     """
     for digest, said in _recalled(now, [model]).items():
         raise RecalledError(
@@ -437,14 +437,14 @@ def _recalled(now: Snapshot, digests: Collection[str]) -> dict[str, AssetStatus]
 
 
 def _below(now: Snapshot, barred: Mapping[str, AssetStatus]) -> Iterator[tuple[str, AssetStatus]]:
-    """The recalled bytes and what stages made of them, all of one distance at a time.
+    """Yield the recalled bytes and the outputs that stages made from them, breadth first.
 
-    Reports and tables of metrics are among it, and end there: no model is made from one.
+    Reports and tables of metrics are included, but have no descendants: no model is made from one.
     """
     found, new = dict(barred), dict(barred)
     while new:
         yield from new.items()
-        by: dict[str, AssetStatus] = {}  # who used them → why
+        by: dict[str, AssetStatus] = {}  # consumer → recall
         for edge in now.uses_of_bytes(*new):
             by.setdefault(edge.consumer, new[edge.digest])
         new = {}

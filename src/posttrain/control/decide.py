@@ -1,17 +1,17 @@
-"""Decisions about a run: pure functions of its rows, of what is seen of its jobs, and of the time.
+"""Decisions about a run: pure functions of its rows, of the observations of its jobs, and of the time.
 
 `decide_run`, `decide_stage` and `settle` return orders (`control.orders`), which `control.stages` then carries out.
-They also decide whether another attempt would help. Nothing here reads or writes anything, so that a decision can be
-tried on any rows, and two drivers that see the same decide the same. An order names the rows that it was decided on:
-whoever carries it out compares and sets.
+They also decide whether another attempt would help. Nothing here reads or writes anything, so that tests can decide on
+any rows, and two drivers with the same observations make the same decision. An order contains the rows that it was
+decided on: executing it is a compare-and-set.
 
-Whether a running job is hung is a pure function of what was seen of its progress, look after look. Progress is what the
-job reports through its channel (steps, tokens, the ends of phases), not that its process is there. Silence counts as
-far as somebody watched it: a look a quarter of `runtime.stall_after` after the last one adds that quarter, and one that
-comes far too late adds nothing. So a clock that jumps, a machine that slept and hours in which nobody drove the run
-make no job look hung; the job's own clock is not used. After four quarters of silence the job is asked for a
-checkpoint, after the fifth it is killed. A report in between takes all of it back, and an answer that does not come
-delays the end by a quarter. That a job is killed for its silence is recorded before the kill.
+Whether a running job hangs is a pure function of the progress that consecutive looks observed. Progress is what the
+job reports through its channel (steps, tokens, the ends of phases), not that its process exists. Silence counts only
+while a driver watches: a look a quarter of `runtime.stall_after` after the last one adds that quarter, and a look that
+comes far too late adds nothing. So a clock that jumps, a machine that slept and hours without a driver make no job
+look hung; the job's own clock is not used. After four quarters of silence the driver asks the job for a checkpoint,
+after the fifth it kills the job. A report in between resets the silence, and a look without an answer delays the end
+by a quarter. The decision to kill a silent job is recorded before the kill.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ from posttrain.domain.manifest import Manifest
 from posttrain.domain.records import AttemptRecord, RunRecord, Signal, StageRecord, Watch
 from posttrain.domain.waits import span, told, wait_of
 
-# the longest thing that an honest job says nothing of before it is over is one rollout: some hundred answers of 10,000
-# tokens of a 7B model, decoded in several batches, take an hour or more; loading and a suite's largest batch take less
+# the longest silence of a healthy job is one rollout: some hundred responses of 10,000 tokens of a 7B model, decoded in
+# several batches, take an hour or more; loading and a suite's largest batch take less
 STALL_AFTER = 7200.0
 LOOKS = 4  # in that time
-_LATE = 2  # planned intervals, after which nobody can be said to have watched in between
-_OVERDUE = 5.0  # seconds between looks at a watch whose time is past, such as one whose job survives its kill
-PREEMPTIONS_PER_ATTEMPT = 4  # a preempted job did nothing wrong, but a place that always preempts is no place
+_LATE = 2  # planned intervals: a longer gap between looks counts as unwatched
+_OVERDUE = 5.0  # seconds between looks at an overdue watch, such as one whose job survives its kill
+PREEMPTIONS_PER_ATTEMPT = 4  # a preemption is not the job's fault, but an executor that always preempts is useless
 STOP_GRACE_SECONDS = 30.0
-LEAVING_SECONDS = 120.0  # after a result, until a job that its executor does not see to is ended
+LEAVING_SECONDS = 120.0  # from a job's result until its kill, if its process has not ended by itself
 BACKOFF_SECONDS = (0.5, 2.0, 8.0, 30.0)
 _DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
 _OVERTIME = "the executor ended the job: its maximum runtime, by budget.wall_clock, is over"
@@ -76,17 +76,17 @@ _ENDED_FOR = {
     Cause.OVERTIME: (FailureClass.BUDGET, _OVERTIME, StopCause.BUDGET),
 }
 _SAID_BY_CODE = {NO_MEMORY: Cause.OUT_OF_MEMORY, NO_SPACE: Cause.DISK_FULL}
-# by whoever runs jobs; a limit that the run does not declare says nothing about its budget
+# causes that the executor reports; a time limit that the run does not declare is not its budget
 _STOPPED_BY: Mapping[Cause | None, StopCause] = {
     Cause.PREEMPTED: StopCause.PREEMPTED,
     Cause.DRAINED: StopCause.DRAINED,
     Cause.OVERTIME: StopCause.PREEMPTED,
 }
-_TAKEN_AWAY = (StopCause.PREEMPTED, StopCause.DRAINED, StopCause.SUPERSEDED)  # these use no attempt up
+_TAKEN_AWAY = (StopCause.PREEMPTED, StopCause.DRAINED, StopCause.SUPERSEDED)  # these count as no attempt
 
 
 def stall_after(manifest: Manifest, stage: str) -> float:
-    """Seconds without progress that a stage's jobs may take: its own `runtime.stall_after`, else the run's."""
+    """Return how many seconds a stage's jobs may go without progress: its `runtime.stall_after`, else the run's."""
     own = manifest.stage(stage).params.get("runtime")
     limit = own.get("stall_after") if isinstance(own, Mapping) else None
     if isinstance(limit, int | float):
@@ -95,12 +95,12 @@ def stall_after(manifest: Manifest, stage: str) -> float:
 
 
 def phase_seconds(limit: float) -> float:
-    """Seconds after which a job tells the end of a phase by itself: one that moves is not to look silent."""
+    """Return the silence in seconds after which a job reports the end of a phase, so that it does not look hung."""
     return min(PHASE_SECONDS, limit / LOOKS)
 
 
 def due_in(watch: Watch, limit: float, now: float) -> float:
-    """Seconds until a watched job is looked at again."""
+    """Return the seconds until the next look at a watched job."""
     passed = now - watch.at
     left = 0.0 if _over(watch, limit) else limit / LOOKS - passed
     return left if passed >= 0 and left > 0 else min(limit / LOOKS, _OVERDUE)
@@ -109,9 +109,9 @@ def due_in(watch: Watch, limit: float, now: float) -> float:
 def _silence(
     view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sight, now: float
 ) -> AskToCheckpoint | KeepWatch | Kill | None:
-    """What is to be done about a live job's silence; None: nothing yet."""
+    """Return the order for a live job's silence; None: nothing to do yet."""
     before, limit = view.watch(attempt), stall_after(view.manifest, stage.name)  # as of the last look; None: the first
-    # None: its silence proves nothing now (it is queued, or not seen)
+    # None: the job is queued or not visible, so its silence proves nothing
     seen, part = sight.progress if sight.job.state is JobState.RUNNING else None, limit / LOOKS
     if before is None:
         return None if seen is None else KeepWatch(stage, attempt, Watch(attempt.name, stage.run_id, seen, 0.0, now))
@@ -137,13 +137,13 @@ def _silence(
 
 
 def _condemned(view: View, stage: StageRecord, attempt: AttemptRecord) -> bool:
-    """Whether it was decided that a job is killed for its silence; one that was asked for a checkpoint only is not."""
+    """Return whether a job is to be killed for its silence; a job that was only asked for a checkpoint is not."""
     watch, limit = view.watch(attempt), stall_after(view.manifest, stage.name)
     return attempt.reason == Reason.STALLED and watch is not None and _over(watch, limit)
 
 
 def _hung(view: View, stage: StageRecord, attempt: AttemptRecord) -> Failure:
-    """Why a job ended that was killed for its silence: equal where it hung at the same place again."""
+    """Return the failure of a job killed for its silence; its signature repeats if the job hangs at the same place."""
     watch, limit = view.watch(attempt), stall_after(view.manifest, stage.name)
     place = _place(watch) if watch else "its start"
     message = f"no progress for {span(limit)} (runtime.stall_after) at {place}: asked to checkpoint, then killed"
@@ -159,10 +159,10 @@ def _place(watch: Watch) -> str:
 
 
 def why_not_again(manifest: Manifest, tried: Sequence[AttemptRecord], failure: Failure) -> tuple[Reason, str] | None:
-    """The reason and the words when another attempt would be pointless; the last of `tried` is the one that failed."""
+    """Return reason and message if another attempt is pointless, else None; the last of `tried` just failed."""
     preempted = failure.kind is FailureClass.PREEMPTED
     if failure.kind is FailureClass.BUDGET:
-        return None  # it gets more of the budget than it had, which ends
+        return None  # each try gets a larger share of a finite budget
     own = [a for a in tried[:-1] if a.reason not in (Reason.PREEMPTED, Reason.BUDGET_EXCEEDED)]
     if own and failure.signature and own[-1].failure_signature == failure.signature:
         return Reason.CIRCUIT_OPEN, "the same failure twice in a row"
@@ -174,26 +174,26 @@ def why_not_again(manifest: Manifest, tried: Sequence[AttemptRecord], failure: F
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The rows of one run, of one moment."""
+    """The rows of one run at one moment."""
 
     run: RunRecord
     manifest: Manifest
     stages: tuple[StageRecord, ...]
     attempts: tuple[AttemptRecord, ...]
-    signals: tuple[Signal, ...] = ()  # that were sent to it
+    signals: tuple[Signal, ...] = ()  # sent to the run
     watches: tuple[Watch, ...] = ()  # of its jobs
     head: tuple[int, bytes] = (0, b"")  # of the event log
 
     def stage(self, name: str) -> StageRecord:
-        """The stage of this name."""
+        """Return the stage of this name."""
         return next(stage for stage in self.stages if stage.name == name)
 
     def tries(self, name: str) -> tuple[AttemptRecord, ...]:
-        """A stage's attempts, oldest first."""
+        """Return a stage's attempts, oldest first."""
         return tuple(attempt for attempt in self.attempts if attempt.stage == name)
 
     def after(self, written: Iterable[RunRecord | StageRecord | AttemptRecord | Watch]) -> View:
-        """The rows as they are once these were written; rows of other runs change nothing."""
+        """Return the view with these written rows; rows of other runs are ignored."""
         run, stages, attempts = self.run, {s.name: s for s in self.stages}, {a.name: a for a in self.attempts}
         watches = {watch.attempt: watch for watch in self.watches}
         for row in written:
@@ -212,26 +212,26 @@ class View:
         return replace(self, run=run, stages=tuple(stages.values()), attempts=tries, watches=tuple(watches.values()))
 
     def watch(self, attempt: AttemptRecord) -> Watch | None:
-        """What was written down of an attempt's silence."""
+        """Return the recorded watch of an attempt's silence."""
         return next((watch for watch in self.watches if watch.attempt == attempt.name), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What is seen of a running stage's live attempt; the executor was asked before its last word was looked for."""
+    """The observation of a running stage's live attempt; the executor was asked before the result was read."""
 
     job: Observation
-    ordered: bool = True  # somebody wrote its order: it may have been submitted
+    ordered: bool = True  # its order exists, so it may have been submitted
     word: JobResult | None = None  # its result
-    unreadable: str = ""  # why what it left cannot be read
-    another_runs: bool = False  # the executor's job gave way to another of this attempt, which may live
-    unheeded: str = ""  # what is said of a job that was told to stop and did not
-    tokens: int = 0  # that it reports to have spent itself
-    progress: str | None = None  # what it has reported: equal as long as nothing moved; None: nobody looked
+    unreadable: str = ""  # why its result or channel cannot be read
+    another_runs: bool = False  # the executor's job gave way to another job of this attempt, which may live
+    unheeded: str = ""  # the message for a job that ignored its stop order
+    tokens: int = 0  # reported by the attempt, without those before its checkpoint
+    progress: str | None = None  # unchanged while the job makes no progress; None: not read
 
 
 def decide_run(view: View) -> list[Order]:
-    """What a run needs before its stages are looked at."""
+    """Return the run's own orders, to carry out before its stages are decided."""
     run = view.run
     if run.state == RunState.PENDING:
         return [MoveRun(run, RunState.RUNNING, Reason.RUNNING, "stages are under way")]
@@ -241,10 +241,10 @@ def decide_run(view: View) -> list[Order]:
 
 
 def decide_stage(view: View, name: str, sight: Sight | None, now: float) -> Order | None:
-    """What is to be done about one stage; None: nothing yet.
+    """Return the order for one stage; None: nothing to do yet.
 
     Args:
-        sight: of its live attempt, where it is running.
+        sight: of its live attempt, if the stage is running.
     """
     stage = view.stage(name)
     if is_final("stage", stage.state) or is_final("run", view.run.state):  # another driver may have ended it just now
@@ -259,7 +259,7 @@ def decide_stage(view: View, name: str, sight: Sight | None, now: float) -> Orde
     if view.run.state == RunState.STOPPING:
         return StopStage(stage)
     if any(other.state == StageState.FAILED for other in view.stages):
-        return None  # nothing new starts in a run that is going to fail
+        return None  # the run will fail, so nothing new starts
     if stage.state == StageState.PENDING:
         upstream = view.manifest.stage(name).upstream()
         return Bind(stage) if all(view.stage(other).state in _DONE for other in upstream) else None
@@ -272,7 +272,7 @@ def decide_stage(view: View, name: str, sight: Sight | None, now: float) -> Orde
 
 
 def settle(view: View) -> MoveRun | None:
-    """How a run ends, where it does."""
+    """Return the order that ends a run; None: the run continues."""
     run, stages = view.run, view.stages
     if is_final("run", run.state) or any(stage.state == StageState.RUNNING for stage in stages):
         return None
@@ -293,7 +293,7 @@ def settle(view: View) -> MoveRun | None:
 
 
 def _wait(view: View, stage: StageRecord, now: float) -> Order | None:
-    """A signal that was sent counts whenever that was, as long as nobody has given it up."""
+    """Return the order for a waiting stage; a signal counts whenever it was sent, unless the wait has ended."""
     wait = wait_of(view.manifest, stage.name)
     sent = next((signal for signal in view.signals if signal.name == wait.signal), None)
     here = stage.not_before is None or now >= stage.not_before
@@ -313,13 +313,13 @@ def _wait(view: View, stage: StageRecord, now: float) -> Order | None:
 
 
 def _planned(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sight) -> Order | None:
-    """Somebody may have submitted it and died, or got no answer; while nobody can say, it is waited for."""
+    """Return the order for a planned attempt: an earlier driver may have submitted it, so an uncertain one waits."""
     stopping = view.run.state == RunState.STOPPING
     if sight.ordered and sight.job.hidden:
         what = "there is a job to stop" if stopping else "the job was submitted"
         said = f"nobody can say yet whether {what}; looking again"
         return None if stage.message == said else Say(stage, Reason.SUBMISSION_UNKNOWN, said)
-    left = sight.word is not None or bool(sight.unreadable)  # by a job that its executor has forgotten
+    left = sight.word is not None or bool(sight.unreadable)  # the executor may have forgotten the job
     if sight.ordered and (left or sight.job.state is not JobState.UNKNOWN):
         return RecordLaunch(stage, attempt, sight.job.handle)
     if stopping:
@@ -331,14 +331,14 @@ def _planned(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sigh
 
 def _launched(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sight, now: float) -> Order | None:
     if sight.unreadable and not sight.job.gone:
-        return Kill(stage, attempt)  # nobody will read what else it does, and the next one finds its devices taken
+        return Kill(stage, attempt)  # no more of its output can be read, and it blocks devices
     if sight.unreadable:
         return End(stage, attempt, uncollectable(sight.unreadable))
     if sight.word is None:
         return _without_word(view, stage, attempt, sight, now)
-    if not sight.job.gone:  # on its way out it still holds memory, which whatever is next would need
+    if not sight.job.gone:  # it still holds memory that the next job needs
         since = now - (attempt.launched_at or now)
-        since -= sight.word.seconds if sight.word.seconds <= since else 0.0  # a job may say anything
+        since -= sight.word.seconds if sight.word.seconds <= since else 0.0  # the job may report a wrong time
         return None if since < LEAVING_SECONDS else Kill(stage, attempt)
     result = _why_stopped(view, stage, attempt, sight.word)
     if result.status == "failed" and result.failure and result.failure.kind is FailureClass.BUDGET:
@@ -351,7 +351,7 @@ def _launched(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sig
 
 
 def uncollectable(why: object) -> JobResult:
-    """The end of an attempt whose folder cannot be read, or holds something else than it should."""
+    """Return the result of an attempt whose folder cannot be read or has unexpected contents."""
     return _failed(FailureClass.BUG, f"the job left what cannot be collected: {why}", "collect")
 
 
@@ -360,10 +360,13 @@ def _failed(kind: FailureClass, message: str, signature: str) -> JobResult:
 
 
 def _why_stopped(view: View, stage: StageRecord, attempt: AttemptRecord, result: JobResult) -> JobResult:
-    """A job that stopped though no person asked: for the cause of the order; without an order it was preempted."""
+    """Return a stopped job's result with its cause: silence, budget, another order, or preemption without an order.
+
+    A job that a person stopped keeps its result.
+    """
     if result.status != "stopped" or view.run.desired == "stopped":
         return result
-    if _condemned(view, stage, attempt):  # it was not so far gone that it did not hear SIGTERM
+    if _condemned(view, stage, attempt):  # it still reacted to SIGTERM
         return replace(result, status="failed", failure=_hung(view, stage, attempt))
     if attempt.stop_cause == StopCause.BUDGET:
         spent = f"the budget ({budgets.declared(view.manifest)}) is spent; raise it in run.yaml and submit again"
@@ -375,7 +378,7 @@ def _why_stopped(view: View, stage: StageRecord, attempt: AttemptRecord, result:
 
 
 def _without_word(view: View, stage: StageRecord, attempt: AttemptRecord, sight: Sight, now: float) -> Order | None:
-    """What becomes of a job without a result; it ends when a person, the budget or another order says so."""
+    """Return the order for a job without a result; a person, the budget, its silence or its loss can end it."""
     seen = sight.job
     share = budgets.share_of(view.manifest, attempt, budgets.spending(view.stages, view.attempts))
     over = budgets.overdrawn(share, sight.tokens, seen.seconds or 0.0)
@@ -408,7 +411,7 @@ def _waits(stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Ord
 
 
 def _given_way(stage: StageRecord, attempt: AttemptRecord) -> Order | None:
-    """Nobody sees the process that has the attempt: only its result or a person's word ends the wait."""
+    """Wait for another process of this attempt that is not visible; its result or `--assume-dead` ends the wait."""
     said = f"attempt {attempt.number}: {attempt.message}"
     if attempt.reason != Reason.ANOTHER_RUNS or (stage.reason, stage.message) == (Reason.ANOTHER_RUNS, said):
         return None
@@ -417,12 +420,12 @@ def _given_way(stage: StageRecord, attempt: AttemptRecord) -> Order | None:
 
 
 def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observation) -> Order:
-    """A job that is gone without a result."""
+    """Return the order for a job that ended without a result."""
     detail = seen.why
     declared = view.manifest.budget.wall_clock is not None
     ended = seen.cause or _SAID_BY_CODE.get(seen.exit_code or 0)
     if attempt.stop_requested_at is not None and ended in _SAID_BY_CODE.values():
-        ended = None  # it may not have survived the stop
+        ended = None  # the stop may have caused that exit code
     if ended in _ENDED_FOR and (ended is not Cause.OVERTIME or declared):
         kind, why, cause = _ENDED_FOR[ended]
         return End(stage, attempt, _failed(kind, f"{why} ({detail})", ended.value), cause=cause)
@@ -432,7 +435,7 @@ def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observat
         return _again(view, stage, attempt, gone, AttemptState.LOST, cause=taken)
     if _condemned(view, stage, attempt):
         return _again(view, stage, attempt, _hung(view, stage, attempt), AttemptState.LOST)
-    # neither a kill nor a late start says anything about the job; an exit code does: twice the same comes a third time
+    # an exit code characterises the failure and would recur; a kill or a duplicate start does not
     mute = seen.exit_code is None or seen.exit_code < 0 or seen.exit_code == ANOTHER_RUNS
     signature = "" if mute else f"exit {seen.exit_code}"
     failure = Failure(FailureClass.INFRASTRUCTURE, f"the job ended without a result ({detail})", signature)
@@ -441,7 +444,7 @@ def _lost(view: View, stage: StageRecord, attempt: AttemptRecord, seen: Observat
 
 
 def not_launched(view: View, stage: StageRecord, attempt: AttemptRecord, failure: Failure) -> Order:
-    """What becomes of an attempt that its executor refused."""
+    """Return the order for an attempt that its executor refused."""
     return _again(view, stage, attempt, failure, AttemptState.LOST, cause=StopCause.INFRASTRUCTURE)
 
 
@@ -454,7 +457,7 @@ def _again(
     said: JobResult | None = None,
     cause: StopCause | None = None,
 ) -> TryAgain:
-    """Back off and try again, unless the attempts are used up or the same thing happened twice in a row."""
+    """Back off and try again, unless the attempts are used up or the same failure happened twice in a row."""
     tried = [one for one in view.tries(stage.name) if one.number > stage.retried_after]
     wait = BACKOFF_SECONDS[min(len(tried), len(BACKOFF_SECONDS)) - 1]
     over = why_not_again(view.manifest, tried, failure)
@@ -474,11 +477,11 @@ def hold_back(
     free: int,
     rivals: int = 0,
 ) -> tuple[Reason, str] | budgets.Share:
-    """Why a ready stage does not start yet though nothing else computes the same; else what its attempt reserves.
+    """Return why a ready stage that no other stage duplicates cannot start yet, or else its attempt's budget share.
 
     Args:
         attempts: of its run.
-        free: slots.
+        free: free slots.
         rivals: other stages that could start now: each gets an equal share.
     """
     if free < 1:
@@ -487,7 +490,7 @@ def hold_back(
         return budgets.Share()
     others = budgets.living(attempts)
     mine = [one for one in attempts if one.stage == stage.name and one.number > stage.retried_after]
-    whole = bool(mine) and mine[-1].reason == Reason.BUDGET_EXCEEDED  # a share was too little
+    whole = bool(mine) and mine[-1].reason == Reason.BUDGET_EXCEEDED  # a share was too small
     share = budgets.divided(budgets.left(manifest, spent, others), 1 if whole else 1 + min(rivals, free - 1))
     if others and (whole or share.empty):
         return Reason.WAITING_FOR_BUDGET, f"stage {others[0].stage} reserves what is left of the budget"

@@ -1,14 +1,14 @@
-"""The times at which a driver looks at runs again, and the troubles that one object causes.
+"""Schedules when a driver reads runs again, and isolates the errors of single objects.
 
-A run is looked at again at a time that its rows name, or at a sign that one of its jobs moved. One `Pulse` watches the
-jobs of every run that a driver has. It asks the executor once for all of them, at most twice in `OBSERVE_SECONDS` where
-there are many, and reads what each job reports; the ledger is not asked.
+A run is due again at a time that its rows contain, or when one of its jobs changes. One `Pulse` watches the jobs of all
+runs of a driver. It asks the executor once for all jobs, at most twice in `OBSERVE_SECONDS` if there are many, and
+reads each job's reports; it does not query the ledger.
 
-A trouble with one object is reported, tried again with back-off, and stops no other object. A lost race is no trouble:
-the stage is looked at again with the rows as they are now. Bytes that do not match their digest do not mend themselves:
-a stage that had not begun fails. Everything else (a store that answers 503, a full disk, two reads that do not agree)
-is tried again until it has gone on for too long; then the object is set aside with its traceback (`posttrain dead`) and
-stays as it is, so that nothing a job has done is lost. All of that is in the work queue: it outlives the driver.
+An error of one object is recorded, retried with back-off, and stops no other object. A lost race is no error: the next
+pass reads the current rows. Bytes that do not match their digest do not repair themselves: a stage that had not started
+fails. Any other error (a store that answers 503, a full disk, two inconsistent reads) is retried for a limited time;
+then the object is set aside with its traceback (`posttrain dead`) and stays unchanged, so that no work of a job is
+lost. The work queue stores all of this: it outlives the driver.
 """
 
 import queue
@@ -35,28 +35,28 @@ from posttrain.domain.waits import times, wait_of, waiting
 from posttrain.store.journal import STAGE
 from posttrain.store.work import NEVER, Work, WorkQueue
 
-OBSERVE_SECONDS = 5.0  # within which what a job reports is seen, and a job that is over its budget is told to stop
-_PACE = 25.0  # jobs that are looked at in a second: few are looked at more often
-_MOST, _LEAST = 4.0, 0.05  # seconds between two looks at all of them
-_REPORTS = 2.0  # seconds between two looks at what jobs report, and at channels in an object store
-_LEAVING = 60.0  # seconds between two looks at a job that has left its result and is still there
-_SOON = 1.0  # to an attempt whose launch is not recorded
-_WAITS: Mapping[str, float] = {  # for what gives no sign: nobody writes a row of this run when it is over
-    Reason.WAITING_FOR_IDENTICAL_STAGE: 60.0,  # its end wakes the run; its driver's does not
+OBSERVE_SECONDS = 5.0  # within which a job's report is read, and a job over its budget gets a stop order
+_PACE = 25.0  # jobs observed per second: a few jobs are observed more often
+_MOST, _LEAST = 4.0, 0.05  # seconds between two observations of all jobs
+_REPORTS = 2.0  # seconds between two reads of the jobs' reports, and of channels in an object store
+_LEAVING = 60.0  # seconds between two passes for a job that has left its result but still runs
+_SOON = 1.0  # seconds until the next look at an attempt whose launch is not recorded
+_WAITS: Mapping[str, float] = {  # seconds to poll for conditions whose end writes no row of this run
+    Reason.WAITING_FOR_IDENTICAL_STAGE: 60.0,  # the stage's end notifies the run; its driver's end does not
     Reason.SUBMISSION_UNKNOWN: 2.0,
     Reason.JOB_NOT_VISIBLE: 2.0,
 }
 _WATCHED = (Reason.LAUNCHED, Reason.STALLED)  # attempts whose silence counts
 _LIVE = (AttemptState.PLANNED, AttemptState.LAUNCHED)
 BACKOFF_SECONDS = (0.5, 2.0, 8.0, 30.0)
-PATIENCE_SECONDS = 3600.0  # of one trouble, before the object is set aside
+PATIENCE_SECONDS = 3600.0  # of repeated errors, before the object is set aside
 _UNEXPECTED = 5  # times that a bug may be tried again
 
 
 def look_again_after(
     manifest: Manifest, stages: Sequence[StageRecord], attempts: Sequence[AttemptRecord], now: float
 ) -> float:
-    """Seconds until these rows of a run alone make it worth a look; the silence of jobs is the `Pulse`'s."""
+    """Return the seconds until these rows make a run due again; `Pulse` handles the silence of jobs."""
     waits = [NEVER]
     for stage in stages:
         if stage.state in (StageState.READY, StageState.RUNNING):
@@ -65,9 +65,9 @@ def look_again_after(
             waits.append(stage.not_before - now)
         if (
             waiting(stage) and stage.reason != Reason.WAITING_FOR_APPROVAL
-        ):  # `not_before` of it, and until when its signal is waited for
+        ):  # its `not_before`, and when the wait for its signal ends
             waits += [at - now for at in times(wait_of(manifest, stage.name), stage) if at > now]
-    for_devices = {stage.name for stage in stages if stage.reason == Reason.WAITING_FOR_DEVICES}  # the scheduler's
+    for_devices = {stage.name for stage in stages if stage.reason == Reason.WAITING_FOR_DEVICES}  # left to `_deal`
     for attempt in attempts:
         if attempt.state == AttemptState.PLANNED and attempt.stage not in for_devices:
             waits.append(_SOON)
@@ -82,12 +82,12 @@ def look_again_after(
 
 @dataclass(slots=True)
 class _Job:
-    """A live job between two looks at it."""
+    """A live job between two observations."""
 
     attempt: AttemptRecord
     most: int | None  # tokens that its lineage may report
-    quarter: float  # seconds without progress after which its run is looked at
-    quiet_until: float  # when they are over
+    quarter: float  # seconds without progress after which its run is due
+    quiet_until: float  # the time at which they have passed
     sign: tuple[Any, ...] | None = None
     progress: str | None = None
     answered: bool = False
@@ -95,7 +95,7 @@ class _Job:
 
 
 class Pulse:
-    """The signs that the jobs of a driver's runs give without the ledger: what the executor sees, what they report."""
+    """Detects changes of the jobs of a driver's runs from the executor and their reports, without the ledger."""
 
     def __init__(self, clock: Clock, jobs: Jobs) -> None:
         self._clock, self._jobs = clock, jobs
@@ -107,9 +107,9 @@ class Pulse:
         self._seen: dict[str, Observation] = {}
 
     def follow(self, run_id: str, view: View | None) -> None:
-        """Take over which jobs there are, after every look at the run; of a run that others look at (None) no one's.
+        """Set the jobs to watch, after every pass over the run; None drops them all, as another driver has the run.
 
-        What was seen before the look is kept: whatever happened meanwhile is another sign.
+        The observations from before the pass are kept, so that a later change counts as a new sign.
         """
         before = {name: self._live.pop(name) for name in self._of.pop(run_id, ())}
         for attempt in view.attempts if view else ():
@@ -124,19 +124,19 @@ class Pulse:
             self._of.setdefault(run_id, []).append(attempt.name)
 
     def has_moved(self, run_id: str) -> bool:
-        """Whether a sign of the run is another than when somebody took it; one that was never seen is."""
+        """Return whether a sign of the run changed since the last `take`; the first sign of a job is a change."""
         return run_id in self._moved
 
     def take(self, run_id: str) -> None:
-        """Somebody looks at the run now."""
+        """Clear the run's changes, since a pass over it starts now."""
         self._moved.discard(run_id)
 
     def seen(self) -> Mapping[str, Observation]:
-        """What the executor said of each attempt, where it said so a moment ago."""
+        """Return the executor's observation of each attempt; empty if older than 0.05 seconds."""
         return self._seen if self._clock.now() - self._asked < _LEAST else {}
 
     def refresh(self) -> None:
-        """Look at all jobs, if that is due."""
+        """Observe all jobs, if that is due."""
         now, jobs = self._clock.now(), list(self._live.values())
         if jobs and not 0 <= now - self._asked < min(_MOST, max(_LEAST, len(jobs) / _PACE)):
             self._asked = now
@@ -149,14 +149,14 @@ class Pulse:
         try:
             found = self._jobs.executor.observe([job_of(self._jobs.folders, job.attempt) for job in jobs])
             self._seen = {job.attempt.name: seen for job, seen in zip(jobs, found, strict=True)}
-        except Exception as error:  # the look at a run tells of it
+        except Exception as error:  # the pass over the run reports it
             self._trouble = type(error).__name__
         if self._trouble != before:
             self._moved |= {job.attempt.run_id for job in jobs}
         for job in jobs if self._seen else ():
             try:
                 sign = self._hear(job, self._seen[job.attempt.name], now, reports, far)
-            except Exception as error:  # as above, of one job
+            except Exception as error:  # as above, for one job
                 sign = (type(error).__name__,)
             if sign != job.sign or now >= job.quiet_until:
                 self._moved.add(job.attempt.run_id)
@@ -170,7 +170,7 @@ class Pulse:
             job.answered, job.quiet_until = True, now + _LEAVING
         if reports and seen.state is JobState.RUNNING and not job.answered:
             progress = reported(folder, seen)
-            if progress != job.progress:  # a job that was asked to checkpoint moves again: that is looked at now
+            if progress != job.progress:  # a job that was asked to checkpoint moves again: its run is due now
                 job.quiet_until = now + (0.0 if job.attempt.reason == Reason.STALLED else job.quarter)
             job.progress = progress
             job.over = job.most is not None and folder.spent() > job.most
@@ -187,18 +187,18 @@ class Pulse:
 
 
 class Turns:
-    """Who is next where something becomes free: as many as it suffices for, and nobody twice while nothing changes."""
+    """Selects the next runs when a resource becomes free: as many as fit, each once while nothing changes."""
 
     def __init__(self) -> None:
         self._given: set[str] = set()
         self._free: float = 0
 
     def next(self, waiting: Sequence[tuple[str, int]], free: float, woken: Set[str]) -> set[str]:
-        """The runs to look at.
+        """Return the runs to read again.
 
         Args:
-            waiting: runs and how much each wants, the first in order first.
-            woken: those that nobody has looked at since: what they are given is not free.
+            waiting: runs and the amount that each requires, in order of their turn.
+            woken: runs without a pass since they were selected: their amount is not free.
         """
         if free != self._free or not {run_id for run_id, _ in waiting} - self._given:
             self._given.clear()
@@ -214,21 +214,21 @@ class Turns:
 
 
 class Beside:
-    """Does long work (hashing, uploads, waiting for a job to go) beside the thread that decides, which collects it.
+    """Threads for long work (hashing, uploads, waiting for a job to end); the deciding thread collects the results.
 
     Args:
-        threads: at most.
+        threads: the maximum number.
     """
 
     def __init__(self, threads: int) -> None:
         self._most, self._threads = threads, 0
         self._todo: queue.SimpleQueue[tuple[Future[None], Callable[[], None]]] = queue.SimpleQueue()
         self._under: dict[tuple[str, str], Future[None]] = {}
-        self._over: set[str] = set()  # runs for which some work is over
+        self._over: set[str] = set()  # runs for which some work has ended
         self._any = threading.Event()
 
     def begin(self, run_id: str, stage: str, work: Callable[[], None]) -> None:
-        """Begin the work for a stage."""
+        """Start the work for a stage."""
         future: Future[None] = Future()
         future.add_done_callback(lambda _: self._over.add(run_id))
         self._under[run_id, stage] = future
@@ -238,14 +238,14 @@ class Beside:
             threading.Thread(target=self._work, name="posttrain-beside", daemon=True).start()
 
     def has(self, run_id: str, stage: str) -> bool:
-        """Whether work for a stage goes on, or is to be collected."""
+        """Return whether work for a stage is running or not collected yet."""
         return (run_id, stage) in self._under
 
     def collect(self, run_id: str, stage: str) -> bool:
-        """Whether the work for a stage is over.
+        """Collect the work for a stage if it has ended; return whether it has.
 
         Raises:
-            Exception: whatever it raised.
+            Exception: any exception that the work raised.
         """
         future = self._under[run_id, stage]
         if not future.done():
@@ -255,15 +255,15 @@ class Beside:
         return True
 
     def runs(self) -> set[str]:
-        """The runs for which work goes on, or is to be collected."""
+        """Return the runs whose work is running or not collected yet."""
         return {run_id for run_id, _ in self._under}
 
     def over(self, run_id: str) -> set[str]:
-        """The stages of a run for which work is to be collected."""
+        """Return the stages of a run whose work has ended but is not collected."""
         return {stage for (run, stage), one in self._under.items() if run == run_id and one.done()}
 
     def is_over(self, run_id: str) -> bool:
-        """Whether work for a run is to be collected."""
+        """Return whether ended work for a run is not collected yet."""
         if run_id not in self._over:
             return False
         left = bool(self.over(run_id))
@@ -272,12 +272,12 @@ class Beside:
         return left
 
     def forget(self, run_id: str) -> None:
-        """Collect nothing for a run that has ended, or is another driver's."""
+        """Drop the work for a run that has ended or that another driver has."""
         self._over.discard(run_id)
         self._under = {key: future for key, future in self._under.items() if key[0] != run_id}
 
     def wait(self, seconds: float) -> bool:
-        """Until any work ends, at most so long; whether it does."""
+        """Wait at most this long until any work ends; return whether some has."""
         ended = self._any.wait(seconds)
         self._any.clear()
         return ended
@@ -298,7 +298,7 @@ def _seconds(attempt: AttemptRecord, now: float) -> float:
 
 
 class Troubles:
-    """The objects of one run that are in trouble, as the queue's rows tell."""
+    """The failing objects of one run, from the rows of the work queue."""
 
     def __init__(self, stores: Stores, queue: WorkQueue, rows: Iterable[Work]) -> None:
         self._stores, self._queue = stores, queue
@@ -306,17 +306,17 @@ class Troubles:
         self._open = {one.object: one for one in rows if one.kind == STAGE}
 
     def __bool__(self) -> bool:
-        """Whether there is any, or a race was lost: then the rows are read again before anything else is done."""
+        """Return whether an object fails or a race was lost: then the rows are read again before the next step."""
         return self.raced or bool(self._open)
 
     def waits(self, stage: StageRecord) -> bool:
-        """Whether the stage is not to be looked at yet, or not before a person says so."""
+        """Return whether the stage must wait for its back-off, or for a person."""
         known = self._open.get(_name(stage))
         return known is not None and (known.dead_at is not None or known.due_in > 0)
 
     @property
     def again_after(self) -> float | None:
-        """Seconds until the first of them is looked at again; None: none waits."""
+        """Seconds until the first retry; None: no object waits for one."""
         due = [one.due_in for one in self._open.values() if one.dead_at is None]
         return max(0.0, min(due)) if due else None
 
@@ -327,11 +327,11 @@ class Troubles:
 
     @contextmanager
     def kept_to(self, stage: StageRecord) -> Iterator[None]:
-        """Whatever is raised inside concerns this stage only."""
+        """Confine exceptions raised inside to this stage."""
         try:
             yield
-        except ConflictError:  # somebody moved first: the next look sees the row as it is
-            self.raced = True  # and it need not be somebody who woke this run
+        except ConflictError:  # another process changed the row: the next pass reads it
+            self.raced = True  # that process may not have notified this run
             return
         except (InputError, IntegrityError) as error:
             if stage.state == StageState.READY:
@@ -357,18 +357,18 @@ class Troubles:
             self._say(stage, Reason.TROUBLED, f"{one_line(error)}; {how}", "none needed")
 
     def _over(self, stage: StageRecord) -> None:
-        """What was said of the trouble is taken back, unless the stage has moved on and says something else."""
+        """Remove the error from the queue and from the stage's row, unless the row has a newer reason."""
         self._queue.over(STAGE, _name(stage))
         now = next(s for s in self._stores.ledger.stages(stage.run_id) if s.name == stage.name)
         if now.reason in (Reason.TROUBLED, Reason.SET_ASIDE):
             self._say(now, *self._usual(now), "none needed")
 
     def _say(self, stage: StageRecord, reason: Reason, message: str, action: str) -> None:
-        with suppress(ConflictError):  # the stage has moved on, which says more
+        with suppress(ConflictError):  # the stage's newer state is more informative
             self._stores.update_stage(stage, reason=reason, message=message, next_action=action)
 
     def _usual(self, stage: StageRecord) -> tuple[Reason, str]:
-        """What a stage says of itself when nothing stands in its way."""
+        """Return the reason and message of a stage without an error."""
         if stage.state == StageState.RUNNING:
             return Reason.RUNNING, f"attempt {len(self._stores.ledger.attempts(stage.run_id, stage.name))}"
         pending = stage.state == StageState.PENDING
@@ -385,14 +385,14 @@ class Troubles:
 def record_trouble(
     queue: WorkQueue, kind: str, name: str, error: Exception, before: Work | None, held: Work | None = None
 ) -> Work:
-    """Write down that a look at an object raised: when it is looked at again, or that it is set aside.
+    """Record that a pass over an object raised, and when to retry it or that it is set aside.
 
     Args:
-        before: its row, where one is known.
-        held: the claim that it was looked at with, if it is an object that is claimed.
+        before: its row, if it was read.
+        held: the claim of the pass, if the object is claimed by itself.
 
     Raises:
-        StaleWriteError: another driver has it by now.
+        StaleWriteError: another driver has claimed it.
     """
     times, lasts = (before.failures if before else 0) + 1, (before and before.failed_for) or 0.0
     expected = isinstance(error, PosttrainError | OSError)
@@ -404,7 +404,7 @@ def record_trouble(
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, in one line; of one that nobody expected, its class too."""
+    """Return an error's message in one line; with its class if it is not a `PosttrainError`."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if isinstance(error, PosttrainError) else f"unexpected {type(error).__name__}: {text}"
 

@@ -1,22 +1,22 @@
-"""The level-triggered reconciler: look at what should be and what is, act on the difference, record.
+"""The level-triggered reconciler: compare the desired with the observed state, act on the difference, record.
 
-Loops and who unblocks whom::
+Loops and what unblocks them::
 
     tick ──▶ each stage in topological order ──▶ settle the run ──▶ when to look again
       ▲        pending  waits for upstream stages (an earlier tick), binds inputs ─▶ ready
       │        ready    waits for a slot, back-off, an identical stage elsewhere ──▶ running | from cache
       │        running  waits for the job's result.json (the job), observes ───────▶ succeeded | failed | ready again
-      └── step: looks when the queue says so (somebody changed a row, a time has come), a job is seen to have moved, or
-                 something became free; raises where all that is left was set aside for a person
+      └── step: ticks when the run is due in the queue (a row changed, a time has come), a job changed, or a slot or
+                 device became free; raises if everything that is left was set aside for a person
 
     deciding thread ──an order that hashes, uploads, judges, launches or kills──▶ a thread of `Beside`
-      ▲ collects what it raised, and looks at the rows again; no other order of that stage meanwhile ◀──┘ ends
+      ▲ collects its exception, and reads the rows again; no other order of that stage meanwhile ◀──────┘ ends
 
 An error in one object ends neither the others nor the driver (`control.pulse`).
 
-Any process may die between any two lines: the next tick, in any process, derives what to do from the ledger and the
-attempt folders alone. No outside work happens inside a transaction. Idle, a driver asks the ledger for work less than
-twice a second and for nothing else, and the executor once for the jobs of all its runs.
+Any process may die between any two lines: the next tick, in any process, derives the next action from the ledger and
+the attempt folders alone. No outside work happens inside a transaction. An idle driver queries the ledger only for
+work, less than twice a second, and asks the executor once for the jobs of all its runs.
 """
 
 import functools
@@ -43,22 +43,22 @@ from posttrain.store.journal import RUN, SWEEP
 from posttrain.store.work import NEVER, Work, WorkQueue
 
 LEASE_SECONDS = 15.0
-SWEEP_SECONDS = 300.0  # between two sweeps for jobs that nobody owns
-RACED_SECONDS = 1.0  # until whoever lost a race looks again
-UNWOKEN_SECONDS = 604800.0  # an unfinished run is looked at once in seven days, whatever nobody thought of
-POLL_SECONDS = 0.7  # between two questions to the queue
-SLOT_SECONDS = 5.0  # between two looks for slots that other processes left
+SWEEP_SECONDS = 300.0  # between two sweeps for orphaned jobs
+RACED_SECONDS = 1.0  # until the next pass after a lost race
+UNWOKEN_SECONDS = 604800.0  # an unfinished run gets a pass every seven days, in case a notification was missed
+POLL_SECONDS = 0.7  # between two queries of the queue
+SLOT_SECONDS = 5.0  # between two checks for slots that other processes released
 _LONG = (Start, Judge, Release, Launch, Collect)  # orders that hash, upload, compute or wait
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """What one pass found: the run afterwards, and whether anything changed (then look again at once)."""
+    """The result of one pass: the run afterwards, and whether anything changed (then the next pass is due now)."""
 
     run: RunRecord
     changed: bool
-    again_after: float = 0.0  # seconds, unless something is seen before
-    set_aside: tuple[str, ...] = ()  # stages that wait for a person, where nothing else is left
+    again_after: float = 0.0  # seconds, unless a change is observed before
+    set_aside: tuple[str, ...] = ()  # stages that wait for a person, if nothing else is left
     view: View | None = field(default=None, compare=False, repr=False)  # the rows that the pass decided on last
 
 
@@ -75,11 +75,11 @@ class _Watched:
 
 
 class Reconciler:
-    """Brings runs to where they should be.
+    """Drives runs towards their desired state.
 
     Args:
         owner: names this process in the lease.
-        alive: whether another owner still lives, when that can be told: a dead one's lease need not run out first.
+        alive: returns False for an owner that is known to be dead: its lease need not expire first.
     """
 
     def __init__(
@@ -90,20 +90,20 @@ class Reconciler:
         self._manifests: dict[str, Manifest] = {}
         self._held: dict[str, Work] = {}  # run → our claim
         self._watched: dict[str, _Watched] = {}
-        self._due: set[str] = set()  # woken
+        self._due: set[str] = set()  # notified
         self._renewed = self._polled = -NEVER
         self._swept = stores.clock.now()
         self._pulse = Pulse(stores.clock, jobs)
-        self._beside, self._ending = Beside(jobs.beside), Beside(4 * jobs.beside)  # no end of a job waits for a hash
-        self._begun: dict[tuple[str, str], int] = {}  # stage → version of the queue's row when work beside was begun
+        self._beside, self._ending = Beside(jobs.beside), Beside(4 * jobs.beside)  # no kill waits for a hash
+        self._begun: dict[tuple[str, str], int] = {}  # stage → version of the queue's row when its work started
         self._slots, self._devices = Turns(), Turns()
-        self._counted = self._dealt = -NEVER  # when slots and devices were looked for
+        self._counted = self._dealt = -NEVER  # when slots and devices were last checked
 
     def tick(self, run_id: str) -> Tick | None:
-        """One pass over one run, due or not; None when another live process holds its lease."""
+        """Make one pass over a run, due or not; return None if another live process or host has it."""
         over, began = self._over(run_id), self._stores.clock.now()
         rows, now = self._looked_at(run_id)
-        if run_id not in rows:  # the run has ended, its row was lost, or another process resumes it right now
+        if run_id not in rows:  # the run has ended, its row was lost, or another process is resuming it
             run = self._stores.ledger.run(run_id) if now is None else now.run
             if is_final("run", run.state):
                 self._held.pop(run_id, None)
@@ -111,7 +111,7 @@ class Reconciler:
         claim = self._claim(run_id, rows.get(run_id))
         if claim is None:
             return None
-        if claim is not rows.get(run_id):  # claimed a moment ago: the version that it counts is newer than the rows
+        if claim is not rows.get(run_id):  # a new claim has a newer version than the rows
             over, began = self._over(run_id), self._stores.clock.now()
             rows, now = self._looked_at(run_id)
         if run_id in self._watched:
@@ -124,26 +124,26 @@ class Reconciler:
             view = self._told(now)
             after = self._passes(view, troubles, over)
             if _moved(view, after) and not is_final("run", after.run.state):
-                return Tick(after.run, changed=True, view=after)  # the pass that finds nothing to do gives it back
+                return Tick(after.run, changed=True, view=after)  # a pass without changes gives the claim back
             return self._given_back(after, claim, troubles, began)
-        except ConflictError:  # a person or another process moved first: read again
+        except ConflictError:  # a person or another process changed a row first: read again
             return Tick(self._stores.ledger.run(run_id), changed=True)
         except Exception as error:
             return self._met(self._stores.ledger.run(run_id), claim, error)
 
     def _over(self, run_id: str) -> Set[str]:
-        """Stages whose work beside this thread has ended: asked before the rows are read, which it wrote."""
+        """Return the stages whose threaded work has ended; call it before reading the rows that the work wrote."""
         return self._beside.over(run_id) | self._ending.over(run_id)
 
     def _looked_at(self, run_id: str) -> tuple[dict[str, Work], RunRows | None]:
-        """The rows of a run, the queue's with its own; None: one is damaged, which is the run's trouble."""
+        """Return the rows of a run in the queue and the ledger; None: a ledger row is damaged, an error of the run."""
         try:
             return self.queue.look_at(run_id)
         except IntegrityError:
             return self.queue.of_run(run_id), None
 
     def _given_back(self, view: View, claim: Work, troubles: Troubles, began: float) -> Tick:
-        """Whatever was written after `view` was read woke the run: then it is not settled, and looked at again."""
+        """Give the claim back; a write after `view` was read has notified the run, which is then due again."""
         run = view.run
         if is_final("run", run.state):
             self.queue.finish(run.id)
@@ -152,7 +152,7 @@ class Reconciler:
         stages = [stage for stage in view.stages if stage.name not in troubles.set_aside]
         names = {stage.name for stage in stages}
         attempts = [attempt for attempt in view.attempts if attempt.stage in names]
-        # of the moment before anything was decided: a time that came meanwhile was not decided on
+        # the time before the decisions: a later due time was not decided on
         after = look_again_after(view.manifest, stages, attempts, min(began, self._stores.clock.now()))
         if troubles.again_after is not None:
             after = min(after, troubles.again_after)
@@ -161,13 +161,13 @@ class Reconciler:
         said = self._say_set_aside(run, aside)
         hold = self._jobs.host is None or any(attempt.host == self._jobs.host for attempt in view.attempts)
         hold = hold or run.id in self._beside.runs()
-        if not hold:  # what no host has yet is for the first that has room
+        if not hold:  # the first host with room takes a run without jobs
             self._held.pop(run.id, None)
         settled = self.queue.give_back(claim, after, hold=hold)
         return Tick(said, not settled, after, aside if settled else (), view)
 
     def _say_set_aside(self, run: RunRecord, names: Sequence[str]) -> RunRecord:
-        """Say that nothing is left of the run but what was set aside; or that this is over."""
+        """Record in the run's row that only stages set aside are left, or remove that reason."""
         if not names:
             back = run.reason == Reason.SET_ASIDE and not is_final("run", run.state)
             said = (Reason.RUNNING, "stages are under way", "") if back else (run.reason, run.message, run.next_action)
@@ -180,11 +180,11 @@ class Reconciler:
             return transaction.update_run(run, reason=said[0], message=said[1], next_action=said[2])
 
     def _met(self, run: RunRecord, claim: Work, error: Exception) -> Tick:
-        """What concerns the run as a whole, such as a manifest that cannot be had, is the queue's."""
+        """Record an error of the whole run, such as an unreadable manifest, in the queue; raise it when set aside."""
         self._held.pop(run.id, None)
         try:
             known = record_trouble(self.queue, RUN, run.id, error, claim, held=claim)
-        except ConflictError:  # the lease ran out meanwhile: whoever has it now looks
+        except ConflictError:  # the lease expired: its new holder reads the run
             return Tick(run, changed=False, again_after=RACED_SECONDS)
         if known.dead_at is not None:
             with suppress(PosttrainError), self._stores.ledger.transaction(self._stores.actor) as transaction:
@@ -193,7 +193,7 @@ class Reconciler:
         return Tick(run, changed=False, again_after=max(0.0, known.due_in))
 
     def _claim(self, run_id: str, row: Work | None) -> Work | None:
-        """This driver's lease of the run, whose row was read a moment ago, with the row as it is now."""
+        """Claim the run, whose row was just read, and return its current row; None: another driver has it."""
         held = self._held.get(run_id)
         if row is None:
             self.queue.wake(RUN, [run_id])
@@ -203,7 +203,7 @@ class Reconciler:
                 f"posttrain dead {run_id} --retry"
             )
         elif held is not None and row.lease_token == held.lease_token and (row.lease_in or 0.0) > LEASE_SECONDS / 2:
-            self._held[run_id] = row  # still ours for long enough: a renewal costs an fsync
+            self._held[run_id] = row  # valid for long enough: a renewal costs an fsync
             return row
         claimed = self.queue.claim([run_id], early=True)
         if not claimed and self.queue.succeed_the_dead():
@@ -215,7 +215,7 @@ class Reconciler:
         return claimed[0]
 
     def _is_elsewhere(self, rows: RunRows) -> bool:
-        """Whether another host has a job of this run; its row, which had forgotten that, knows it again."""
+        """Return whether another host has a job of this run; if so, set the host in the queue's row again."""
         if self._jobs.host is None:
             return False
         other = next(
@@ -227,7 +227,7 @@ class Reconciler:
         return other is not None
 
     def release(self, run_id: str) -> None:
-        """Give the lease back, so that another process need not wait for it to expire."""
+        """Release the lease, so that another process need not wait for it to expire."""
         self._held.pop(run_id, None)
         self._watched.pop(run_id, None)
         self._forget(run_id)
@@ -239,24 +239,24 @@ class Reconciler:
             beside.forget(run_id)
 
     def rest(self, seconds: float) -> bool:
-        """Wait so long, or until work beside this thread is to be collected; whether some is."""
+        """Wait this long or until threaded work ends; return whether some ended."""
         if self._beside.runs() or self._ending.runs():
             return self._beside.wait(seconds)
         self._stores.clock.sleep(seconds)
         return False
 
     def worth(self, run_ids: Sequence[str]) -> list[str]:
-        """Those of many runs that are worth a `step` now; executor and queue are asked once for all of them."""
+        """Return the runs that are due for a `step`; executor and queue are asked once for all of them."""
         self._look_around()
         return [run_id for run_id in run_ids if self._is_due(run_id, self._stores.clock.now())]
 
     def step(self, run_id: str) -> Tick:
-        """A pass over a run if it is worth one: its time has come, somebody woke it, one of its jobs moved.
+        """Make a pass over a run if it is due: its time has come, it was notified, or one of its jobs changed.
 
-        Else what the last pass found, at no price; executor and queue are asked for all runs at once.
+        Else return the result of the last pass without a query; executor and queue are asked once for all runs.
 
         Raises:
-            InfrastructureError: what is left of the run was set aside: it failed again and again.
+            InfrastructureError: everything left of the run was set aside after repeated errors.
         """
         self._look_around()
         clock = self._stores.clock
@@ -269,19 +269,19 @@ class Reconciler:
         watched.again_at = clock.now() + (0.0 if found.changed else found.again_after)
         watched.last = replace(found, view=None)
         if found.set_aside:
-            watched.last = None  # for whoever asks again once its cause is mended
+            watched.last = None  # the next call reads it again, once the cause is fixed
             raise InfrastructureError(f"run {run_id}: {found.run.message}; {found.run.next_action}")
         self._take_in(run_id, watched, found)
         return found
 
     def _take_in(self, run_id: str, watched: _Watched, found: Tick) -> None:
-        """What the next look around needs to know of a run."""
+        """Store the facts of a run that the next `_look_around` uses."""
         if is_final("run", found.run.state):
             self._forget(run_id)
             self._counted = -NEVER
             return
         if found.view is None and found.changed:
-            return  # raced: the next pass sees the rows
+            return  # raced: the next pass reads the rows
         if found.view is None:  # another driver has it
             self._forget(run_id)
         self._pulse.follow(run_id, found.view)
@@ -289,7 +289,7 @@ class Reconciler:
         stages = view.stages if view else ()
         living = sum(not is_final("attempt", one.state) for one in view.attempts) if view else 0
         if living < watched.living:
-            self._counted = -NEVER  # a slot is free: somebody waits for it, perhaps
+            self._counted = -NEVER  # a slot became free, and another run may wait for it
         watched.living = living
         watched.slot = any(one.reason == Reason.WAITING_FOR_SLOT for one in stages)
         wanting = [one.name for one in stages if one.reason == Reason.WAITING_FOR_DEVICES]
@@ -300,13 +300,13 @@ class Reconciler:
         return self._jobs.trainer(plan.trainer).devices(plan.kind, plan.params)
 
     def _look_around(self) -> None:
-        """What is due for any run: leases, orphans, the queue, the jobs of all runs, what became free."""
+        """Do the work for all runs that is due: leases, orphans, the queue, their jobs, free slots and devices."""
         self.keep()
         self._sweep()
         now = self._stores.clock.now()
         if now - self._polled >= POLL_SECONDS:
             self._polled = now
-            with suppress(PosttrainError):  # a database that is away: the look that is due anyway tells of it
+            with suppress(PosttrainError):  # database unavailable: the next due pass reports it
                 self._due |= self.queue.due(self._watched)
         self._pulse.refresh()
         if now - self._dealt >= POLL_SECONDS:
@@ -329,13 +329,13 @@ class Reconciler:
         )
 
     def _deal(self) -> None:
-        """Wake who is next for devices that are free."""
+        """Schedule the next runs for the free devices."""
         waiting = sorted((one.turn, run_id, one.devices) for run_id, one in self._watched.items() if one.devices)
         if not waiting:
             return
         try:
             room = self._jobs.executor.capacity()
-        except Exception:  # the look at the run tells of it
+        except Exception:  # the pass over the run reports it
             self._due.add(waiting[0][1])
             return
         free = float(room.devices - len(room.held)) if room.devices else NEVER
@@ -343,20 +343,20 @@ class Reconciler:
         self._due |= self._devices.next([(run_id, wanted) for _, run_id, wanted in waiting], free, woken)
 
     def _seat(self) -> None:
-        """Wake who is next for slots that are free."""
+        """Schedule the next runs for the free slots."""
         waiting = sorted((one.turn, run_id) for run_id, one in self._watched.items() if one.slot)
         if not waiting:
             return
-        with suppress(PosttrainError):  # the ledger or the executor is away: later
+        with suppress(PosttrainError):  # ledger or executor unavailable: later
             free = self._jobs.slots - sum(taken_slots(self._stores, self._jobs))
             self._due |= self._slots.next([(run_id, 1) for _, run_id in waiting], free, self._due | self._beside.runs())
 
     def _sweep(self) -> None:
-        """Now and then one driver of all ends the jobs that no live attempt owns."""
+        """End orphaned jobs every `SWEEP_SECONDS`, in one driver of all."""
         if self._stores.clock.now() - self._swept < SWEEP_SECONDS:
             return
         self._swept = self._stores.clock.now()
-        with suppress(PosttrainError):  # a database that is away: the next sweep
+        with suppress(PosttrainError):  # database unavailable: the next sweep
             name = f"executor {self._jobs.executor.name}"
             self._sweep_now(f"{name} {self._jobs.host}" if self._jobs.host else name)
 
@@ -366,7 +366,7 @@ class Reconciler:
         for one in self.queue.claim([name]):
             try:
                 told = end_orphans(self._stores.ledger, self._jobs)
-            except Exception as error:  # the executor is away, or what it finds cannot be read: later
+            except Exception as error:  # executor unavailable, or unreadable jobs: later
                 self.queue.failed(SWEEP, name, one_line(error), "", SWEEP_SECONDS, held=one)
                 continue
             if told:
@@ -375,19 +375,19 @@ class Reconciler:
             self.queue.give_back(one, SWEEP_SECONDS)
 
     def keep(self) -> None:
-        """Hold on to what is held, where a third of the lease has passed."""
+        """Renew the held leases once a third of their time has passed."""
         now = self._stores.clock.now()
         if self._jobs.hosts is not None:
-            with suppress(PosttrainError):  # a database that is away: the next time
+            with suppress(PosttrainError):  # database unavailable: the next time
                 self._jobs.hosts.beat()
         if self._held and now - self._renewed >= LEASE_SECONDS / 3:
             self._renewed = now
-            with suppress(PosttrainError):  # a database that is away: the next time, or the lease runs out
+            with suppress(PosttrainError):  # database unavailable: the next time, or the lease expires
                 self.queue.renew()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """The lease is kept through work that takes longer than it lasts, such as the hashing of a model."""
+        """Renew the leases during work that takes longer than they last, such as hashing a model."""
         over = threading.Event()
 
         def keep() -> None:
@@ -403,52 +403,52 @@ class Reconciler:
             keeper.join()
 
     def _passes(self, view: View, troubles: Troubles, over: Set[str]) -> View:
-        """Passes over rows that were read once, until nothing is left to do, an attempt begins or one meets trouble.
+        """Make passes over rows that were read once, until nothing is left to do, an attempt starts or an error occurs.
 
-        What is planned is launched after another read: the run may have been stopped. Every write compares
-        generations, so a row that another process changed meanwhile ends the passes with a conflict.
+        A planned attempt is launched after another read, since the run may have been stopped. Every write compares
+        generations, so a row that another process changed ends the passes with a conflict.
         """
         while True:
             after = self._pass(view, troubles, over)
             settled = not _moved(view, after) or is_final("run", after.run.state)
             if settled or troubles or _planned(view) or _planned(after):
                 return after
-            view, over = after, frozenset()  # what ends beside meanwhile writes rows that this view does not have
+            view, over = after, frozenset()  # work that ends now writes rows that this view lacks
 
     def _pass(self, view: View, troubles: Troubles, over: Set[str]) -> View:
-        """Decide and act: for the run, for each stage by itself, for the run again. The rows afterwards.
+        """Decide and act for the run, for each stage separately, and for the run again; return the rows afterwards.
 
         Args:
-            over: stages for which work beside had ended before `view` was read.
+            over: stages whose threaded work had ended before `view` was read.
         """
         run_id = view.run.id
         while orders := decide_run(view):
             view = self._done(view, *orders)
         looks = Looks(self._jobs, self._pulse.seen())
         waiting = [stage.name for stage in view.stages if stage.state == StageState.PENDING]
-        for name in (*waiting, *(stage.name for stage in view.stages)):  # who could start now is known before any does
+        for name in (*waiting, *(stage.name for stage in view.stages)):  # binds all before any starts
             if troubles.waits(view.stage(name)):
                 continue
             with troubles.kept_to(view.stage(name)):
                 view = self._advance(view, name, looks, over)
                 continue
-            view = self._told(self._rows_of(run_id))  # something was raised, after the rows had changed perhaps
-        # work beside may start a job after the rows were read: the run ends only after that work is collected
+            view = self._told(self._rows_of(run_id))  # the rows may have changed before the exception
+        # threaded work may start a job after the rows were read: the run ends only after that work is collected
         ending = None if run_id in self._beside.runs() | self._ending.runs() else settle(view)
         return view if ending is None else self._done(view, ending)
 
     def _advance(self, view: View, name: str, looks: Looks, over: Set[str]) -> View:
-        """One step of one stage, unless the last one still goes on beside this thread. The rows afterwards."""
+        """Take one step of a stage, unless its last step still runs in a thread; return the rows afterwards."""
         run_id = view.run.id
         for beside in (self._beside, self._ending):
             if beside.has(run_id, name):
                 if name not in over or not beside.collect(run_id, name):
                     return view
                 if self._held[run_id].wanted_version == self._begun.pop((run_id, name), None):
-                    return view  # nobody woke the run since: what is due is the same, and waits for its time or a sign
+                    return view  # no notification since: the same step waits for its time or a sign
         running = view.stage(name).state == StageState.RUNNING
         if running and self._jobs.elsewhere(view.tries(name)[-1]):
-            return view  # the run became another host's since this pass began
+            return view  # the run moved to another host during this pass
         sight = see(self._stores, self._jobs, view, name, looks) if running else None
         order = decide_stage(view, name, sight, self._stores.clock.now())
         if order is None:
@@ -483,12 +483,12 @@ class Reconciler:
 
 
 def _moved(before: View, after: View) -> bool:
-    """Whether rows of a run were changed from one view to the other."""
+    """Return whether rows of a run changed between two views."""
     return _generations(before) != _generations(after)
 
 
 def _planned(view: View) -> bool:
-    """Whether an attempt waits to be launched."""
+    """Return whether an attempt waits for its launch."""
     return any(attempt.state == AttemptState.PLANNED for attempt in view.attempts)
 
 

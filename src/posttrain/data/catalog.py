@@ -1,8 +1,8 @@
 """The registry of versioned assets: addition, inspection, and resolution of refs to pinned inputs.
 
-The refs of a run file resolve to pinned inputs. A data set is inspected before it is registered with one look at each
-row, of which one is in memory. The bytes of a data set may lie elsewhere: a registered version records where, and its
-digest what they must be.
+The refs of a run file resolve to pinned inputs. A data set is inspected before it is registered: each row is read once,
+with one row in memory at a time. The bytes of a data set may be external: its registered version records the location
+and the digest.
 """
 
 import sys
@@ -56,23 +56,23 @@ from posttrain.store.trees import (
     tree_listing,
 )
 
-_TELL = 10_000  # rows between two words of how many were looked at
+_TELL = 10_000  # rows between two progress reports
 Form = Literal["file", "tree"]
-_CALLED_BY = ("entry", "dialect", "source")  # how a reward is called, and what its errors call it
+_CALLED_BY = ("entry", "dialect", "source")  # the call of a reward, and its name in errors
 
 
 def inspect_dataset(
     data: Path | Mapping[str, Path], *, name: str = "", progress: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """`{"rows", "columns", "format", "files", "prompts", "prompts_digest", "answers", "characters"}` of a data set.
+    """Return `{"rows", "columns", "format", "files", "prompts", "prompts_digest", "answers", "characters"}` of a data set.
 
-    `format` is as `data.files.file_format` says, several sorted with a blank; `files` counts them. `prompts` counts
-    distinct prompts, `answers` rows with an answer that a response can be compared with, `characters` is
-    {min, mean, max} of prompt lengths.
+    `format` is as of `data.files.file_format`, several sorted and separated by spaces; `files` counts the files.
+    `prompts` counts distinct prompts, `answers` rows with an answer to compare a response with, `characters` is {min,
+    mean, max} of prompt lengths.
 
     Args:
         data: a file, a folder or a pattern (`data.files`), or files by name.
-        progress: is told how many rows were looked at; no more than one of them is in memory.
+        progress: called with the number of rows read so far.
 
     Raises:
         NotFoundError: no such file.
@@ -102,7 +102,7 @@ def inspect_dataset(
 
 
 def prompt_digests(texts: Iterable[str]) -> frozenset[str]:
-    """Digests of prompts, blanks at the ends ignored: equal digests are the same task."""
+    """Return digests of prompts, ignoring whitespace at both ends: equal digests are the same task."""
     return frozenset(digest_bytes(text.strip().encode()) for text in texts)
 
 
@@ -110,20 +110,20 @@ class Resolver(Protocol):
     """Resolves refs of a run file."""
 
     def __call__(self, kind: str, text: str, called: Called = AS_FOUND) -> InputRef:
-        """The pinned input of a ref.
+        """Return the pinned input of a ref.
 
         Args:
-            called: of a reward, what the run file says of its function.
+            called: the run file's settings of a reward's function.
         """
 
 
 class Catalog:
-    """Assets of one workspace. Versions are immutable; the same content under the same name is the same version."""
+    """Assets of one workspace. Versions are immutable; equal content under one name is one version."""
 
     def __init__(self, ledger: Ledger, blobs: BlobStore, actor: str, limits: ModelLimits | None = None) -> None:
         self._ledger, self._blobs, self._actor, self._limits = ledger, blobs, actor, limits
-        self._local: dict[str, tuple[Path, Callable[[], str]]] = {}  # digest → path, publishes it: not published yet
-        self.not_taken: dict[str, str] = {}  # digest of a model's folder → which files in it are no part of it
+        self._local: dict[str, tuple[Path, Callable[[], str]]] = {}  # digest → path and publishing function, not published yet
+        self.not_taken: dict[str, str] = {}  # digest of a model's folder → the files that are not part of the model
 
     def add_dataset(
         self, path: Path, name: str, *more: Path, progress: Callable[[str], None] = lambda _: None
@@ -131,7 +131,7 @@ class Catalog:
         """Register a data set: a file, a folder, or several files. One file is stored as it is, several as a tree.
 
         Args:
-            progress: is told how many rows were looked at.
+            progress: called with the number of rows read so far.
 
         Raises:
             InputError: empty, malformed (file:line), not one data set, or an ill-formed name.
@@ -141,15 +141,15 @@ class Catalog:
         return self._register("dataset", name, path, meta, form=_form(files), files=files)
 
     def add_external(self, place: External, checksum: str, name: str, scratched: Path) -> Asset:
-        """Register a data set that lies elsewhere. It is read once, hashed and checked; nothing of it is stored.
+        """Register an external data set. It is read once, hashed and checked; none of its bytes are stored.
 
         Args:
             checksum: of its bytes, `sha256:…`.
-            scratched: a folder for the file while its rows are looked at.
+            scratched: a folder for the file while its rows are read.
 
         Raises:
-            InputError: as `add_dataset`; no checksum, or that of other bytes.
-            NotFoundError: there is no such object. InfrastructureError: its store does not answer.
+            InputError: as `add_dataset`; no checksum, or a checksum of other bytes.
+            NotFoundError: the object does not exist. InfrastructureError: its store does not respond.
         """
         if place.uri.startswith("file:"):
             refuse_afar(f"{place.uri[:120]!a}: a server registers no files of its machine; send the file itself")
@@ -170,7 +170,7 @@ class Catalog:
     def add_reward(
         self, path: Path, name: str, *, entry: str | None = None, dialect: str = "auto", guideline: Path | None = None
     ) -> Asset:
-        """Register a reward's source file with the guideline it implements. Parsed, never executed.
+        """Register a reward's source file with the guideline that it implements. It is parsed, never executed.
 
         Raises:
             InputError: not Python, no such function.
@@ -190,9 +190,9 @@ class Catalog:
         """Register a model folder in Hugging Face format with safetensors weights.
 
         Args:
-            origin: what made it, e.g. `{"run": "tiny-sort-1f2e3d4c"}`.
-            parents: digests it was made from.
-            progress: is told how many files and bytes were stored.
+            origin: its producer, e.g. `{"run": "tiny-sort-1f2e3d4c"}`.
+            parents: digests of its sources.
+            progress: called with the number of stored files and bytes.
 
         Raises:
             InputError: see `inspect_model`.
@@ -222,15 +222,15 @@ class Catalog:
     def version(
         self, kind: str, name: str, digest: str, form: str, meta: Mapping[str, Any], parents: tuple[str, ...] = ()
     ) -> Asset:
-        """A version of stored bytes that is not registered yet: the next one, unless its content is the latest."""
+        """Return an unregistered version of stored bytes: the next one, unless its content is the latest."""
         return Asset(kind, name, 0, digest, form, self._ledger.clock.now(), self._actor, meta, parents)
 
     def has(self, kind: str, digest: str) -> bool:
-        """Whether these bytes are registered, under whatever name."""
+        """Whether these bytes are registered, under any name."""
         return any(asset.kind == kind for asset in self._ledger.assets_by_digest(digest))
 
     def add_together(self, *versions: Asset) -> list[Asset]:
-        """Register versions in one transaction: all of them, or none."""
+        """Register versions in one transaction."""
         forms = {version.digest: version.form for version in versions}
         forms |= {str(version.meta[IMPORTED]): "file" for version in versions if IMPORTED in version.meta}
         sizes = stored_sizes(self._blobs, forms)
@@ -255,10 +255,10 @@ class Catalog:
         return self._blobs.put_file(path)
 
     def find(self, ref: str, kind: str | None = None) -> Asset:
-        """The asset of `kind:name[@version]`.
+        """Return the asset of `kind:name[@version]`.
 
         Raises:
-            NotFoundError: unknown name or version, with the nearest known one.
+            NotFoundError: unknown name or version, with the most similar known one.
         """
         named = parse_ref(ref, kind or ref.partition(":")[0])
         if named.source is not Source.REGISTRY:
@@ -266,10 +266,10 @@ class Catalog:
         return self._registered(named)
 
     def resolver(self, base: Path, *, boxed: bool = False) -> Resolver:
-        """Resolves the refs of a run file that lies in `base`. Reads and hashes; writes nothing.
+        """Return a resolver for the refs of a run file in the folder `base`. It reads and hashes; it writes nothing.
 
         Args:
-            boxed: its jobs run in an image, so that a recipe from afar may be one of them.
+            boxed: whether the jobs run in an image, which allows recipes from remote clients.
         """
 
         def resolve(kind: str, text: str, called: Called = AS_FOUND) -> InputRef:
@@ -289,7 +289,7 @@ class Catalog:
         return resolve
 
     def _recipe(self, text: str, base: Path) -> InputRef:
-        """A user's algorithm, `my_module:MyAlgorithm`: the file `my_module.py` beside the run file."""
+        """Return a user's algorithm, `my_module:MyAlgorithm`: the file `my_module.py` next to the run file."""
         module, _, entry = text.partition(":")
         if not entry:
             raise InputError(f"recipe {text!r} must name a module and its class, got no class; write {text}:NAME")
@@ -301,7 +301,7 @@ class Catalog:
         )
 
     def _file(self, text: str, base: Path) -> InputRef:
-        """A file or folder beside the run file that a reward's code reads."""
+        """Return a file or folder next to the run file that a reward's code reads."""
         path = base / Path(text).expanduser()
         refuse_elsewhere(text, path)
         if not path.exists():
@@ -319,7 +319,7 @@ class Catalog:
         put: Callable[[], str],
         meta: Mapping[str, Any] | None = None,
     ) -> InputRef:
-        """An input whose bytes are at a path; `put` publishes it."""
+        """Return an input whose bytes are at a path; `put` publishes it."""
         self._local[digest] = (path, put)
         return InputRef(source="asset", name=name, digest=digest, form=form, meta=meta or {})
 
@@ -339,7 +339,7 @@ class Catalog:
         return found
 
     def _pinned(self, asset: Asset, called: Called = AS_FOUND) -> InputRef:
-        if asset.form == EXTERNAL:  # whoever reads it verifies it; where it lies decides no result
+        if asset.form == EXTERNAL:  # readers verify it; its location does not affect results
             return InputRef(source="asset", name=asset.ref, digest=asset.digest, form="file")
         if not self._blobs.has(asset.digest):
             raise NotFoundError(
@@ -350,8 +350,8 @@ class Catalog:
         return InputRef(source="asset", name=asset.ref, digest=asset.digest, form=cast(Form, asset.form), meta=meta)
 
     def _called(self, asset: Asset, called: Called) -> dict[str, Any]:
-        """A registered reward as a run file wants it called. Its word counts before the registration's, whose dialect
-        is of its own function only.
+        """Return the call of a registered reward. The run file overrides the registration, whose dialect is only for
+        its own function.
         """
         meta, whole = asset.meta, asset.form == "tree"
         file, _, function = (called.entry or str(meta["entry"])).rpartition(":")
@@ -377,7 +377,7 @@ class Catalog:
         else:
             found = inspect_reward(path, called.entry, dialect=called.dialect or AUTO)
         form: Form = "tree" if path.is_dir() else "file"
-        hub, skip = ref.source is Source.HUB, _beside(ref.kind)  # the hub's cache is made of links
+        hub, skip = ref.source is Source.HUB, _beside(ref.kind)  # the hub's cache consists of links
         digest = tree_digest(path, follow_links=hub, skip=skip) if form == "tree" else file_digest(path)
         if ref.kind == "model" and (line := not_taken(path)):
             self.not_taken[digest] = line
@@ -386,7 +386,7 @@ class Catalog:
         return self._planned(str(ref) if hub else f"path:{path.name}", digest, form, path, put, meta)
 
     def _imported(self, word: str, called: Called) -> InputRef:
-        """A reward that an installed package has."""
+        """Return a reward of an installed package."""
         found = imported_reward(word)
         put, meta = partial(self._blobs.put, found.source), inspect_imported(found, called)
         return self._planned(word, digest_bytes(found.source), "file", Path(SOURCE), put, meta)
@@ -400,7 +400,7 @@ class Catalog:
         return self._planned(name, digest, form, path, partial(self._put, path, form, files))
 
     def located(self, ref: InputRef, cache: Path) -> Path | bytes:
-        """A planned input as it lies on disk; of a file that does not, its bytes.
+        """Return the path of a planned input, or the bytes of a file that is not on disk.
 
         Raises:
             NotFoundError, IntegrityError: it is missing or corrupt.
@@ -414,7 +414,7 @@ class Catalog:
         return path or self._blobs.get(digest)
 
     def publish(self, manifest: Manifest) -> None:
-        """Put what a manifest names by path into the store, before the run is recorded.
+        """Put the inputs that a manifest names by path into the store, before the run is recorded.
 
         Raises:
             InputError: a file changed since it was planned.
@@ -431,7 +431,7 @@ class Catalog:
 
 
 def refuse_name(kind: str, name: str) -> None:
-    """Refuse a name that no asset may have."""
+    """Refuse an invalid asset name."""
     if not NAME.fullmatch(name):
         raise InputError(f"{kind} name must match {NAME.pattern}, got {name!r}")
 
@@ -441,35 +441,35 @@ def _form(files: Mapping[str, Path]) -> Form:
 
 
 def _beside(kind: str) -> Callable[[str], bool]:
-    """Whether a file, by its path in an asset's folder, is no part of it."""
+    """Return the predicate of files, by path in an asset's folder, that are not part of the asset."""
     return beside_model if kind == "model" else left_behind
 
 
 def place_of(asset: Asset) -> External:
-    """Where the bytes of an external version are."""
+    """Return the location of the bytes of an external version."""
     return External(str(asset.meta[URI]), str(asset.meta.get(VERSION, "")))
 
 
 def external_versions(registered: Iterable[Asset], digest: str, name: str = "") -> list[Asset]:
-    """Those of some versions that are external and have these bytes; the one of this name first, then the latest."""
+    """Return the external versions with these bytes: the one of this name first, then the latest."""
     found = [asset for asset in registered if asset.digest == digest and asset.form == EXTERNAL]
     return sorted(found, key=lambda asset: (asset.ref != name, -asset.created_at))
 
 
 def cached_file(cache: Path, digest: str) -> Path:
-    """Where jobs look for a file before they ask the artifact store; they hash it."""
+    """Return the path at which jobs look for a file before they request it from the artifact store; they hash it."""
     return cache / "files" / digest.removeprefix(DIGEST_PREFIX)
 
 
 def local_copy(versions: Iterable[Asset], cache: Path) -> Path:
-    """A copy of an external version's bytes below `cache`, fetched where there is none or a damaged one.
+    """Return a copy of an external version's bytes below `cache`, fetched where it is missing or damaged.
 
     Args:
-        versions: of one digest, at least one; the first that can be read is taken.
+        versions: of one digest, at least one; the first readable one is used.
 
     Raises:
-        IntegrityError: the object changed; with both checksums and what to do.
-        NotFoundError: it is gone. InfrastructureError: its store does not answer.
+        IntegrityError: the object changed; with both checksums and the next action.
+        NotFoundError: it does not exist. InfrastructureError: its store does not respond.
     """
     troubles: list[PosttrainError] = []
     for asset in versions:
@@ -486,7 +486,7 @@ def local_copy(versions: Iterable[Asset], cache: Path) -> Path:
 
 
 def check_where_it_lies(asset: Asset) -> int:
-    """Hash the bytes of an external version at their URI; how many they are. Raises as `local_copy`."""
+    """Hash the bytes of an external version at their URI and return their number. Raises as `local_copy`."""
     try:
         return check_external(place_of(asset), asset.digest)
     except PosttrainError as error:
@@ -494,7 +494,7 @@ def check_where_it_lies(asset: Asset) -> int:
 
 
 def _told(asset: Asset, error: PosttrainError) -> PosttrainError:
-    """The error with the version that it concerns, and what mends it."""
+    """Return the error with the affected version and the remedy."""
     version = f" --version {asset.meta[VERSION]}" if asset.meta.get(VERSION) else ""
     again = f"posttrain asset add {asset.kind}:{asset.name} --external {asset.meta[URI]}{version}"
     if isinstance(error, ChangedError):

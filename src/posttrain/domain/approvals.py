@@ -1,8 +1,8 @@
 """Approvals: a request names one action on a channel by its digest, and people approve or reject it.
 
-The digest is of everything that the action would touch: a release is of this model of this run, with this gate report,
-under this policy, while this release is live. When one of them is another, it is another request, and what was said of
-the first counts nothing.
+The digest covers everything that the action would change: a release is of this model of this run, with this gate
+report, under this policy, while this release is live. If one of these differs, it is another request, and the verdicts
+on the first do not count.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,9 +14,9 @@ from posttrain.domain.canonical import digest_json
 from posttrain.domain.ids import NOBODY, canonical
 
 APPROVED, REJECTED = "approved", "rejected"
-WITHDRAWN = "withdrawn"  # a rejection, by somebody who may not approve
+WITHDRAWN = "withdrawn"  # a rejection, by a person who may not approve
 _SHOWN = 19  # characters of a digest
-_CHANGES = {  # what is bound, and what is said where it is another now
+_CHANGES = {  # bound value → message where it has changed
     "policy": "the policy is another now",
     "live": "another release is live now",
     "revision": "the policy or the protection of the channel was changed since",
@@ -24,7 +24,7 @@ _CHANGES = {  # what is bound, and what is said where it is another now
 
 
 class Action(StrEnum):
-    """What can be asked for."""
+    """The actions that can need approval."""
 
     RELEASE = "release"
     LIFT = "release of a quarantined model"
@@ -40,11 +40,11 @@ class Terms:
 
     approvers: tuple[str, ...]
     needed: int  # how many of them
-    self_approval: bool = False  # whether whoever submitted or owns the run counts too; never on a protected channel
-    roleless: tuple[str, ...] = ()  # approvers whom the project gave no role that lets them approve
+    self_approval: bool = False  # whether the run's submitter or owner may approve; never on a protected channel
+    roleless: tuple[str, ...] = ()  # approvers without a project role that allows approving
 
     def others(self, actor: str) -> list[str]:
-        """Approvers who are somebody else than `actor`."""
+        """Return the approvers other than `actor`."""
         able = set(self.approvers) - set(self.roleless)
         return sorted(name for name in able if canonical(name) != canonical(actor))
 
@@ -56,38 +56,38 @@ class ApprovalRequest:
     digest: str  # of `asked`
     channel: str
     run_id: str | None
-    asked: Mapping[str, Any]  # everything that the action would touch
-    actor: str  # whose it is: who submitted the run, or asked for the change
+    asked: Mapping[str, Any]  # everything that the action would change
+    actor: str  # its owner: who submitted the run, or requested the change
     at: float
 
     @property
     def action(self) -> str:
-        """What would be done."""
+        """The requested action."""
         return str(self.asked["action"])
 
     @property
     def command(self) -> str:
-        """What approves it: by run and channel where a run's model would be released, by its digest otherwise."""
+        """The approving command: by run and channel for a release of a run's model, else by digest."""
         by_run = self.action == Action.RELEASE
         return f"posttrain approve {f'{self.run_id} --channel {self.channel}' if by_run else self.digest[:_SHOWN]}"
 
     @property
     def words(self) -> str:
-        """`release of run sort-1`; of which channel is for whoever says it."""
+        """`release of run sort-1`; the caller adds the channel."""
         of = f" of run {self.run_id}" if self.run_id else ""
         policy = self.asked.get("set")
         return f"{self.action}{f' {policy[:_SHOWN]}…' if policy else ''}{of}"
 
     @property
     def anew(self) -> str:
-        """What to do where nothing can be said of it any more."""
+        """The next action where the request can no longer be approved."""
         return "submit the run again: posttrain run RUN.yaml --again" if self.run_id else "set another policy first"
 
     def outdated(self, channel: Mapping[str, Any]) -> str:
-        """Why what was said of it counts nothing any more; empty: it counts.
+        """Return why the verdicts on it no longer count; empty: they count.
 
         Args:
-            channel: `policy`, `live` and `revision` of its channel now.
+            channel: the present `policy`, `live` and `revision` of its channel.
         """
         return next(
             (said for name, said in _CHANGES.items() if self.asked.get(name, channel[name]) != channel[name]), ""
@@ -117,23 +117,23 @@ class Standing:
 
     request: ApprovalRequest
     needed: int
-    given: tuple[Approval, ...] = ()  # that count
-    refusal: Approval | None = None  # one is enough
-    may: tuple[str, ...] = ()  # who may still approve
-    void: tuple[tuple[Approval, str], ...] = ()  # that count nothing, and why
-    outdated: str = ""  # why nothing that was said of it counts any more
-    done: bool = False  # it is what the channel serves now
-    ownerless: bool = False  # whose it is was erased, so nobody can tell who may approve it
+    given: tuple[Approval, ...] = ()  # the approvals that count
+    refusal: Approval | None = None  # a single rejection refuses it
+    may: tuple[str, ...] = ()  # the people who may still approve
+    void: tuple[tuple[Approval, str], ...] = ()  # approvals that do not count, and why
+    outdated: str = ""  # why no verdict on it counts any more
+    done: bool = False  # the channel serves it now
+    ownerless: bool = False  # its owner's name was erased, so who may approve is undetermined
     roleless: tuple[str, ...] = ()  # approvers of the policy who are not approvers of the project
-    said: str = ""  # what somebody said of it just now: approved | rejected | withdrawn
+    said: str = ""  # the verdict just given: approved | rejected | withdrawn
 
     @property
     def missing(self) -> int:
-        """How many more are needed."""
+        """The number of approvals still needed."""
         return max(0, self.needed - len(self.given))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         request = self.request
         return {
             "request": request.digest,
@@ -170,18 +170,18 @@ class Standing:
 
 
 def one_of(names: Sequence[str]) -> str:
-    """`user:ann, user:bob or user:cy`."""
+    """Return `user:ann, user:bob or user:cy`."""
     return " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def request_of(
     action: Action, channel: str, actor: str, at: float, run_id: str | None = None, **bound: Any
 ) -> ApprovalRequest:
-    """The request for an action.
+    """Return the request for an action.
 
     Args:
-        actor: whose it is; not bound, so that two who ask for the same ask for one thing.
-        bound: what it would touch, as plain JSON.
+        actor: its owner; not bound, so equal requests of two people are one request.
+        bound: the values that the action depends on, as plain JSON.
     """
     asked = {"action": str(action), "channel": channel, **({"run": run_id} if run_id else {}), **bound}
     return ApprovalRequest(digest_json(asked), channel, run_id, asked, actor, at)
@@ -195,21 +195,21 @@ def weigh(
     outdated: str = "",
     done: bool = False,
 ) -> Standing:
-    """Where a request stands.
+    """Return the standing of a request.
 
     Args:
         terms: who must approve it.
-        own: canonical names of those who may not approve, since the request is theirs. Once one of them is erased,
-            nobody may: whoever acts under that name again is somebody else to the ledger.
-        said: of this request, one of each person.
-        outdated: why nothing of it counts any more.
-        done: what was asked for is done.
+        own: canonical names of the request's owners, who may not approve. Once one name is erased, no one may: a later
+            person of that name has another identity in the ledger.
+        said: verdicts on this request, one per person.
+        outdated: why no verdict counts any more.
+        done: whether the requested action was carried out.
     """
     approvers, roleless = terms.approvers, terms.roleless
     ownerless = any(name.startswith(NOBODY) for name in own)
     able = [name for name in approvers if not (ownerless or canonical(name) in own or name in roleless)]
     given = tuple(one for one in said if one.verdict == APPROVED and one.actor in able)
-    refusal = next(  # by an approver, whoever that is by now
+    refusal = next(  # an approver's, or that of a person erased since
         (one for one in said if one.verdict == REJECTED and (one.actor in approvers or one.actor.startswith(NOBODY))),
         None,
     )
@@ -222,7 +222,7 @@ def weigh(
 
 
 def _void(said: Approval, own: Collection[str], roleless: Collection[str]) -> str:
-    """Why it counts nothing."""
+    """Return why an approval does not count."""
     if said.verdict == WITHDRAWN:
         return "it takes a rejection back"
     if canonical(said.actor) in own:

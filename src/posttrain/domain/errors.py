@@ -3,42 +3,42 @@
 ::
 
     PosttrainError                    exit  meaning
-    ├── InputError                      2   what was written cannot be run: fix the named field
-    │   ├── NotFoundError               2   a ref, run, channel or asset nobody knows
-    │   │   └── LostOperationError      2   the server that carried an operation out is gone
-    │   ├── ApiVersionError             2   a server and its client speak no version of the API in common
-    │   ├── CursorError                 2   a cursor that is no place in this list
-    │   └── PartSizeError               2   a request brought too little of an upload
-    ├── GateRejectedError               3   a gate said FAIL or ERROR; nothing shipped
-    ├── GateInconclusiveError           4   the evidence is too thin; nothing shipped
+    ├── InputError                      2   the input cannot be run: fix the named field
+    │   ├── NotFoundError               2   an unknown ref, run, channel or asset
+    │   │   └── LostOperationError      2   the server that carried an operation out no longer exists
+    │   ├── ApiVersionError             2   a server and its client have no version of the API in common
+    │   ├── CursorError                 2   an invalid cursor of this list
+    │   └── PartSizeError               2   a part of an upload is too small
+    ├── GateRejectedError               3   a gate's verdict is FAIL or ERROR; nothing released
+    ├── GateInconclusiveError           4   too little evidence; nothing released
     ├── JobFailedError                  5   a job ended in a way that a retry would repeat
     ├── InfrastructureError             6   a job was lost more often than allowed   (retryable)
     │   ├── CapacityError               6   devices that a job needs are taken       (retryable)
-    │   │   ├── BusyError               6   a server has too much to do              (retryable)
-    │   │   └── LimitError              6   one principal asks for too much at once   (retryable)
-    │   └── UnavailableError            6   a store does not answer at the moment    (retryable)
+    │   │   ├── BusyError               6   a server is overloaded                   (retryable)
+    │   │   └── LimitError              6   a principal exceeds a server's limit     (retryable)
+    │   └── UnavailableError            6   the artifact store does not respond      (retryable)
     ├── BudgetExceededError             7   the run's declared budget is spent
     ├── IntegrityError                  8   bytes do not match their digest, or a chain is broken
-    │   └── UploadError                 8   what was sent is not what its digest says
-    ├── ConflictError                   9   somebody moved first (compare-and-set lost)  (retryable)
+    │   └── UploadError                 8   uploaded bytes do not match their digest
+    ├── ConflictError                   9   another change came first (compare-and-set lost)  (retryable)
     │   ├── ChannelClosedError          9   the channel is frozen or protected
-    │   ├── RecalledError               9   the model comes from something that was recalled
-    │   ├── PolicyError                 9   not judged as the channel's policy asks
-    │   ├── ApprovalError               9   an approval is missing, or was refused
+    │   ├── RecalledError               9   the model was made from a recalled asset
+    │   ├── PolicyError                 9   not judged as the channel's policy requires
+    │   ├── ApprovalError               9   an approval is missing or rejected
     │   └── StaleWriteError             9   a ledger row changed since it was read       (retryable)
     ├── WorkspaceError                 10   no workspace, read-only, disk full, newer schema
-    │   └── LedgerUnavailableError     10   its database does not answer at the moment   (retryable)
+    │   └── LedgerUnavailableError     10   its database does not respond            (retryable)
     ├── StoppedError                   11   the run was stopped by a person
     ├── DeadlineError                  12   a wait reached its deadline               (retryable)
-    │   └── SlowError                  12   a request did not come in time            (retryable)
-    └── AccessError                    13   whoever asks may not do this
-        └── AuthenticationError        13   nobody is known by what was shown
+    │   └── SlowError                  12   a request body did not arrive in time     (retryable)
+    └── AccessError                    13   the caller may not do this
+        └── AuthenticationError        13   the credentials are missing or invalid
 
 Exit 0 is success, 1 an unexpected error (a bug in Posttrain), 130 a detached Ctrl-C. The message is one line: what, the
-constraint, the offending value, the next action. Whether a retry can help is in the type (`retryable`).
+constraint, the offending value, the next action. The type states whether a retry can help (`retryable`).
 
-An unknown name is answered with the known names that may have been meant. An exception that a worker of a group raised
-carries a note of which worker it was, for whoever reports it.
+The error for an unknown name suggests similar known names. An exception raised by a worker of a group carries a note
+that names the worker, for the report.
 """
 
 import difflib
@@ -220,12 +220,12 @@ class AuthenticationError(AccessError):
 
 
 class FailureClass(StrEnum):
-    """Why an attempt failed; decides what happens next (see `control`)."""
+    """Why an attempt failed; determines the next step of the control side (see `control`)."""
 
-    INFRASTRUCTURE = "infrastructure"  # lost process or node: retry, resume from checkpoint
-    PREEMPTED = "preempted"  # requeue, no attempt consumed
-    OUT_OF_MEMORY = "out_of_memory"  # never blindly retried: the same would be asked for again
-    DISK_FULL = "disk_full"  # never blindly retried: the next attempt finds the disk as full
+    INFRASTRUCTURE = "infrastructure"  # lost process or node: retried, resumes from the checkpoint
+    PREEMPTED = "preempted"  # requeued, consumes no attempt
+    OUT_OF_MEMORY = "out_of_memory"  # never blindly retried: the next attempt needs the same memory
+    DISK_FULL = "disk_full"  # never blindly retried: the disk stays full
     DIVERGED = "diverged"  # NaN loss, reward collapse
     BAD_INPUT = "bad_input"
     BUG = "bug"  # never blindly retried
@@ -238,7 +238,7 @@ class FailureClass(StrEnum):
 
     @property
     def error(self) -> type[PosttrainError]:
-        """The error (and so the exit code) a run ends with when a stage fails for this reason."""
+        """The error (and so the exit code) of a run whose stage failed for this reason."""
         return _ERRORS.get(self, JobFailedError)
 
 
@@ -262,15 +262,15 @@ _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a write failed for want of space: it or a cause of it is the operating system's error, or that of a
-    library of `_WRITERS`, which tell it in words. Words in any other error may be anybody's."""
+    """Whether a write failed because the disk is full: the error or its cause is an `OSError` with such a number, or is
+    from a library of `_WRITERS` with such a message. The same text in any other error proves nothing."""
     told = type(error).__module__.partition(".")[0] in _WRITERS and any(words in str(error) for words in _SAID)
     full = told or (isinstance(error, OSError) and error.errno in _FULL)
     return full or (error.__cause__ is not None and is_full(error.__cause__))
 
 
 def unwritable(path: Path | str, error: OSError) -> WorkspaceError:
-    """The one-line error for an operating system that refused a write."""
+    """Return the one-line error for a write that the operating system refused."""
     if error.errno in _FULL:
         return WorkspaceError(f"cannot write {path}: the disk is full; free some space and run the command again")
     if error.errno in _READ_ONLY:
@@ -279,36 +279,36 @@ def unwritable(path: Path | str, error: OSError) -> WorkspaceError:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)`, or the known names when nothing is near; empty when nothing is known."""
+    """Return ` (did you mean 'x'?)`, else the known names; empty without known names."""
     names = sorted(known)
     return meant(word, names) or (f" (known: {', '.join(names)})" if names else "")
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)`; empty when nothing known is near."""
+    """Return ` (did you mean 'x'?)`; empty where no known name is similar."""
     close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def meant_name(principal: str, known: Iterable[str]) -> str:
-    """As `meant`, of `user:NAME` and `service:NAME`: by the names alone, since what all begin with makes all alike."""
+    """As `meant`, for `user:NAME` and `service:NAME`: compares the names without the common prefix."""
     names = {one.partition(":")[2]: one for one in sorted(known)}
     close = difflib.get_close_matches(principal.partition(":")[2], names, n=1, cutoff=0.5)
     return f" (did you mean {names[close[0]]!r}?)" if close else ""
 
 
 def blame(error: BaseException, role: str, rank: int, method: str, pid: int) -> None:
-    """Note on an exception which worker raised it; the innermost worker is named, once."""
+    """Add a note that names the worker to an exception, once: the innermost worker remains."""
     if not raised_by(error):
         error.add_note(f"{_PREFIX}{role} rank {rank}, in {method}, process {pid}")
 
 
 def raised_by(error: BaseException) -> str:
-    """`policy rank 1, in update, process 4711`; empty when no worker raised it."""
+    """Return `policy rank 1, in update, process 4711`; empty when no worker raised it."""
     notes: list[str] = getattr(error, "__notes__", [])
     return next((note.removeprefix(_PREFIX) for note in notes if note.startswith(_PREFIX)), "")
 
 
 def worker_of(error: BaseException) -> str:
-    """`policy rank 1`; empty when no worker raised it."""
+    """Return `policy rank 1`; empty when no worker raised it."""
     return raised_by(error).partition(",")[0]

@@ -1,8 +1,8 @@
 """The contract between the control side and a job process: orders, results, and facts that it reports meanwhile.
 
-Facts are values, streamed as JSON lines into the attempt folder's event segments. The engine makes them and imports
-neither store nor telemetry; whoever reads them back gets the same values. A value is read as the dataclass declares it,
-and a value of any other type raises.
+Facts are values, streamed as JSON lines into the attempt folder's event segments. The engine makes them without
+importing store or telemetry; a reader gets the same values back. A value must have the type that the dataclass
+declares; any other type raises.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Any, TypeVar
 
 from posttrain.domain.errors import FailureClass, InputError, IntegrityError
 
-MOST_NUMBER = 1 << 53  # that anything counts: sums of them still fit a database
-_LARGE = 1 << 63  # beyond it no database holds a whole number
-MOST_TEXT = 1 << 14  # characters of what is kept in rows
+MOST_NUMBER = 1 << 53  # maximum of any count; sums of such counts still fit a database
+_LARGE = 1 << 63  # a database holds only smaller whole numbers
+MOST_TEXT = 1 << 14  # characters of a text stored in rows
 T = TypeVar("T")
 ORDER_SCHEMA = 1
 CHECKPOINT_FORMAT = "posttrain.checkpoint/1"
-PHASE_SECONDS = 30.0  # after which a job tells the end of a phase by itself: a step of a large model takes hours
+PHASE_SECONDS = 30.0  # a job reports the end of a phase after this silence: a step of a large model takes hours
 _STATUSES = ("succeeded", "failed", "stopped")
 _PATH = 1024  # characters
-NO_MEMORY, NO_SPACE = 71, 74  # exit codes of a job that could not leave a result for that (EX_OSERR, EX_IOERR)
-ANOTHER_RUNS = 73  # exit code of a job whose attempt another process began, or nobody may (EX_CANTCREAT)
+NO_MEMORY, NO_SPACE = 71, 74  # exit codes of a job that could therefore not write a result (EX_OSERR, EX_IOERR)
+ANOTHER_RUNS = 73  # exit code where another process began the attempt, or no process may (EX_CANTCREAT)
 
 
 def shaped(form: Callable[..., T], raw: Mapping[str, Any]) -> T:
-    """A dataclass of these fields. Elements of lists are not looked at: there may be millions.
+    """Return a dataclass of these fields. Elements of lists are not checked: there may be millions.
 
     Raises:
         TypeError, ValueError: a field is missing, unknown, or of another type.
@@ -45,10 +45,10 @@ def shaped(form: Callable[..., T], raw: Mapping[str, Any]) -> T:
 
 
 def count(value: Any) -> int:
-    """A whole number from 0 on.
+    """Return a whole number from 0.
 
     Raises:
-        TypeError: it is none.
+        TypeError: the value is not one.
     """
     if not _is_int(value) or not 0 <= value <= MOST_NUMBER:
         raise TypeError(f"must be a whole number from 0 to {MOST_NUMBER}, got {repr(value)[:60]}")
@@ -56,10 +56,10 @@ def count(value: Any) -> int:
 
 
 def duration(value: Any) -> float:
-    """Seconds: a number from 0 on, neither infinite nor NaN.
+    """Return seconds: a finite number from 0.
 
     Raises:
-        TypeError: it is none.
+        TypeError: the value is not one.
     """
     if not _is_number(value) or not 0 <= value < math.inf:
         raise TypeError(f"must be seconds, got {repr(value)[:60]}")
@@ -67,10 +67,10 @@ def duration(value: Any) -> float:
 
 
 def real(value: Any) -> float:
-    """A number, which may be NaN.
+    """Return a number, which may be NaN.
 
     Raises:
-        TypeError: it is none.
+        TypeError: the value is not one.
     """
     if not _is_number(value):
         raise TypeError(f"must be a number, got {repr(value)[:60]}")
@@ -78,10 +78,10 @@ def real(value: Any) -> float:
 
 
 def text(value: Any, most: int = MOST_TEXT) -> str:
-    """Text that every database takes: no NUL, no half of a surrogate pair, cut where it is too long.
+    """Return text that every database accepts: no NUL, no lone surrogate, cut to `most` characters.
 
     Raises:
-        TypeError: it is none.
+        TypeError: the value is not text.
     """
     if not isinstance(value, str):
         raise TypeError(f"must be text, got {repr(value)[:60]}")
@@ -129,17 +129,17 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the job is. `step` is the liveness counter: it grows while the job lives, whatever the clocks say.
+    """The progress of a job. `step` is the liveness counter: it grows while the job lives, independent of clocks.
 
-    `tokens` is what a budget meters, counted by one rule for every kind of job:
+    `tokens` is the quantity that a budget meters, counted by one rule for every kind of job:
 
-    * a prompt's tokens, once each time the prompt is read to be answered: samples of one prompt share that reading;
+    * a prompt's tokens, once per prefill: samples of one prompt share it;
     * every generated token;
     * every token of a document trained on, prompt and response, once per optimiser step that it is part of.
 
-    So supervised fine-tuning counts what it trains on, an evaluation what it reads and writes, and GRPO both: responses
-    of groups with signal are generated and then trained on. Passes that neither answer nor train (the frozen reference
-    of a KL penalty) are not counted.
+    So supervised fine-tuning counts the tokens it trains on, an evaluation those it reads and writes, and GRPO both:
+    responses of groups with signal are generated and then trained on. Passes that neither generate nor train (the
+    frozen reference of a KL penalty) are not counted.
     """
 
     step: int
@@ -173,8 +173,8 @@ class Note:
 class Sample:
     """One response's whole way through a step, from the prompt to the update that consumed it.
 
-    Sequences are per response token, 0 at those that were observed, or empty where the role is absent or nothing was
-    trained on it.
+    Sequences are per response token, 0 at observed tokens, or empty where the role is absent or the response was not
+    trained on.
     """
 
     id: str  # "<step>.<prompt's position in the data stream>.<sample>", e.g. "12.388.3"; steps count from 0
@@ -191,15 +191,15 @@ class Sample:
     components: Mapping[str, float] = field(default_factory=dict)
     status: str = "ok"  # the reward's: ok | timeout | error | none
     advantages: Sequence[float] = ()
-    logprobs: Sequence[float] = ()  # of the policy as the update found it
-    ratios: Sequence[float] = ()  # exp(logprobs - old), the old being what the loss divides by
+    logprobs: Sequence[float] = ()  # of the policy before the update
+    ratios: Sequence[float] = ()  # exp(logprobs - old), with the old log-probabilities of the loss
     clipped: Sequence[bool] = ()
     reference_logprobs: Sequence[float] = ()
     values: Sequence[float] = ()
     returns: Sequence[float] = ()
-    earned: Sequence[float] = ()  # what of the reward stands where; empty: all of it at the end
-    observed: Sequence[bool] = ()  # whether the policy did not sample it; empty: it sampled all
-    temperature: float | None = None  # that it was sampled at, and that its log-probabilities are of; None: not known
+    earned: Sequence[float] = ()  # the reward earned at each token; empty: all of it at the end
+    observed: Sequence[bool] = ()  # whether the token was not sampled by the policy; empty: all were sampled
+    temperature: float | None = None  # of sampling, and of the log-probabilities; None: unknown
 
 
 Fact = Metric | Progress | Span | Note | Sample
@@ -221,9 +221,9 @@ _CODES = {f.name: _ARRAYS[str(f.type)] for f in fields(Sample) if str(f.type) in
 
 
 def fact_to_json(fact: Fact) -> dict[str, Any]:
-    """A JSON object whose `type` names the fact. A sample's numbers are bytes in base64, by their type code.
+    """Return a JSON object whose `type` names the fact. A sample's numbers are base64 bytes under their type code.
 
-    That takes a fifth of the time of decimal numbers, and half of the bytes.
+    This takes a fifth of the time and half of the bytes of decimal numbers.
     """
     said = {f.name: getattr(fact, f.name) for f in fields(fact)}  # not asdict, which copies every list
     if isinstance(fact, Sample):
@@ -236,14 +236,14 @@ def _packed(code: str, numbers: Sequence[float]) -> dict[str, str]:
 
 
 def _unpacked(given: Any) -> Any:
-    """The numbers of `_packed`; what a release before it wrote is a list already."""
+    """Return the numbers of `_packed`; an older release wrote a list, which is returned as it is."""
     if not isinstance(given, Mapping):
         return given
     [(code, text)] = given.items()
     numbers = array(code)
     numbers.frombytes(b64decode(text, validate=True))
     if code == "f":
-        return [float(f"{value:.7g}") for value in numbers]  # seven digits: what float32 holds
+        return [float(f"{value:.7g}") for value in numbers]  # float32 holds seven digits
     return list(map(bool, numbers)) if code == "b" else numbers.tolist()
 
 
@@ -280,9 +280,9 @@ class InputBlob:
 
 @dataclass(frozen=True, slots=True)
 class JobOrder:
-    """`job.json`: everything a job needs. It reaches nothing but its attempt folder and the artifact store.
+    """`job.json`: everything a job needs. A job reaches only its attempt folder and the artifact store.
 
-    A job of a server names no store: it reads its inputs from there, as `access.json` in its folder lets it.
+    The order of a server's job names no store: the job reads its inputs from the server that `access.json` names.
     """
 
     name: str  # deterministic external name: <run>-<stage>-<attempt>
@@ -296,18 +296,18 @@ class JobOrder:
     resumed_from: str = ""  # run/stage that wrote it
     resumed_step: int = 0  # steps done in it
     tokens_inherited: int = 0  # already counted in that checkpoint
-    token_allowance: int | None = None  # tokens this attempt's lineage may spend in all
-    seconds_allowance: float | None = None  # how long it may run; time in a queue does not count
-    tokens_declared: int | None = None  # budget.tokens, of which the allowance is what was left
+    token_allowance: int | None = None  # total tokens that this attempt's lineage may spend
+    seconds_allowance: float | None = None  # its maximum running time, without time in a queue
+    tokens_declared: int | None = None  # budget.tokens; the allowance is its unspent part
     seconds_declared: float | None = None  # budget.wall_clock
-    environment: str = ""  # digest of what the run's first job could import; empty: nobody compares
-    trust_rewards: bool = False  # the workspace says that its rewards may run where the kernel cannot confine them
-    epoch: int = 0  # of the attempt: later ones of its stage have larger numbers
-    channel: str = ""  # URL of the attempt's channel, without credentials; empty: its folder
-    phase_seconds: float = PHASE_SECONDS  # after the last word, when the end of a phase is told by itself
+    environment: str = ""  # digest of the run's first environment; empty: not compared
+    trust_rewards: bool = False  # the workspace allows rewards to run unconfined
+    epoch: int = 0  # of the attempt; grows with each attempt of a stage
+    channel: str = ""  # URL of the attempt channel, without credentials; empty: the attempt folder
+    phase_seconds: float = PHASE_SECONDS  # silence after which the job reports the end of a phase
     served: bool = False  # its inputs come from the server that access.json names; `store_url` is empty
-    image: str = ""  # that it runs in, by digest; empty: in none
-    log_head: str = ""  # of the ledger's event log when the job was launched: shows whether the log was cut since
+    image: str = ""  # the container image, by digest; empty: no container
+    log_head: str = ""  # of the ledger's event log at launch: shows a later truncation
     schema: int = ORDER_SCHEMA
 
     def to_json(self) -> dict[str, Any]:
@@ -318,7 +318,7 @@ class JobOrder:
         """The inverse of `to_json`.
 
         Raises:
-            InputError: another version of Posttrain wrote it, in a form that this one does not know.
+            InputError: another version of Posttrain wrote it, in an unsupported schema.
         """
         if value["schema"] != ORDER_SCHEMA:
             raise InputError(
@@ -331,52 +331,52 @@ class JobOrder:
 
 
 def tokens_short(coming: str, worst: int, spent: int, allowed: int, declared: int | None) -> str:
-    """One sentence: what comes next may exceed the token budget.
+    """Return one sentence: the next piece of work may exceed the token budget.
 
     Args:
         coming: "the next step".
-        worst: tokens that it may take.
-        spent: by the lineage so far.
-        allowed: the lineage in all; less than what was declared where other stages spent of it.
-        declared: `budget.tokens`; None: not known.
+        worst: the most tokens that it may take.
+        spent: tokens of the lineage so far.
+        allowed: total tokens of the lineage; less than `declared` where other stages spent some.
+        declared: `budget.tokens`; None: unknown.
     """
     of = "" if declared is None else f" (budget.tokens: {declared})"
     return f"token budget must cover {coming} (at most {worst} tokens): spent {spent} of {allowed} left for it{of}"
 
 
 def seconds_short(allowed: float | None, declared: float | None) -> str:
-    """One sentence's beginning: the time that a job was given is over."""
+    """Return the beginning of a sentence: the job's time allowance is spent."""
     of = "" if declared is None else f" of budget.wall_clock: {declared:g} s"
     return "deadline passed" + ("" if allowed is None else f" ({max(allowed, 0.0):.0f} s were left{of})")
 
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What a trainer compiles an order to: a module name as a string, never an import."""
+    """The result of a trainer's compilation of an order: a module name as a string, never an import."""
 
     name: str
     module: str  # run as `python -m MODULE ATTEMPT_DIR`
     attempt_dir: str
     environment: Mapping[str, str] = field(default_factory=dict)
-    devices: int = 0  # accelerators that it has for itself, where the executor deals them out
-    secrets: tuple[str, ...] = ()  # names of variables that it needs, whose values stay out of everything written
+    devices: int = 0  # accelerators allocated to it alone, where the executor allocates them
+    secrets: tuple[str, ...] = ()  # names of variables that it needs; their values are never written
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The devices that an executor deals out to jobs: `Capacity(2, {"1": "sort-1f3a-sft-1 of ada"})`.
+    """The devices that an executor allocates to jobs: `Capacity(2, {"1": "sort-1f3a-sft-1 of ada"})`.
 
-    Without any (no GPU, or a scheduler of its own behind it) no job waits for one.
+    With 0 devices (no GPU, or a cluster scheduler that allocates them) no job waits for one.
     """
 
     devices: int = 0
-    held: Mapping[str, str] = field(default_factory=dict)  # device → who has it
+    held: Mapping[str, str] = field(default_factory=dict)  # device → its holder
 
     def lack(self, wanted: int) -> str:
-        """Why a job cannot have `wanted` devices now, in one line; empty where it can.
+        """Return in one line why `wanted` devices are not available now; empty where they are.
 
         Raises:
-            InputError: it never can.
+            InputError: the machine has fewer devices.
         """
         free = self.devices - len(self.held)
         if not self.devices or wanted <= free:
@@ -390,38 +390,38 @@ class Capacity:
 
 
 class JobState(StrEnum):
-    """What an executor can see of a job from outside."""
+    """The state of a job as its executor observes it."""
 
-    UNKNOWN = "unknown"  # no job of that name is seen; `Observation.absent` says what that proves
-    STARTING = "starting"  # it has it: queued, pulling an image, starting
+    UNKNOWN = "unknown"  # no job of that name is visible; see `Observation.absent`
+    STARTING = "starting"  # accepted: queued, pulling an image, starting
     RUNNING = "running"
     EXITED = "exited"  # with an exit code
-    LOST = "lost"  # gone without one
+    LOST = "lost"  # ended without one
 
 
 class Absence(StrEnum):
-    """What it proves that no job of a name is seen."""
+    """The meaning of an observation without a job of that name."""
 
-    AUTHORITATIVE = "authoritative"  # there is none
-    NOT_VISIBLE_YET = "not_visible_yet"  # one that was submitted may still appear
+    AUTHORITATIVE = "authoritative"  # the job does not exist
+    NOT_VISIBLE_YET = "not_visible_yet"  # a submitted job may still appear
 
 
 class Cause(StrEnum):
-    """Why a job ended, where the executor knows better than the exit code."""
+    """Why a job ended, where the executor reports more than the exit code."""
 
     OUT_OF_MEMORY = "out_of_memory"
     DISK_FULL = "disk_full"
     PREEMPTED = "preempted"
     DRAINED = "drained"  # its node is being emptied
     NODE_LOST = "node_lost"
-    OVERTIME = "overtime"  # its maximum runtime was over
+    OVERTIME = "overtime"  # it exceeded its maximum running time
 
 
 @dataclass(frozen=True, slots=True)
 class PodSeen:
-    """One look at one pod of a job."""
+    """One observation of one pod of a job."""
 
-    name: str  # its group and its number in it: main-0
+    name: str  # its group and its number in the group: main-0
     state: JobState
     exit_code: int | None = None
     cause: Cause | None = None
@@ -430,7 +430,7 @@ class PodSeen:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended otherwise than it should."""
+        """Whether the pod was lost or ended with an exit code other than 0."""
         return self.state is JobState.LOST or (self.state is JobState.EXITED and self.exit_code != 0)
 
     def __str__(self) -> str:
@@ -441,25 +441,25 @@ class PodSeen:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One look at a job. Two are equal when they say the same of its fate."""
+    """One observation of a job. `handle`, `node`, `seconds` and `pods` do not count for equality."""
 
     state: JobState
     exit_code: int | None = None
     detail: str = ""
     absent: Absence = Absence.AUTHORITATIVE  # of UNKNOWN
     cause: Cause | None = None
-    incarnation: int = 0  # how often the executor itself has started it anew; the attempt stays the same
-    handle: str = field(default="", compare=False)  # what the executor calls it
+    incarnation: int = 0  # restarts by the executor itself, within the same attempt
+    handle: str = field(default="", compare=False)  # the executor's name for it
     node: str = field(default="", compare=False)
-    # how long it has run, by the executor's own record: from when it started to run until now or its end, over all
-    # incarnations. Time before (in a queue, say) does not count, nor time in which nobody noticed its end. None: never
+    # running time by the executor's record, from its start until now or its end, over all incarnations. Time in a queue
+    # and time after an unnoticed end do not count. None: it never ran
     seconds: float | None = field(default=None, compare=False)
-    # of a gang of several, the one that failed first before all; of one pod the rest says it
+    # of a gang of several pods, with the pod that failed first at the front; empty for a single pod
     pods: tuple[PodSeen, ...] = field(default=(), compare=False)
 
     @property
     def why(self) -> str:
-        """Why it is gone, in words; of a gang, by the pod that failed."""
+        """Why the job ended, as text; of a gang, by the pod that failed."""
         if self.state is JobState.UNKNOWN:
             return "the executor has no job of that name any more"
         culprit = next((str(pod) for pod in self.pods if pod.failed), "")
@@ -473,32 +473,32 @@ class Observation:
 
     @property
     def hidden(self) -> bool:
-        """Whether nothing can be said: it may be anything."""
+        """Whether the state is undetermined: the job may exist, run or have ended."""
         return self.state is JobState.UNKNOWN and self.absent is Absence.NOT_VISIBLE_YET
 
     @property
     def gone(self) -> bool:
-        """Whether it is proven that nothing of it runs, nor will."""
+        """Whether it is proven that no process of the job runs or will run."""
         return not self.live and not self.hidden
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The executor has a new job."""
+    """The executor accepted a new job."""
 
     handle: str
 
 
 @dataclass(frozen=True, slots=True)
 class Exists:
-    """The executor has had a job of that name already, running or ended; nothing was started."""
+    """The executor already has a job of that name, running or ended; nothing was started."""
 
     handle: str
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Nobody can say whether the executor has the job: a time-out proves nothing. Observe; do not submit anew."""
+    """Whether the executor has the job is unknown: a time-out proves nothing. Observe; do not submit again."""
 
     detail: str
 
@@ -507,15 +507,15 @@ Submission = Accepted | Exists | Unknown
 
 
 class Signal(StrEnum):
-    """What a job is asked for, not made to do."""
+    """A request to a job, which the job itself carries out."""
 
     STOP = "stop"  # checkpoint, and end
-    CHECKPOINT = "checkpoint"  # and go on
+    CHECKPOINT = "checkpoint"  # checkpoint, and continue
 
 
 @dataclass(frozen=True, slots=True)
 class LogPage:
-    """A piece of what a job printed, and where the next begins."""
+    """A piece of a job's output, and the cursor of the next."""
 
     text: str
     cursor: int
@@ -523,7 +523,7 @@ class LogPage:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a job failed, in one line; `signature` is equal when the same thing happens again."""
+    """Why a job failed, in one line; equal failures have equal `signature`s."""
 
     kind: FailureClass
     message: str
@@ -532,7 +532,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A file or folder a job leaves, relative to its attempt folder."""
+    """A file or folder that a job produced, relative to its attempt folder."""
 
     path: str
     form: str  # file | tree
@@ -542,8 +542,8 @@ class Output:
 class CheckpointCommit:
     """A checkpoint's `COMMIT`, its last file: `CheckpointCommit(120, {"model.safetensors": "sha256:…", …})`.
 
-    A checkpoint folder is whole when every shard named here is there with its digest; without this file it does not
-    exist for anybody.
+    A checkpoint folder is complete when every shard named here exists with its digest; without this file no process
+    reads it.
     """
 
     step: int  # steps completed
@@ -557,7 +557,7 @@ class CheckpointCommit:
         """The inverse of `to_json`.
 
         Raises:
-            IntegrityError: something else, another format, or no shards.
+            IntegrityError: another shape or format, or no shards.
         """
         try:
             if value["format"] != CHECKPOINT_FORMAT:
@@ -574,7 +574,7 @@ class CheckpointCommit:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """`result.json`: written last, once and atomically, so its presence means that the job ended by itself."""
+    """`result.json`: written last, once and atomically; its presence means that the job ended by itself."""
 
     status: str  # succeeded | failed | stopped
     outputs: Mapping[str, Output] = field(default_factory=dict)
@@ -582,7 +582,7 @@ class JobResult:
     tokens: int = 0  # spent by this attempt's lineage
     seconds: float = 0.0
     failure: Failure | None = None
-    message: str = ""  # what a person should know of how it ended well
+    message: str = ""  # for a person, of a job that did not fail
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -592,7 +592,7 @@ class JobResult:
         """The inverse of `to_json`.
 
         Raises:
-            KeyError, TypeError, ValueError, AttributeError: it is something else; a job wrote it.
+            KeyError, TypeError, ValueError, AttributeError: the value has another shape.
         """
         if value["status"] not in _STATUSES:
             raise ValueError(f"status must be one of {', '.join(_STATUSES)}, got {repr(value['status'])[:60]}")

@@ -1,10 +1,10 @@
 """State machines of run, stage, attempt and release as data, and the reason codes of their states.
 
-Every transition is a compare-and-set on (id, generation) with its event; a transition that is not in these tables is a
-bug and is refused. The diagrams in docs/architecture.md are generated from them (`handbook/states.py`).
+Every transition is a compare-and-set on (id, generation) with its event; a transition outside these tables is a bug and
+is refused. The diagrams in docs/architecture.md are generated from them (`handbook/states.py`).
 
-A reason code states why a run, a stage or an attempt is where it is; each is listed with what it means and what to do.
-A run that ends badly takes over the reason of the stage that ended it. The strings are stored, and scripts read them.
+A reason code states why a run, a stage or an attempt is in its state; each is listed with its meaning and the next
+action. A run that ends badly has the reason of the stage that ended it. The strings are stored, and scripts read them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class RunState(StrEnum):
     STOPPING = "stopping"
     STOPPED = "stopped"
     SUCCEEDED = "succeeded"
-    REJECTED = "rejected"  # a gate said no: the run worked, the model did not ship
+    REJECTED = "rejected"  # a gate did not pass: the run worked, the model was not released
     FAILED = "failed"
 
 
 class StageState(StrEnum):
-    PENDING = "pending"  # inputs not there yet
-    READY = "ready"  # inputs there, no live attempt
+    PENDING = "pending"  # inputs do not exist yet
+    READY = "ready"  # inputs exist, no live attempt
     RUNNING = "running"
     SUCCEEDED = "succeeded"
     SKIPPED = "skipped"  # nothing to do (for example: the channel is empty, so there is no baseline to judge)
@@ -43,12 +43,12 @@ class StageState(StrEnum):
 
 
 class AttemptState(StrEnum):
-    PLANNED = "planned"  # the intent is committed, the executor may not know yet
+    PLANNED = "planned"  # the intent is committed, the job may not be submitted yet
     LAUNCHED = "launched"
     SUCCEEDED = "succeeded"
     STOPPED = "stopped"
     FAILED = "failed"
-    LOST = "lost"  # gone without a result: retried elsewhere
+    LOST = "lost"  # ended without a result: another attempt follows
 
 
 class ReleaseState(StrEnum):
@@ -136,7 +136,7 @@ def check_transition(machine: str, source: str, target: str) -> None:
     """Refuse a transition that is not in the table.
 
     Raises:
-        ConflictError: `source → target` is not drawn.
+        ConflictError: `source → target` is not in the table.
     """
     if target not in TABLES[machine].get(source, frozenset()):
         allowed = ", ".join(sorted(TABLES[machine].get(source, ()))) or "nothing: it is final"
@@ -144,7 +144,7 @@ def check_transition(machine: str, source: str, target: str) -> None:
 
 
 def is_final(machine: str, state: str) -> bool:
-    """Whether nothing leaves `state` without a person (`retry`)."""
+    """Whether `state` is left only by a person's action (`retry`)."""
     if machine in ("run", "stage"):
         return state in ("succeeded", "rejected", "failed", "stopped", "skipped")
     return not TABLES[machine][state]
@@ -153,9 +153,9 @@ def is_final(machine: str, state: str) -> bool:
 class Reason(StrEnum):
     """A reason code."""
 
-    of: tuple[str, ...]  # what it is a reason of
+    of: tuple[str, ...]  # of run, stage or attempt
     meaning: str  # one sentence
-    action: str  # what a person does next
+    action: str  # the next action of a person
 
     def __new__(cls, code: str, of: tuple[str, ...], meaning: str, action: str) -> Self:
         self = str.__new__(cls, code)
@@ -397,7 +397,7 @@ class Reason(StrEnum):
 
     @classmethod
     def of_failure(cls, kind: FailureClass) -> Reason:
-        """The reason that a class of failure is."""
+        """Return the reason code of a class of failure."""
         special = {FailureClass.BUDGET: cls.BUDGET_EXCEEDED, FailureClass.PREEMPTED: cls.PREEMPTED}
         return special.get(kind) or _BY_CODE[f"{cls.JOB_FAILED}:{kind.value}"]
 
@@ -423,16 +423,16 @@ class StopCause(StrEnum):
 
 
 def stop_cause(code: str) -> StopCause:
-    """The cause that an attempt stores."""
+    """Return the cause that an attempt stores."""
     return next(one for one in StopCause if one.value == code)
 
 
-HELD_UP = (Reason.STALLED, Reason.ANOTHER_RUNS, Reason.JOB_NOT_VISIBLE)  # of a stage that runs, and yet waits
+HELD_UP = (Reason.STALLED, Reason.ANOTHER_RUNS, Reason.JOB_NOT_VISIBLE)  # of a running stage without visible progress
 
 
 _BY_CODE: Mapping[str, Reason] = {reason.value: reason for reason in Reason}
 
 
 def meaning(code: str) -> str:
-    """What a stored reason means; the code itself where another version of Posttrain wrote one that is not known."""
+    """Return the meaning of a stored reason; the code itself where another version of Posttrain wrote it."""
     return _BY_CODE[code].meaning if code in _BY_CODE else code

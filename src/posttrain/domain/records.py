@@ -1,7 +1,7 @@
 """Rows of the ledger as frozen values, and the outcome of a run as an error.
 
-Times are seconds since the epoch; digests are `sha256:<hex>`. A run that has ended gives the error that a command or a
-caller gets for its outcome.
+Times are seconds since the epoch; digests are `sha256:<hex>`. The outcome of an ended run maps to the error that a
+command or a caller gets.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,13 +29,13 @@ from posttrain.domain.kinds import BEST
 from posttrain.domain.lifecycle import Reason, RunState, StageState
 
 DEFAULT_PROJECT = "default"
-MANIFEST: Final = "manifest"  # slots of what is no stage: a run's manifest
-PARENT: Final = "parent"  # what an asset was made from
+MANIFEST: Final = "manifest"  # a slot outside stages: a run's manifest
+PARENT: Final = "parent"  # the source of an asset
 IMPORT: Final = "import"  # the record of the outside run that an asset came from
 ORIGIN: Final = "origin"  # the run or stage that made an asset
 REUSED: Final = "reused"  # the stage whose results another took from the stage cache
-IMPORTED: Final = "imported"  # in an asset's meta: the digest of that record
-_LONGEST = 512  # characters of a name: an index entry has a most
+IMPORTED: Final = "imported"  # in an asset's meta: the digest of the import record
+_LONGEST = 512  # characters of a name: index entries are bounded
 _REJECTED: Mapping[str, type[PosttrainError]] = {
     Reason.GATE_INCONCLUSIVE: GateInconclusiveError,
     Reason.CHANNEL_MOVED: ConflictError,
@@ -64,7 +64,7 @@ class Asset:
     created_at: float
     created_by: str
     meta: Mapping[str, Any] = field(default_factory=dict)  # rows, columns, guideline, entry point, source file …
-    parents: tuple[str, ...] = ()  # digests it was made from
+    parents: tuple[str, ...] = ()  # digests of its sources
 
     @property
     def ref(self) -> str:
@@ -86,11 +86,11 @@ class RunRecord:
     reason: str = ""  # machine-readable, CamelCase: WaitingForInputs, GateFailed …
     message: str = ""  # one sentence for a person
     next_action: str = ""
-    lease_owner: str | None = None  # `host:pid:start` of who drives it, of the work queue
+    lease_owner: str | None = None  # `host:pid:start` of its driver, in the work queue
     lease_expires: float | None = None
     started_at: float | None = None
     finished_at: float | None = None
-    desired: str = "running"  # what a person asked for: running | stopped
+    desired: str = "running"  # the requested state: running | stopped
     project: str = DEFAULT_PROJECT
     repeat: int = 1  # 1, 2, …: runs of one manifest
 
@@ -116,10 +116,10 @@ class StageRecord:
     outputs: Mapping[str, Any] = field(default_factory=dict)  # name → {"digest", "form"}
     metrics: Mapping[str, float] = field(default_factory=dict)
     tokens: int = 0  # spent, over all attempts
-    started_at: float | None = None  # its first launch; of one that waits, when its turn came
+    started_at: float | None = None  # its first launch; of a waiting stage, the beginning of its wait
     finished_at: float | None = None
-    not_before: float | None = None  # back-off: do not launch earlier; of one that waits, the time that must come
-    retried_after: int = 0  # attempts made before the last `retry`: they no longer count against the limit
+    not_before: float | None = None  # back-off: not launched earlier; of a waiting stage, the end of its wait
+    retried_after: int = 0  # attempts before the last `retry`, which no longer count against the limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +138,10 @@ class RunNote:
     """What somebody wrote down of a run: a text, or a tag that lists are filtered by."""
 
     run_id: str
-    number: int  # of the run's, from 1
+    number: int  # within the run, from 1
     actor: str
     at: float
-    text: str  # empty: it is a tag
+    text: str  # empty: a tag
     tag: str = ""
 
 
@@ -152,8 +152,8 @@ class AssetStatus:
     kind: str
     name: str
     version: int
-    status: str  # approved | recalled; empty: neither any more
-    actor: str  # who said so
+    status: str  # approved | recalled; empty: neither
+    actor: str  # who set it
     at: float
     reason: str = ""
 
@@ -176,7 +176,7 @@ class AttemptRecord:
     generation: int = 0
     executor: str = "local"
     handle: str | None = None
-    resume: str | None = None  # checkpoint tree digest it resumed from
+    resume: str | None = None  # digest of the checkpoint tree that it resumed from
     reason: str = ""
     message: str = ""
     failure_signature: str | None = None
@@ -184,41 +184,41 @@ class AttemptRecord:
     tokens: int = 0
     created_at: float = 0.0
     launched_at: float | None = None
-    finished_at: float | None = None  # when its end was noticed
-    seconds: float = 0.0  # how long its job ran, by the job's own word: what the wall-clock budget is billed
-    host: str | None = None  # whose drivers alone can reach its job; None: the ledger has one host
-    # its job may rewrite its order: what the control side needs of it later stands here before the job starts, and is
-    # not changed after. None: planned by a release that wrote it into the order only
-    channel: str | None = None  # URL of its channel; empty: its folder
-    resumed_from: str | None = None  # run/stage that wrote the checkpoint `resume`, and what that says
+    finished_at: float | None = None  # when its end was observed
+    seconds: float = 0.0  # running time reported by its job: the wall-clock budget is billed for it
+    host: str | None = None  # only its drivers can reach the job; None: the ledger has one host
+    # its job may rewrite its order, so values that the control side needs later are stored here before the job starts
+    # and not changed after. None: planned by a release that wrote them into the order only
+    channel: str | None = None  # URL of its attempt channel; empty: its folder
+    resumed_from: str | None = None  # run/stage that wrote the checkpoint `resume`; its step and tokens follow
     resumed_step: int | None = None
     resumed_tokens: int | None = None  # spent by its lineage until then: not billed again
-    # what it may spend of the run's budget; nobody else spends that while it lives. None: the budget has no such limit
+    # its reservation of the run's budget, exclusive while it lives. None: the budget has no such limit
     reserved_tokens: int | None = None
     reserved_seconds: float | None = None
-    stop_cause: str | None = None  # `domain.reasons.StopCause`: why its job was stopped; None: nobody stopped it
+    stop_cause: str | None = None  # `domain.lifecycle.StopCause`: why its job was stopped; None: it was not
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """How long a job has been seen to report no progress."""
+    """How long a job has been observed without progress."""
 
     attempt: str  # its name
     run_id: str
-    progress: str  # what it had reported: equal as long as nothing moved
-    quiet: float  # seconds of silence that somebody watched
-    at: float  # the last look
+    progress: str  # its last report: equal while nothing changes
+    quiet: float  # seconds of observed silence
+    at: float  # the last observation
 
 
 @dataclass(frozen=True, slots=True)
 class RunRows:
-    """The rows of one run, of one moment."""
+    """The rows of one run, at one moment."""
 
     run: RunRecord
     stages: tuple[StageRecord, ...]  # by position
     attempts: tuple[AttemptRecord, ...]  # by stage and number
     watches: tuple[Watch, ...]  # of its live attempts
-    head: tuple[int, bytes]  # size and root of the event log as far as it is sealed
+    head: tuple[int, bytes]  # size and root of the sealed event log
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ class ReleaseEntry:
     model_digest: str
     run_id: str | None
     action: str  # promote | rollback
-    actor: str  # who asked for it: of a run's release stage, who submitted the run
+    actor: str  # who requested it: for a run's release stage, the run's submitter
     at: float
     report_digest: str | None = None
 
@@ -240,11 +240,11 @@ class ChannelRecord:
     """What holds for every move of a release channel."""
 
     name: str
-    policy: str | None = None  # digest of what every release must pass; None: what its run says
-    protected: bool = False  # policy and quarantine are changed by approval only
-    frozen: str = ""  # what may not move it: nothing | releases | all (rollbacks too)
-    revision: int = 0  # every change of its policy or protection is one
-    generation: int = 0  # 0: nobody has used it yet
+    policy: str | None = None  # digest of the policy that every release must pass; None: the run's own gates
+    protected: bool = False  # policy and quarantine change by approval only
+    frozen: str = ""  # forbidden moves: nothing | releases | all (rollbacks too)
+    revision: int = 0  # number of changes of its policy or protection
+    generation: int = 0  # 0: not used yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,9 +266,9 @@ class Quarantine:
     model_digest: str
     release: int  # the rollback's
     since: float
-    actor: str  # who rolled back, or lifted it
+    actor: str  # who rolled back, or lifted the quarantine
     lifted_at: float | None = None
-    reason: str = ""  # for lifting it
+    reason: str = ""  # for the lifting
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,12 +276,12 @@ class Token:
     """What is known of a token that somebody shows."""
 
     id: str
-    actor: str  # who shows it
-    scopes: Mapping[str, str]  # project → the most that may be done there with it
+    actor: str  # its owner
+    scopes: Mapping[str, str]  # project → the highest role there
     created_at: float
     expires_at: float
     revoked_at: float | None = None
-    replaces: str | None = None  # the token that it took the place of
+    replaces: str | None = None  # the token that it replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +292,7 @@ class Look:
     stage: str
     kind: str
     at: float  # when its first attempt was launched
-    ended: float | None  # None: it goes on
+    ended: float | None  # None: it continues
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,38 +300,38 @@ class Measured:
     """Results of one evaluation of a set of items."""
 
     items: str  # digest of the data set
-    slot: str  # as what the evaluation used it: `suites.NAME`
+    slot: str  # the evaluation's slot: `suites.NAME`
     results: str  # digest of its `metrics.parquet`
 
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """Bytes in the store that a project knows of."""
+    """Bytes in the store that a project has recorded."""
 
     digest: str
     form: str  # file | tree
-    bytes: int | None  # of a tree its listing and files; None: noted by a ledger of before, which did not say
-    kind: str  # as what it came first: asset | input | output | manifest | policy | record (of an import)
+    bytes: int | None  # of a tree its listing and files; None: recorded by an older release
+    kind: str  # its first role: asset | input | output | manifest | policy | record (of an import)
     created_at: float
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """That something was used, or made: `Edge("run:sort-1/sft", "model", "run:sort-1/grpo", "model", "sha256:…")`.
+    """The use or production of an artifact: `Edge("run:sort-1/sft", "model", "run:sort-1/grpo", "model", "sha256:…")`.
 
     `run_end`, `stage_end` and `release_end` name its ends.
     """
 
-    producer: str  # empty: not known
-    output: str  # which of its outputs; empty: it has one
-    consumer: str  # empty: what the producer made, whoever uses it
-    slot: str  # as what the consumer used it
+    producer: str  # empty: unknown
+    output: str  # the name of its output; empty: its only one
+    consumer: str  # empty: the production itself, without a consumer
+    slot: str  # the consumer's input slot
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """That bytes may not be deleted, and for whom."""
+    """A hold: bytes that may not be deleted, and its holder."""
 
     digest: str
     holder: str  # channel:prod
@@ -349,48 +349,48 @@ class Event:
     subject: str  # run id, run/stage, run/stage/attempt, channel name, asset ref
     actor: str  # the principal's name
     at: float
-    payload: Mapping[str, Any]  # audited values and words; of a change: from, to, generation, changes
+    payload: Mapping[str, Any]  # audited values and free text; of a change: from, to, generation, changes
     project: str
     principal: str  # pseudonymous id
-    auth: str  # how the principal was known
+    auth: str  # how the principal was authenticated
     request: str  # of the transaction that wrote it
     leaf: str  # hash of the canonical envelope, 64 hexadecimal digits
     sequence: int | None = None
 
 
 def run_end(run_id: str) -> str:
-    """`run:RUN`."""
+    """Return `run:RUN`."""
     return f"run:{run_id}"
 
 
 def stage_end(run_id: str, stage: str) -> str:
-    """`run:RUN/STAGE`."""
+    """Return `run:RUN/STAGE`."""
     return f"run:{run_id}/{stage}"
 
 
 def stage_of(end: str) -> tuple[str, str] | None:
-    """Run and stage of `run:RUN/STAGE`; None of any other end."""
+    """Return run and stage of `run:RUN/STAGE`; None of any other end."""
     head, _, rest = end.partition(":")
     run_id, mark, stage = rest.partition("/")
     return (run_id, stage) if head == "run" and mark else None
 
 
 def release_end(channel: str, sequence: int) -> str:
-    """`channel:NAME@RELEASE`."""
+    """Return `channel:NAME@RELEASE`."""
     return f"channel:{channel}@{sequence}"
 
 
 def release_of(end: str) -> tuple[str, int] | None:
-    """Channel and number of `channel:NAME@RELEASE`; None of any other end."""
+    """Return channel and number of `channel:NAME@RELEASE`; None of any other end."""
     head, _, rest = end.partition(":")
     channel, mark, sequence = rest.rpartition("@")
     return (channel, int(sequence)) if head == "channel" and mark and sequence.isdecimal() else None
 
 
 def source_of(name: str) -> tuple[str, str]:
-    """Producer and output that the name of a stage's input means: `RUN/sft`, `run:RUN/grpo/best`, `dataset:train@1`.
+    """Return producer and output of a stage input's name: `RUN/sft`, `run:RUN/grpo/best`, `dataset:train@1`.
 
-    The output is empty where the name does not say it.
+    The output is empty where the name does not contain it.
     """
     head, colon, rest = name.partition(":")
     run_id, mark, word = (rest if colon and head == "run" else name if not colon else "").partition("/")
@@ -401,12 +401,12 @@ def source_of(name: str) -> tuple[str, str]:
 
 
 def named(name: str) -> str:
-    """`name`, or its beginning and digest where it is a book."""
+    """Return `name`, or its beginning and digest where it is too long."""
     return name if len(name) <= _LONGEST else f"{name[: _LONGEST // 2]}…{digest_bytes(name.encode())}"
 
 
 def outcome_error(run: RunRecord, stages: Iterable[StageRecord]) -> PosttrainError | None:
-    """The error (and exit code) that a final run ends with; None when it succeeded."""
+    """Return the error (and exit code) of a final run; None when it succeeded."""
     message = f"run {run.id}: {run.message}" + (
         f"; next: {run.next_action}" if run.next_action and run.next_action not in run.message else ""
     )

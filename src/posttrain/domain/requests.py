@@ -1,10 +1,10 @@
 """Requests to an executor, and references of container images.
 
-A request is a job with its pods, its limits and whom it belongs to.
+A request is a job with its pods, its limits and its owner.
 
-A run names the image of its jobs by digest, `registry.example.org/team/train@sha256:…`, so what runs is what was
-planned. A project lists the images that its runs may name: such a reference, or `registry.example.org/team/train@*`,
-which is every digest of that repository.
+A run names the image of its jobs by digest, `registry.example.org/team/train@sha256:…`, so the planned image runs. A
+project lists the images that its runs may name: such a reference, or `registry.example.org/team/train@*` for every
+digest of that repository.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from posttrain.domain.errors import InputError
 REQUEST_SCHEMA = 1
 WORKSPACE, RUN, STAGE = "workspace", "run", "stage"  # labels that every request has
 SHORTEST_SECRET = 8  # characters, whitespace collapsed
-SECRET_NAME = re.compile(  # of a variable whose value nobody writes down; TOKENIZERS_PARALLELISM is none
+SECRET_NAME = re.compile(  # of a variable whose value is never written; TOKENIZERS_PARALLELISM does not match
     r"(TOKENS?|SECRETS?|PASSW(OR)?D|PASSPHRASE|CREDENTIALS?|AUTHORIZATION|KEYS?)(_|$)|(^|_)(PAT|AUTH|PASS)(_|$)",
     re.IGNORECASE,
 )
@@ -35,7 +35,7 @@ _WHERE = "REGISTRY/NAME@sha256:…"
 
 
 class JobRef(Protocol):
-    """What finds a job: its name, and the folder of its attempt."""
+    """The reference of a job: its name, and the folder of its attempt."""
 
     @property
     def name(self) -> str:
@@ -47,13 +47,13 @@ class JobRef(Protocol):
 
     @property
     def channel(self) -> str | None:
-        """URL of the attempt's channel; empty: its folder; None: as its order says, of a release before."""
+        """URL of the attempt channel; empty: its folder; None: read it from the order, of an older release."""
 
 
 def secret_fault(name: str) -> str:
-    """Why a variable of this process's environment holds no secret of a reward; empty: it holds one.
+    """Return why a variable of this process's environment holds no usable secret of a reward; empty: it holds one.
 
-    A shorter value could not be told from ordinary text in what a reward prints.
+    A shorter value could not be distinguished from ordinary text in a reward's output.
     """
     got = len(" ".join(os.environ.get(name, "").split()))
     found = f"{SHORTEST_SECRET} characters or more, {f'got {got}' if got else 'it is not set'}; export it"
@@ -62,7 +62,7 @@ def secret_fault(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job to look for, whatever was asked for it."""
+    """A job to look up, without its request."""
 
     name: str
     attempt_dir: str
@@ -71,16 +71,16 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class PodGroup:
-    """Pods that are alike: `PodGroup("main", gpus=2)`. An executor that cannot give what is asked refuses it."""
+    """Equal pods: `PodGroup("main", gpus=2)`. An executor refuses a group that it cannot provide."""
 
     name: str = "main"
-    min: int = 1  # pods without which none starts
+    min: int = 1  # pods that must start together
     max: int = 1
-    cpus: int = 0  # that each pod needs; 0: whatever there is
-    memory: int = 0  # bytes that each pod needs; 0: whatever there is
-    gpus: int = 0  # that each pod has for itself
-    kind: str = ""  # of GPU, as the place calls it; empty: any
-    topology: str = ""  # what its pods must share, as the place calls it (a rack); empty: nothing
+    cpus: int = 0  # of each pod; 0: unspecified
+    memory: int = 0  # bytes of each pod; 0: unspecified
+    gpus: int = 0  # exclusive to each pod
+    kind: str = ""  # of GPU, in the cluster's terms; empty: any
+    topology: str = ""  # the topology level that its pods must share, in the cluster's terms (a rack); empty: none
     reclaimable: bool = False  # pods beyond `min` may be taken away while the job runs
 
     def __post_init__(self) -> None:
@@ -92,28 +92,28 @@ class PodGroup:
 
 @dataclass(frozen=True, slots=True)
 class JobRequest:
-    """A job as it is submitted: `python -m MODULE ATTEMPT_DIR`, in each pod of its gang.
+    """A job as submitted: `python -m MODULE ATTEMPT_DIR`, in each pod of its gang.
 
-    It is written down with its attempt before it is submitted, and every process submits what was written: no value of
-    a secret is in it, and nothing of the environment of whoever submits but what `environment` lists.
+    It is stored with its attempt before the submission, and every process submits the stored request: it contains no
+    value of a secret, and of the submitter's environment only the variables in `environment`.
 
     Raises:
-        InputError: groups of one name, or a variable whose name says that it is a secret.
+        InputError: two groups of one name, or a variable with the name of a secret.
     """
 
     name: str
     module: str
-    attempt_dir: str  # not written down: the workspace may be moved
-    environment: Mapping[str, str] = field(default_factory=dict)  # variables, on top of the place's own
+    attempt_dir: str  # not stored: the workspace may be moved
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables, in addition to the executor's own
     gang: tuple[PodGroup, ...] = (PodGroup(),)
     image: str = (
-        ""  # that it runs in, NAME@sha256:…; empty: an environment like this one, which the order names by digest
+        ""  # NAME@sha256:…; empty: an environment like this one, which the order names by digest
     )
-    secrets: tuple[str, ...] = ()  # names of variables whose values the place has
-    max_seconds: float | None = None  # from its start; then it is ended
-    grace_seconds: float = 10.0  # between asking it to end (SIGTERM) and killing it
-    labels: Mapping[str, str] = field(default_factory=dict)  # whom it belongs to
-    epoch: int = 0  # of the attempt: later ones of its stage have larger numbers
+    secrets: tuple[str, ...] = ()  # names of variables whose values the executor provides
+    max_seconds: float | None = None  # from its start; then the executor ends it
+    grace_seconds: float = 10.0  # between SIGTERM and SIGKILL
+    labels: Mapping[str, str] = field(default_factory=dict)  # its owner: workspace, run, stage
+    epoch: int = 0  # of the attempt; grows with each attempt of a stage
 
     def __post_init__(self) -> None:
         names = [group.name for group in self.gang]
@@ -125,21 +125,21 @@ class JobRequest:
 
     @property
     def channel(self) -> str | None:
-        """Whoever submits says nothing to the job: as its order says."""
+        """None: a submitter sends no orders, so the job's order decides."""
         return None
 
     @property
     def pods(self) -> list[str]:
-        """The names of all pods that it may have: `main-0`, `rollout-0`, `rollout-1`."""
+        """The names of all its possible pods: `main-0`, `rollout-0`, `rollout-1`."""
         return [f"{group.name}-{number}" for group in self.gang for number in range(group.max)]
 
     @property
     def devices(self) -> int:
-        """Accelerators that it has for itself."""
+        """The accelerators allocated to it alone."""
         return sum(group.gpus * group.max for group in self.gang)
 
     def to_json(self) -> dict[str, Any]:
-        """All but the folder."""
+        """Return all fields except the folder."""
         return {"schema": REQUEST_SCHEMA} | {key: item for key, item in asdict(self).items() if key != "attempt_dir"}
 
     @classmethod
@@ -162,7 +162,7 @@ class JobRequest:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A job that an executor has: its name, and what its request said of whom it belongs to."""
+    """A job that an executor has: its name, and the labels and epoch of its request."""
 
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -170,10 +170,10 @@ class Listed:
 
 
 def image_reference(text: str) -> str:
-    """A reference to one image, pinned by digest.
+    """Return a reference to one image, pinned by digest.
 
     Raises:
-        ValueError: it is none, in one line.
+        ValueError: another text; the message is one line.
     """
     name, _, digest = text.partition("@")
     if _DIGEST.fullmatch(digest) and _named(name):
@@ -187,15 +187,15 @@ def image_reference(text: str) -> str:
 
 
 def image_digest(reference: str) -> str:
-    """What of a reference decides which image it is."""
+    """Return the digest of a reference, which identifies the image."""
     return reference.rpartition("@")[2]
 
 
 def image_rule(text: str) -> str:
-    """What a project may allow: one image by its digest, or `NAME@*`.
+    """Return a rule of a project: one image by its digest, or `NAME@*`.
 
     Raises:
-        InputError: it is neither.
+        InputError: the text is neither.
     """
     name, _, digest = text.partition("@")
     if digest == ANY and _named(name):
@@ -207,7 +207,7 @@ def image_rule(text: str) -> str:
 
 
 def allows(rules: Collection[str], reference: str) -> bool:
-    """Whether a project's images have this one."""
+    """Whether a project's rules allow this image."""
     return reference in rules or f"{reference.partition('@')[0]}@{ANY}" in rules
 
 

@@ -1,4 +1,4 @@
-"""Sinks: places outside that are told of events, and which events each is told of."""
+"""Sinks: external receivers of events, and the rules that select their events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RUN_ENDINGS = ("succeeded", "failed", "rejected", "stopped")
 ALL, RUN_ENDED = "all", "run-ended"
 FOR_PEOPLE = (
     *(RUN_ENDED, "gate-failed", "budget-80", "approval-needed", "channel-moved", "dead-letter", "sink-paused"),
-)  # what a sink is told of that says nothing else
+)  # the occasions of a sink by default
 OCCASIONS = (ALL, *FOR_PEOPLE, *(f"run-{state}" for state in RUN_ENDINGS))
 BUDGET_WARNED, RUN_SET_ASIDE = "run.budget_warned", "run.set_aside"  # events of the control plane
 RUN_ENVIRONMENT = "environment.pinned"  # a run's first pin: {"digest", "packages": reward → names with versions}
@@ -26,15 +26,15 @@ class Rule:
     on: tuple[str, ...] = FOR_PEOPLE
     run: str = ""  # pattern of a run's name: * ? [abc]
     owner: str = ""  # of the run
-    channel: str = ""  # that is moved, or that the run releases to
-    words: bool = False  # send free text too, which an erasure does not reach there
+    channel: str = ""  # the moved channel, or the run's release channel
+    words: bool = False  # send free text too, which an erasure cannot remove there
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Rule:
-        """From plain JSON.
+        """Return the rule of plain JSON.
 
         Raises:
-            InputError: an occasion that there is not, or another field than a rule has.
+            InputError: an unknown occasion or field.
         """
         for name in given:
             if name not in cls.__dataclass_fields__:
@@ -49,18 +49,18 @@ class Rule:
         return cls(on, **texts, words=bool(given.get("words")))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON, without what is empty."""
+        """Return plain JSON without empty fields."""
         return {name: value for name, value in {**asdict(self), "on": list(self.on)}.items() if value}
 
 
 @dataclass(frozen=True, slots=True)
 class SinkRecord:
-    """A sink as it was added: `SinkRecord("chat", "webhook", {"url": …, "secret_env": …})`. It holds no secret."""
+    """A sink as added: `SinkRecord("chat", "webhook", {"url": …, "secret_env": …})`. It holds no secret."""
 
     name: str
     kind: str  # webhook | jsonl | email
-    settings: Mapping[str, Any]  # where it is, and the NAMES of what holds its secrets
-    rules: tuple[Rule, ...]  # it is told of what any of them says
+    settings: Mapping[str, Any]  # its address, and the NAMES of the variables with its secrets
+    rules: tuple[Rule, ...]  # it receives the events that any rule selects
     created_at: float
     actor: str  # who added it
     paused: str = ""  # empty: it delivers | person | failing
@@ -68,12 +68,12 @@ class SinkRecord:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """How far a sink has come, and what stands in its way."""
+    """The delivery position of a sink, and its last failure."""
 
     sink: str
-    sequence: int  # of the last event that it has, or that no rule of it asks for
+    sequence: int  # of the last event delivered or skipped by its rules
     failures: int = 0  # in a row
-    error: str = ""  # of the last of them, one line
+    error: str = ""  # of the last failure, one line
     failed_since: float | None = None
     not_before: float | None = None  # back-off
     at: float | None = None  # of the last delivery
@@ -87,23 +87,23 @@ class SinkView:
 
     name: str
     kind: str
-    where: str  # without what could be a secret
+    where: str  # without possible secrets
     rules: tuple[Rule, ...]
     paused: str
-    behind: int  # sealed events that it has not passed
-    behind_seconds: float  # since the oldest of them
+    behind: int  # sealed events after its cursor
+    behind_seconds: float  # age of the oldest such event
     failures: int
     error: str
     not_before: float | None
     delivered_at: float | None
     created_at: float
     actor: str
-    lacks: str = ""  # what it needs and is not there, where whoever answered looked: a variable that is not set
+    lacks: str = ""  # a missing requirement on the answering host: an unset variable
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A sealed event as sinks are given it: what is kept for ever, and apart from it the words that may be erased."""
+    """A sealed event as sinks receive it: the permanent values, and separately the erasable free text."""
 
     id: int
     sequence: int
@@ -116,25 +116,25 @@ class Envelope:
     at: float
     leaf: str  # 64 hexadecimal digits
     audited: Mapping[str, Any]
-    words: Mapping[str, Any] = field(default_factory=dict)  # empty: it has none, or they were erased
+    words: Mapping[str, Any] = field(default_factory=dict)  # empty: without free text, or erased
 
     @property
     def name(self) -> str:
-        """The id that every delivery of it has: a receiver drops what it has already."""
+        """The id of every delivery of this event, by which a receiver drops duplicates."""
         return f"evt_{self.sequence}_{self.leaf[:16]}"
 
     def row(self, table: str) -> Mapping[str, Any]:
-        """The columns that it tells of a row of this table; empty: it tells of none."""
+        """Return the columns that it records for a row of this table; empty: none."""
         return next((dict(row[3]) for row in self.audited.get("rows", ()) if row[1] == table), {})
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What a sink is told: of one event, or a test."""
+    """A message to a sink: of one event, or a test."""
 
     id: str  # the same each time it is sent
     sequence: int  # in the event log; 0 of a test
     at: float
     subject: str  # for a person: one line
-    lines: tuple[str, ...]  # and three more, the last with the next command
+    lines: tuple[str, ...]  # three more lines, the last with the next command
     body: Mapping[str, Any]  # for a machine: plain JSON

@@ -1,9 +1,10 @@
 """Scores of trajectories, by a reward function on text or a reward model on tokens, and environments.
 
-What is sampled together is scored in stretches of the data stream, each as soon as its last response is there. How long
-a stretch is follows from the stage alone, so what is scored in one call does not depend on which response was fast.
+Responses that are sampled together are scored in stretches of the data stream, each as soon as its last response is
+complete. The stage alone determines the length of a stretch, so the contents of a call do not depend on which response
+was fast.
 
-An environment gives what a policy observes between two of its responses: a tool's answer, another speaker, a game's
+An environment returns what a policy observes between two of its responses: a tool's answer, another speaker, a game's
 next state.
 """
 
@@ -35,13 +36,13 @@ from posttrain.sandbox.port import (
 )
 from posttrain.sandbox.protocol import AnswerError, refuse_places
 
-_STRETCHES = 8  # of what is sampled together, at the most
+_STRETCHES = 8  # maximum number of stretches of responses that are sampled together
 Observe = Callable[[Mapping[str, Any], Sequence[str]], str | None]
 
 
 def _held_against(trajectory: Trajectory, score: Score) -> Score:
-    """The score, or a failure where the environment failed, or at tokens at which nothing can be earned; its parts and
-    components stay.
+    """Return the score, or a failure where the environment failed or the score was earned at tokens that were not
+    sampled; its parts and components stay.
     """
     fault = trajectory.fault if trajectory.status == "error" else ""
     if score.at and not fault:
@@ -55,14 +56,14 @@ def _held_against(trajectory: Trajectory, score: Score) -> Score:
 @final
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Which responses of those that are sampled together: `Stretch(first=64, total=256)`."""
+    """A range of the responses that are sampled together: `Stretch(first=64, total=256)`."""
 
     first: int
     total: int
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> str:
-    """What a response says."""
+    """Return the text of a response."""
     return decode_response(tokenizer, trajectory.response.tolist(), ended=trajectory.closed)
 
 
@@ -70,22 +71,22 @@ class Scorer(Protocol):
     """Scores responses. Wraps a reward function and the tokenizer, or a reward model."""
 
     def groups(self, prompts: int, tokens: int) -> int:
-        """How many groups are scored together, where so many are sampled together, of so many tokens each at most."""
+        """Return how many groups to score together, for `prompts` groups of at most `tokens` tokens each."""
 
     @property
     def early(self) -> bool:
-        """Whether it can score while the rollout works, and takes none of its memory."""
+        """Whether it can score while the rollout works, without using its memory."""
 
     def begin(
         self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch
     ) -> Future[Sequence[Score]]:
-        """One score per trajectory; `prompts` is parallel to it.
+        """Begin to score; the result has one score per trajectory; `prompts` is parallel to `trajectories`.
 
-        Stretches come in any order, each once; what they are worth is asked for in order.
+        Stretches arrive in any order, each once; their results are read in order.
         """
 
     def text(self, trajectory: Trajectory) -> str:
-        """A response as text."""
+        """Return a response as text."""
 
 
 class RewardScorer:
@@ -93,17 +94,17 @@ class RewardScorer:
 
     Args:
         reward: the function.
-        tokenizer: makes tokens readable.
+        tokenizer: decodes tokens.
         errors_max: share of a step's completions that may fail to be scored.
-        processes: that score side by side.
+        processes: number of processes that score concurrently.
         placed: whether the algorithm reads at which tokens a score was earned.
-        turns: of a response, at the most.
-        name: how errors call the reward.
-        tell: called with one line when completions failed and the step goes on all the same, and when nobody reads at
+        turns: maximum number of turns of a response.
+        name: the reward's name in errors.
+        tell: called with one line when completions failed but the step continues, and when the algorithm ignores at
             which tokens a score was earned; once each.
     """
 
-    early = True  # it has processes of its own
+    early = True  # it has separate processes
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class RewardScorer:
         self._errors_max, self._tell, self._told = errors_max, tell, False
         self._placed, self._told_placed, self._most = placed, False, turns
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")  # one call at a time
-        self._scored: list[Score] = []  # of what is sampled together, so far
+        self._scored: list[Score] = []  # of responses that are sampled together, so far
         self._name, self._step = name, 0  # responses of a step
 
     def groups(self, prompts: int, tokens: int) -> int:
@@ -131,9 +132,9 @@ class RewardScorer:
     def begin(
         self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch
     ) -> Future[Sequence[Score]]:
-        """See `Scorer`; those that failed are left out of their groups.
+        """See `Scorer`; failed completions are left out of their groups.
 
-        `result` raises RewardError where more failed than may, or all of those that were sampled together; see
+        `result` raises RewardError if more failed than allowed, or all that were sampled together; see
         `RewardFunction.score`.
         """
         call = RewardCall(
@@ -156,17 +157,17 @@ class RewardScorer:
         return Future(wait, answer.done)
 
     def _turns(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-        """What the policy said in turn, and where each turn ends; nothing where every response is one."""
+        """Return the texts of the policy's turns, and where each turn ends; nothing if every response has one turn."""
         if all(len(t.segments) <= 2 for t in trajectories):
             return {}
         said = [[decode_turn(self._tokenizer, s.tokens.tolist()) for s in t.turns] for t in trajectories]
         return {"turns": said, "turn_spans": [t.turn_spans for t in trajectories]}
 
     def _accept(self, scores: Sequence[Score], stretch: Stretch, allowed: int) -> None:
-        """Judge the failures of a step by all of its stretches so far.
+        """Check the failures of a step over all of its stretches so far.
 
         Raises:
-            RewardError: too many, or all; or the reward declined every one.
+            RewardError: too many failures, or all; or the reward declined every response.
         """
         self._scored = [*(self._scored if stretch.first else ()), *scores]
         last = len(self._scored) == stretch.total
@@ -177,7 +178,7 @@ class RewardScorer:
                 "advantage: their sum counts; ppo and reinforce_plus_plus credit each token with what follows it"
             )
         refuse_failures(self._scored, stretch.total if last else None, allowed)
-        self._step = max(self._step, stretch.total)  # what takes the place of single groups is less than a step
+        self._step = max(self._step, stretch.total)  # replacements of single groups are fewer than a step
         if last and stretch.total == self._step and all(score.score is None for score in self._scored):
             raise RewardError(
                 f"{self._name} gave no number to any of the {stretch.total} responses of this step, so nothing is "
@@ -192,12 +193,12 @@ class RewardScorer:
             )
 
     def text(self, trajectory: Trajectory) -> str:
-        """A response as the reward reads it."""
+        """Return a response as the reward reads it."""
         return response_text(self._tokenizer, trajectory)
 
     def smoke_test(self, prompts: Sequence[Prompt]) -> None:
-        """One call on the first rows, their answers as completions: a reward that fails on all of them is broken, and
-        is told so before anything is generated.
+        """Call the reward once on the first rows, with their answers as completions: a reward that fails on all of them
+        is broken, and raises before anything is generated.
 
         Raises:
             RewardError: see `RewardFunction.score`.
@@ -219,8 +220,8 @@ class ModelScorer:
 
     Args:
         judge: its ranks.
-        tokenizer: makes tokens readable.
-        tokens: that fill a micro-batch on each of them.
+        tokenizer: decodes tokens.
+        tokens: that fill a micro-batch on each rank.
         early: whether it may work while the rollout does (`Roles.early`).
     """
 
@@ -241,9 +242,9 @@ class ModelScorer:
     def begin(
         self, prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], stretch: Stretch
     ) -> Future[Sequence[Score]]:
-        """See `Scorer`; read after the last token.
+        """See `Scorer`; the score is read after the last token.
 
-        `result` raises DivergedError where one is no number: such a model judges nothing, and no response goes without
+        `result` raises DivergedError if a score is not finite: such a model is unusable, and no response is left out
         for it.
         """
         batch = TokenBatch.pack([Document(t.prompt, t.response) for t in trajectories])
@@ -262,14 +263,14 @@ class ModelScorer:
         return Future(wait, judged.done)
 
     def text(self, trajectory: Trajectory) -> str:
-        """A response as text."""
+        """Return a response as text."""
         return response_text(self._tokenizer, trajectory)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Nothing can be observed: the sample ends with the status `error`, and has no score."""
+    """A failed observation: the sample ends with the status `error`, and has no score."""
 
     line: str  # what happened
 
@@ -278,29 +279,29 @@ Observed = Sequence[int] | Failed | None
 
 
 class Environment(Protocol):
-    """Answers what was sampled. What it says is a function of what it is given, so a step can be done again."""
+    """Answers sampled responses. Its answers are functions of its inputs, so a step can be repeated."""
 
     def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Trajectory]) -> Sequence[Observed]:
-        """Tokens that each sample observes next; None: it has ended. `prompts` is parallel to `samples`."""
+        """Return the tokens that each sample observes next; None: it has ended. `prompts` is parallel to `samples`."""
 
 
 @final
 class TextEnvironment:
     """An environment made of a function over texts: `observe(row, responses)` → the next observation, or None.
 
-    An observation is tokenised as it stands, marks of a chat template included; nothing is added.
+    An observation is tokenised unchanged, including marks of a chat template; nothing is added.
 
     Args:
-        observe: given the row, and what the policy has said so far, in turn.
+        observe: takes the row, and the texts of the policy's responses so far, in turn.
         tokenizer: the policy's.
-        most: tokens that an observation may have.
+        most: maximum tokens of an observation.
     """
 
     def __init__(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, most: int) -> None:
         self._observe, self._tokenizer, self._most = observe, tokenizer, most
 
     def __call__(self, prompts: Sequence[Prompt], samples: Sequence[Trajectory]) -> list[Observed]:
-        """See `Environment`; where `observe` raises, or says no text, or more than declared, the others go on."""
+        """See `Environment`; where `observe` raises, returns no text or too many tokens, the other samples continue."""
         return [self._next(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True)]
 
     def _next(self, prompt: Prompt, sample: Trajectory) -> Observed:
@@ -312,7 +313,7 @@ class TextEnvironment:
             if not isinstance(seen, str):
                 return Failed(f"{self._where} must give text or None, got {type(seen).__name__}; fix it")
             tokens: list[int] = self._tokenizer.encode(seen, add_special_tokens=False)
-        except (Exception, SystemExit) as error:  # whatever it is: the step's other samples go on
+        except (Exception, SystemExit) as error:  # any error: the step's other samples continue
             return Failed(f"observe: {self._place(error)} raised {_line(error)}; fix it, or the row")
         if not tokens:
             return Failed(f"{self._where} must give some text or None, got {seen[:60]!r}; give None to end the sample")
@@ -325,17 +326,17 @@ class TextEnvironment:
 
     @property
     def _where(self) -> str:
-        """`observe (guess.py:7)`."""
+        """The place in messages: `observe (guess.py:7)`."""
         return f"observe ({self._defined})"
 
     @property
     def _defined(self) -> str:
-        """`guess.py:7`: the line of its definition."""
+        """The line of its definition: `guess.py:7`."""
         code = getattr(inspect.unwrap(self._observe), "__code__", None)
         return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else "of no file"
 
     def _place(self, error: BaseException) -> str:
-        """`guess.py:12`: the innermost frame in the folder of `observe`, or its definition."""
+        """Return the innermost frame in the folder of `observe`, or its definition: `guess.py:12`."""
         code = getattr(inspect.unwrap(self._observe), "__code__", None)
         folder = Path(code.co_filename).parent if code else None
         own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == folder]
@@ -343,7 +344,7 @@ class TextEnvironment:
 
 
 def _line(error: BaseException) -> str:
-    """`ValueError: text` without line breaks, whatever the exception makes of itself."""
+    """Return `ValueError: text` without line breaks, even if the exception's text cannot be read."""
     try:
         said = str(error)
     except Exception:

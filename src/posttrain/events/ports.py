@@ -1,10 +1,10 @@
-"""The port of sinks, what every back-end needs, the rules that choose a sink's events, and admission to addresses.
+"""The port of sinks, their shared base, the rules that choose a sink's events, and admission to addresses.
 
-The rules are pure functions of an event, a sink's rules, and what is known of the event's run.
+The rules are pure functions of an event, a sink's rules, and facts about the event's run.
 
-Sinks of a server may connect to public addresses and to those that the server's administrator names. Whoever may add a
-sink need not own the server's network: without this rule a webhook could point at what only the server reaches, such as
-a cloud's metadata. The server's configuration assigns secrets to projects, and a sink uses only those of its own
+Sinks of a server may connect to public addresses and to those that the server's administrator names. A user who may add
+a sink need not own the server's network: without this rule a webhook could point at what only the server reaches, such
+as a cloud's metadata. The server's configuration assigns secrets to projects, and a sink uses only those of its
 project.
 
 A sink opens a connection to an address that may be reached, within bounded time, and closes it afterwards.
@@ -43,28 +43,29 @@ from posttrain.store.writing import SINK_PAUSED
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 10.0  # without a byte
-WHOLE_SECONDS = 30.0  # of one delivery: a receiver that answers a byte now and then is slow, too
-VARIABLES = "POSTTRAIN_SINK_"  # how variables begin that a sink may name
-_MOST_SECRET = 4096  # bytes of a file that holds one
-# Whether an address may be connected to: empty, or why not. A workspace asks nobody; a server has its own policy.
+WHOLE_SECONDS = 30.0  # of one delivery: also bounds a receiver that sends a byte now and then
+VARIABLES = "POSTTRAIN_SINK_"  # prefix of the variables that a sink may name
+_MOST_SECRET = 4096  # bytes of a secret's file
+# Returns why an address may not be connected to; empty: it may. A server has its own policy.
 Admit = Callable[[str], str]
 _GATE_REASONS = (Reason.GATE_FAILED, Reason.GATE_INCONCLUSIVE, Reason.GATE_ERROR)
 _OF_A_RUN = ("run", "stage", "attempt", "signal")  # the first word of kinds whose subject begins with a run's id
 
 
 def anywhere(address: str) -> str:
-    """See `Admit`: every address will do."""
+    """See `Admit`: admit every address."""
     return ""
 
 
 class Sink(Protocol):
-    """One place that is told of events.
+    """One place that receives events.
 
-    Every implementation: `send` returns when the place has all of them for good (a file: on the disk; a server: it
-    said so), raises `SinkError` in any other case, and comes back within about half a minute. Nothing is
-    held between two of them. Some may have arrived
-    before it raised: whoever delivers sends all again, and each has its id, by which the receiver drops doubles. Errors
-    are one line, in which no secret stands.
+    Every implementation: `send` returns when the place has durably stored all of them (a file: on the disk; a server:
+    it
+    confirmed that), raises `SinkError` in any other case, and returns within about half a minute. It holds nothing
+    between two calls. Some events may have arrived before it raised: the caller sends all again, and each has its id,
+    by
+    which the receiver drops duplicates. Errors are one line without any secret.
     """
 
     kind: ClassVar[str]
@@ -72,32 +73,32 @@ class Sink(Protocol):
 
     @property
     def where(self) -> str:
-        """For a person: the file or address, without what could be a secret."""
+        """The file or address for a person, without parts that could be secret."""
 
     def send(self, notices: Sequence[Notice]) -> None:
         """Deliver these, in their order.
 
         Raises:
-            SinkError: not all of them are there for good.
+                SinkError: not all of them are stored durably.
         """
 
 
 def encoded(notice: Notice) -> bytes:
-    """The notice for a machine: one line of JSON in ASCII, the same bytes each time."""
+    """Return the notice for a machine: one line of JSON in ASCII, the same bytes each time."""
     return json.dumps(notice.body, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def one_line(text: str, most: int = 200) -> str:
-    """Words of others on one line, printable ones, not too many."""
+    """Return foreign text on one line: printable characters, at most `most`."""
     flat = " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())
     return flat if len(flat) <= most else f"{flat[: most - 1]}…"
 
 
 def secret(env: str | None, file: str | None, where: str) -> str:
-    """A secret, from the variable or the file that is named.
+    """Return a secret, from the named variable or file.
 
     Raises:
-        SinkError: it is not there, or empty; says the name, never the secret.
+        SinkError: it is missing or empty; the message contains the name, never the secret.
     """
     if env:
         found = os.environ.get(env, "")
@@ -115,10 +116,10 @@ def secret(env: str | None, file: str | None, where: str) -> str:
 
 
 def refuse_variable(name: Any, field: str) -> None:
-    """Refuse a variable that was not made for sinks: whoever may add a sink must not read all that a server knows.
+    """Refuse a variable that is not meant for sinks: adding a sink must not give access to other secrets of a server.
 
     Raises:
-        InputError: it is one.
+        InputError: it does not begin with `VARIABLES`.
     """
     if name and not (str(name).startswith(VARIABLES) and str(name).isidentifier()):
         raise InputError(
@@ -127,10 +128,10 @@ def refuse_variable(name: Any, field: str) -> None:
 
 
 def absolute(path: str, field: str) -> Path:
-    """A path that means the same in every process.
+    """Return an absolute path, which is the same in every process.
 
     Raises:
-        InputError: it does not.
+        InputError: it is not absolute.
     """
     if not os.path.isabs(path) or "\0" in path:
         raise InputError(f"{field} must be an absolute path, got {path!r}")
@@ -138,7 +139,7 @@ def absolute(path: str, field: str) -> Path:
 
 
 class Patience:
-    """How long one delivery may take, whatever the other side does; then its connection is cut."""
+    """The time limit of one delivery; when it passes, the connection is cut."""
 
     def __init__(self, seconds: float = WHOLE_SECONDS) -> None:
         self.seconds, self.over = seconds, False
@@ -146,7 +147,7 @@ class Patience:
         self._lock = threading.Lock()
 
     def holds(self, connection: socket.socket) -> None:
-        """There is a connection now; a handle of our own ends it also once TLS has wrapped it away."""
+        """Register a connection; a duplicate handle can end it also after TLS has wrapped it."""
         with self._lock:
             self._drop()
             self._handle = connection.dup()
@@ -155,7 +156,7 @@ class Patience:
 
     @contextmanager
     def runs(self) -> Iterator[None]:
-        """The time runs inside this block."""
+        """Run the time limit inside this block."""
         timer = threading.Timer(self.seconds, self._end)
         timer.daemon = True
         timer.start()
@@ -183,20 +184,20 @@ class Patience:
 
 
 class Facts(Protocol):
-    """What is known of runs beside their events; asked only where a rule asks."""
+    """Facts about runs that events do not contain; queried only where a rule needs them."""
 
     def name(self, run_id: str) -> str:
-        """Of a run; empty: there is none."""
+        """Return a run's name; empty: there is no such run."""
 
     def owner(self, run_id: str) -> str:
-        """Of a run; empty: there is none, or it was erased."""
+        """Return a run's owner; empty: no such run, or the owner was erased."""
 
     def channel(self, run_id: str) -> str:
-        """That it releases to; empty: none, or it cannot be told."""
+        """Return the channel that a run releases to; empty: none, or it cannot be determined."""
 
 
 def occasions(event: Envelope) -> frozenset[str]:
-    """The occasions that an event is."""
+    """Return the occasions that an event matches."""
     kind, _, what = event.kind.partition(".")
     reason = event.row("stages").get("reason")
     ended = kind == "run" and what in RUN_ENDINGS
@@ -215,7 +216,7 @@ def occasions(event: Envelope) -> frozenset[str]:
 
 
 def run_of(event: Envelope) -> str:
-    """The id of the run that an event is about; empty: none."""
+    """Return the id of the run that an event is about; empty: none."""
     if event.kind.partition(".")[0] in _OF_A_RUN:
         return event.subject.partition("/")[0]
     told = {"approval.requested": "approval_requests", "channel.promote": "releases", "channel.rollback": "releases"}
@@ -223,7 +224,7 @@ def run_of(event: Envelope) -> str:
 
 
 def channel_of(event: Envelope, facts: Facts) -> str:
-    """The channel that an event is about, by itself or by its run; empty: none."""
+    """Return the channel that an event names itself or by its run; empty: none."""
     if event.kind.startswith("channel."):
         return event.subject
     if event.kind == "approval.requested":
@@ -233,7 +234,7 @@ def channel_of(event: Envelope, facts: Facts) -> str:
 
 
 def matching(rules: Sequence[Rule], event: Envelope, facts: Facts) -> Rule | None:
-    """The rule by which a sink is told of an event: the first, or the first that sends words; None: it is not told."""
+    """Return the rule by which a sink receives an event: the first that sends words, else the first; None: no rule."""
     what = occasions(event)
     found = [rule for rule in rules if _says(rule, event, what, facts)]
     return next((rule for rule in found if rule.words), found[0] if found else None)
@@ -249,7 +250,7 @@ def _says(rule: Rule, event: Envelope, what: frozenset[str], facts: Facts) -> bo
     )
 
 
-VARIABLE = "POSTTRAIN_PRIVATE_SINKS"  # networks beside the public ones: 10.1.0.0/16,127.0.0.1/32
+VARIABLE = "POSTTRAIN_PRIVATE_SINKS"  # networks in addition to the public ones: 10.1.0.0/16,127.0.0.1/32
 
 
 SECRETS = "POSTTRAIN_SECRETS"  # PROJECT/VARIABLE,…: which project's sinks and rewards may name a variable
@@ -265,10 +266,10 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def public(environ: Mapping[str, str] = os.environ) -> Admit:
-    """Admits public addresses, and the networks that the environment names.
+    """Return a policy that admits public addresses and the networks in the environment.
 
     Raises:
-        InputError: it names something that is no network.
+        InputError: the environment names an invalid network.
     """
     allowed = networks(environ.get(VARIABLE, ""))
 
@@ -283,10 +284,10 @@ def public(environ: Mapping[str, str] = os.environ) -> Admit:
 
 
 def refuse_resolved(host: str, admit: Admit, where: str) -> None:
-    """Refuse a host that has an address which may not be connected to. A name without an address is none of them.
+    """Refuse a host with an address that may not be connected to. A name without an address is accepted.
 
     Raises:
-        InputError: it has one.
+        InputError: it has such an address.
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -298,10 +299,10 @@ def refuse_resolved(host: str, admit: Admit, where: str) -> None:
 
 
 def secrets_of(project: str, environ: Mapping[str, str] = os.environ) -> frozenset[str]:
-    """The variables whose values the sinks and rewards of a project may use on this server.
+    """Return the variables whose values the sinks and rewards of a project may use on this server.
 
     Raises:
-        InputError: the configuration is no list of PROJECT/VARIABLE.
+        InputError: the configuration is not a list of PROJECT/VARIABLE.
     """
     pairs = [word.strip().partition("/") for word in environ.get(SECRETS, "").split(",") if word.strip()]
     for of, _, variable in pairs:
@@ -314,10 +315,10 @@ def secrets_of(project: str, environ: Mapping[str, str] = os.environ) -> frozens
 
 
 def refuse_foreign_secrets(project: str, name: str, settings: Mapping[str, Any]) -> None:
-    """Refuse a sink that names a variable which the server's configuration does not give to its project.
+    """Refuse a sink that names a variable which the server's configuration does not assign to its project.
 
     Raises:
-        InputError: it does.
+        InputError: a setting names such a variable.
     """
     mine = secrets_of(project)
     for setting, variable in settings.items():
@@ -329,10 +330,10 @@ def refuse_foreign_secrets(project: str, name: str, settings: Mapping[str, Any])
 
 
 def networks(text: str) -> list[Network]:
-    """Networks with commas between them.
+    """Return networks from a list with commas.
 
     Raises:
-        InputError: one is none.
+        InputError: one is not a network.
     """
     try:
         return [ipaddress.ip_network(word.strip()) for word in text.split(",") if word.strip()]
@@ -343,7 +344,7 @@ def networks(text: str) -> list[Network]:
 
 
 def _meant(address: Address) -> Iterator[Address]:
-    """An address, and those that a router makes of it."""
+    """Yield an address, and the IPv4 addresses embedded in it."""
     yield address
     if isinstance(address, ipaddress.IPv6Address):
         inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
@@ -353,14 +354,14 @@ def _meant(address: Address) -> Iterator[Address]:
 
 
 def reach(host: str, port: int, where: str, admit: Admit, patience: Patience) -> socket.socket:
-    """A connection to the first of a host's addresses that takes one.
+    """Return a connection to the first of a host's addresses that accepts one.
 
-    What is asked of `admit` is the very address that is connected to: a name that means another one a moment later
-    changes nothing.
+    `admit` receives the address that is connected to, so a name that resolves to another one a moment later changes
+    nothing.
 
     Raises:
         SinkError: an address that may not be reached.
-        OSError: none takes a connection.
+        OSError: no address accepts a connection.
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     trouble: OSError | None = None
@@ -383,7 +384,7 @@ def reach(host: str, port: int, where: str, admit: Admit, patience: Patience) ->
 
 
 class NetworkSink(ABC):
-    """A sink somewhere on the network: one notice at a time, each within bounded time.
+    """A sink on the network: one notice at a time, each within bounded time.
 
     Args:
         settings: of its kind's `fields`.
@@ -391,7 +392,7 @@ class NetworkSink(ABC):
         patience: seconds of one delivery.
 
     Raises:
-        InputError: settings that name no place or no secret.
+        InputError: settings without a place or a secret.
     """
 
     kind: ClassVar[str]
@@ -423,15 +424,15 @@ class NetworkSink(ABC):
 
     @abstractmethod
     def _hand_over(self, notice: Notice, patience: Patience) -> None:
-        """Have the place take one notice."""
+        """Deliver one notice."""
 
     def _refusal(self, error: Exception) -> str:
-        """What its own protocol says of an error; empty: nothing."""
+        """Return a message for an error of the sink's protocol; empty: another kind of error."""
         return ""
 
 
 def said(error: Exception, patience: Patience) -> str:
-    """What went wrong, in a few words without the address."""
+    """Return a short description of an error, without the address."""
     if patience.over:
         return f"no answer within {patience.seconds:g} s"
     if isinstance(error, socket.gaierror):

@@ -22,17 +22,17 @@ from posttrain.store.attempts import AttemptFolder
 class Executor(Protocol):
     """Runs jobs somewhere. Every implementation:
 
-    - knows a job by its name and its attempt folder; it needs nothing that a caller remembered, so any process may
-      submit, observe, signal or kill, before and after crashes of its own and of the executor's helpers;
-    - says what it knows and no more: a submission that may have arrived is Unknown, an absence that proves nothing is
-      NOT_VISIBLE_YET, and a job is LOST only on proof that nothing of it runs;
-    - never starts a job that ended or was lost again of a caller's accord: that is a new attempt. What it does of its
-      own accord (a requeue) keeps the name, and counts as another incarnation;
+    - identifies a job by its name and its attempt folder and needs no state of the caller, so any process may submit,
+      observe, signal or kill, before and after crashes of that process and of the executor's helpers;
+    - reports only proven facts: a submission that may have arrived is Unknown, an absence that proves nothing is
+      NOT_VISIBLE_YET, and a job is LOST only on proof that no process of it runs;
+    - never restarts an ended or lost job for a caller: that is a new attempt. A restart by the executor itself (a
+      requeue) keeps the name, and counts as another incarnation;
     - lets the job outlive the process that submitted it;
-    - gives no device to two jobs, whoever submitted them: a job has those of its `gang` from its start until it is
-      gone;
-    - refuses a request that it cannot meet in full, and drops none of it in silence;
-    - ends a job whose `max_seconds` are over, and waits `grace_seconds` before it kills one;
+    - never gives a device to two jobs, even of different users: a job has the devices of its `gang` from its start
+      until its end;
+    - refuses a request that it cannot meet in full, and ignores no part of it;
+    - ends a job after its `max_seconds`, and waits `grace_seconds` before it kills one;
     - passes `environment` and the values of `secrets` on top of its own environment and runs
       `python -m MODULE ATTEMPT_DIR`;
     - bounds every wait.
@@ -42,99 +42,99 @@ class Executor(Protocol):
 
     @property
     def name(self) -> str:
-        """`local`, `ray` …: what an attempt's record says."""
+        """`local`, `ray` …, as in an attempt's record."""
 
     @property
     def attests(self) -> bool:
-        """Whether its jobs run in this environment, and compare it with the one that their order names."""
+        """Whether its jobs run in this environment and compare it with the one that their order names."""
 
     @property
     def idempotent(self) -> bool:
-        """Whether submitting a name again finds the job that is there, also when two processes submit at once.
+        """Whether submitting a name again finds the existing job, even if two processes submit at the same time.
 
-        Where it does not, a caller that submits anew before absence is proven may start a second job of that name.
+        If not, a caller that submits again before absence is proven may start a second job of that name.
         """
 
     @property
     def images(self) -> bool:
-        """Whether its jobs can run in an image that a request names, and reach nothing of the machine but their own
-        folder and what their order names. Where they cannot, a request with an image is refused.
+        """Whether its jobs can run in an image that a request names, with access only to their own folder and to the
+        paths that their order names. If not, a request with an image is refused.
         """
 
     def submit(self, request: JobRequest) -> Submission:
         """Create the job of that name, or find it.
 
         Raises:
-            InputError: it asks for something that this executor never gives.
-            CapacityError: devices that it needs are taken; it was not started, and trying again is safe.
-            InfrastructureError: it was refused or could not be started; nothing runs, and trying again is safe.
+            InputError: it requires something that this executor never provides.
+            CapacityError: devices that it needs are taken; it was not started, and a retry is safe.
+            InfrastructureError: it was refused or could not be started; nothing runs, and a retry is safe.
             WorkspaceError: the attempt folder cannot be written.
         """
 
     def observe(self, jobs: Sequence[JobRef]) -> list[Observation]:
-        """One look at each of the jobs, in their order, with as few questions to whoever runs them as can be.
+        """Return one observation for each job, in order, with as few requests to the back-end as possible.
 
         Raises:
-            InfrastructureError: nobody answers; that says nothing of the jobs.
+            InfrastructureError: no answer, which proves nothing about the jobs.
         """
 
     def signal(self, job: JobRef, word: Signal) -> None:
-        """Ask the job for something by its channel; return at once. A job that starts late finds the request and obeys.
+        """Write a request to the job's channel and return immediately. A job that starts late still obeys it.
 
-        Where the channel is, `job.channel` says: the order in the job's folder may be the job's own by then.
+        `job.channel` is the channel's place: the job may have rewritten the order in its folder.
 
         Raises:
-            InfrastructureError, WorkspaceError: the request could not be left.
+            InfrastructureError, WorkspaceError: the request could not be written.
         """
 
     def kill(self, job: JobRef) -> None:
-        """End the job: terminate, a while later kill. Whether it is gone, `observe` says; a job nobody has is no error.
+        """End the job: terminate it, then kill it. `observe` returns whether it has ended; an unknown job is no error.
 
         Raises:
-            InfrastructureError: it may not have been reached.
+            InfrastructureError: the request may not have arrived.
             DeadlineError: it survived being killed (a process stuck in the kernel, an unreachable node).
         """
 
     def list(self, prefix: str) -> list[Listed]:
-        """Its jobs whose names begin with `prefix` and are not known to have ended."""
+        """Return its jobs that may still run and whose names begin with `prefix`."""
 
     def logs(self, job: JobRef, cursor: int = 0) -> LogPage:
-        """What the job printed, from `cursor` on: whole lines, as many as fit a page; nothing where there is no log."""
+        """Return the job's output from `cursor` on: whole lines, as many as fit a page; empty without a log."""
 
     def capacity(self) -> Capacity:
-        """The devices it deals out, and who has them now.
+        """Return the devices that it assigns, and their current holders.
 
         Raises:
-            InfrastructureError: that cannot be told.
+            InfrastructureError: the devices cannot be read.
         """
 
 
 class Trainer(Protocol):
-    """Knows what a stage kind means and compiles it to a process. Every implementation is pure but for `collect`."""
+    """Compiles stages of its kinds to processes. Every method is pure except `collect`."""
 
     @property
     def name(self) -> str:
-        """The word of `trainer:` in run.yaml."""
+        """The value of `trainer:` in run.yaml."""
 
     def code_digest(self) -> str:
-        """Digest of the sources, engine versions and platform that decide results: part of every stage's cache key."""
+        """Return the digest of the sources, engine versions and platform that decide results, for every cache key."""
 
     def check(self, kind: str, params: Mapping[str, Any]) -> StageContract:
         """Validate and normalise a stage.
 
         Raises:
-            InputError: naming the field, the constraint and the value.
+            InputError: a parameter is invalid; the message names the field, the constraint and the value.
         """
 
     def devices(self, kind: str, params: Mapping[str, Any]) -> int:
-        """The accelerators of its machine that a job of the stage computes on, where there are any.
+        """Return how many accelerators of its machine a job of the stage computes on, if there are any.
 
         Args:
             params: as `check` normalised them.
         """
 
     def compile(self, order: JobOrder, attempt_dir: Path) -> JobSpec:
-        """The module to run, the devices and the environment it needs before its first import."""
+        """Return the module to run, its devices, and the environment that it needs before its first import."""
 
     def collect(self, attempt: AttemptFolder) -> JobResult | None:
-        """How the job ended by its own word; None while there is no word."""
+        """Return the result that the job wrote; None while there is none."""

@@ -1,12 +1,12 @@
-"""Runs that other programs made: what every reader of this package returns, and the folder that carries it elsewhere.
+"""Runs of other programs: the result of every reader of this package, and the folder that transports it.
 
-Readers look at a folder and change nothing; no pickle is opened and no code of the folder is run.
+Readers read a folder without changing it; they open no pickle and run no code of the folder.
 
 A run that was read on one machine becomes a folder that is registered on another:
 
 ::
 
-    run.json        what the reader found, with the names that the files below have
+    run.json        the reader's result, with the names of the files below
     files/0/NAME …  the files and folders that it names
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 
 from posttrain.domain.errors import InputError, NotFoundError
 
-MODEL_FILES = re.compile(  # of a folder in Hugging Face format; anything else there is the trainer's
+MODEL_FILES = re.compile(  # of a folder in Hugging Face format; other files are the trainer's
     r"(?!adapter_).*\.safetensors(\.index\.json)?|(generation_|tokenizer_|preprocessor_|processor_)?config\.json"
     r"|tokenizer\.(json|model)|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|spiece\.model"
     r"|chat_template\.(jinja|json)|README\.md|LICENSE(\.\w+)?|NOTICE(\.\w+)?"
@@ -44,27 +44,27 @@ _SECRET_VALUE = re.compile(
 )
 FORMAT = "posttrain.outside/1"
 RUN = "run.json"
-_MOST = 512 << 20  # bytes of what the reader found
+_MOST = 512 << 20  # bytes of run.json
 _FILES = "files"
 
 
 @dataclass(slots=True)
 class Points:
-    """Metrics by step in the order in which they were recorded: entry i is of `names[metric[i]]`."""
+    """Metrics by step, in the order of recording: entry i is of `names[metric[i]]`."""
 
     names: list[str] = field(default_factory=list)
     metric: array[int] = field(default_factory=lambda: array("l"))
     step: array[int] = field(default_factory=lambda: array("q"))
-    at: array[float] = field(default_factory=lambda: array("d"))  # seconds since the epoch; NaN: not known
+    at: array[float] = field(default_factory=lambda: array("d"))  # seconds since the epoch; NaN: unknown
     value: array[float] = field(default_factory=lambda: array("d"))
-    strange: int = 0  # values that are NaN or infinite; they are kept
+    strange: int = 0  # number of values that are NaN or infinite; they are kept
     _places: dict[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.value)
 
     def add(self, metric: str, step: int, value: float, at: float = math.nan) -> None:
-        """One value more."""
+        """Append one value."""
         place = self._places.get(metric)
         if place is None:
             place = self._places[metric] = len(self.names)
@@ -76,7 +76,7 @@ class Points:
         self.strange += not math.isfinite(value)
 
     def add_row(self, row: Mapping[str, Any], step: int, place: str, at: float = math.nan) -> int:
-        """The numbers of a row, metric → value; how many of its entries are none. Raises as `number_of`."""
+        """Append the numbers of a row, metric → value; return the count of other entries. Raises as `number_of`."""
         found = {metric: number_of(value, place) for metric, value in row.items()}
         for metric, number in found.items():
             if number is not None:
@@ -86,31 +86,31 @@ class Points:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Something that the run names: by name only, or as a file of this machine."""
+    """A base model or data set that the run names: by name only, or as a local file."""
 
     role: str  # base model | data set
     name: str
-    path: Path | None = None  # where its bytes lie
-    said: str = ""  # what else the run says of it
+    path: Path | None = None  # of its bytes
+    said: str = ""  # further information of the run
 
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """A model's files among a run's."""
+    """The files of a model in a run."""
 
     files: Mapping[str, Path]  # by their names in a folder of Hugging Face format
-    place: str  # what it is and why this one: `checkpoint-20, the newest of 2 checkpoints`
+    place: str  # description and reason of the choice: `checkpoint-20, the newest of 2 checkpoints`
 
 
 @dataclass(frozen=True, slots=True)
 class OutsideRun:
-    """What a reader found."""
+    """The result of a reader."""
 
     format: str  # trl-output | mlflow | wandb-export
     source: str  # the folder's or the run's name
     points: Points
     stage: str = "train"
-    tools: Mapping[str, str] = field(default_factory=dict)  # program → version, as the files say
+    tools: Mapping[str, str] = field(default_factory=dict)  # program → version, according to the files
     params: Mapping[str, str] = field(default_factory=dict)  # without secrets
     withheld: tuple[str, ...] = ()  # names of parameters that may be secrets
     model: FoundModel | None = None
@@ -121,7 +121,7 @@ class OutsideRun:
 
 
 def public_params(params: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Parameters as text, nested ones by dotted names; and the names of those that may be secrets, which stay out."""
+    """Return parameters as text, nested ones by dotted names, and the names of withheld possible secrets."""
     kept: dict[str, str] = {}
     withheld = []
     for name, value in flat(params):
@@ -135,7 +135,7 @@ def public_params(params: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str,
 
 
 def flat(value: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """What stands in a map and the maps in it, by dotted names."""
+    """Yield the items of a map and of nested maps, by dotted names."""
     for key, item in value.items():
         if isinstance(item, Mapping) and item:
             yield from flat(item, f"{prefix}{key}.")
@@ -151,7 +151,7 @@ _SETS = (
 
 
 def named_in_params(params: Mapping[str, Any], base: Path | None) -> tuple[Named, ...]:
-    """The base model and the data sets that a run's parameters name, by the usual words of trainers."""
+    """Return the base model and the data sets that a run's parameters name under the usual keys of trainers."""
     found: dict[tuple[str, str], Named] = {}
     for key, value in flat(params):
         word = re.split(r"[./]", key)[-1]
@@ -165,7 +165,7 @@ def named_in_params(params: Mapping[str, Any], base: Path | None) -> tuple[Named
 
 
 def local_data(name: str, base: Path | None) -> Path | None:
-    """The file or folder that a run names as data, if it is there: where it says, else beside the run."""
+    """Return the existing file or folder that a run names as data: at its path, or relative to the run."""
     try:
         path = Path(name.removeprefix("file://")).expanduser()
         places = [path] if path.is_absolute() else [folder / path for folder in (base, base and base.parent) if folder]
@@ -175,10 +175,10 @@ def local_data(name: str, base: Path | None) -> Path | None:
 
 
 def step_of(value: Any, place: str) -> int:
-    """A step.
+    """Return a step.
 
     Raises:
-        InputError: it is none.
+        InputError: the value is not a step.
     """
     whole = isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
     if not whole or not 0 <= value < _MOST_STEP:
@@ -187,10 +187,10 @@ def step_of(value: Any, place: str) -> int:
 
 
 def number_of(value: Any, place: str) -> float | None:
-    """A number as a float; None for what is none.
+    """Return a number as a float; None for any other value.
 
     Raises:
-        InputError: a number that no float holds.
+        InputError: a number beyond the range of floats.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -204,10 +204,10 @@ def number_of(value: Any, place: str) -> float | None:
 
 
 def run_folder(path: Path, what: str) -> Path:
-    """A folder to read, its own links resolved.
+    """Return a folder to read, with its own links resolved.
 
     Raises:
-        NotFoundError: there is none. InputError: it cannot be looked into.
+        NotFoundError: it does not exist. InputError: it cannot be listed.
     """
     try:
         folder = path.expanduser().resolve()
@@ -220,10 +220,10 @@ def run_folder(path: Path, what: str) -> Path:
 
 
 def inside(path: Path, folder: Path) -> Path:
-    """`path`, a plain file that lies in `folder` wherever its links lead.
+    """Return `path`, a plain file that is in `folder` after its links are resolved.
 
     Raises:
-        InputError: it does not, or is no plain file.
+        InputError: it is outside, or not a plain file.
     """
     name = os.path.relpath(path, folder)
     try:
@@ -238,10 +238,10 @@ def inside(path: Path, folder: Path) -> Path:
 
 
 def read_bytes(path: Path, folder: Path, most: int) -> bytes:
-    """A file of the folder.
+    """Return the bytes of a file in the folder.
 
     Raises:
-        InputError: a link out of it, not readable, or larger than `most` bytes.
+        InputError: a link out of the folder, not readable, or larger than `most` bytes.
     """
     name = os.path.relpath(path, folder)
     try:
@@ -254,10 +254,10 @@ def read_bytes(path: Path, folder: Path, most: int) -> bytes:
 
 
 def read_json(path: Path, folder: Path, most: int) -> dict[str, Any]:
-    """A JSON map of the folder, NaN and Infinity as Python writes them.
+    """Return a JSON map in the folder, NaN and Infinity as Python writes them.
 
     Raises:
-        InputError: as `read_bytes`; cut short, or no map.
+        InputError: as `read_bytes`; truncated, or not a map.
     """
     name, data = os.path.relpath(path, folder), read_bytes(path, folder, most)
     try:
@@ -270,7 +270,7 @@ def read_json(path: Path, folder: Path, most: int) -> dict[str, Any]:
 
 
 def model_files(place: Path, folder: Path) -> dict[str, Path]:
-    """The files of a model that lies at `place` in `folder`; empty: none does.
+    """Return the files of a model at `place` in `folder`; empty: no model.
 
     Raises:
         InputError: an adapter, weights as pickles only, or a link out of the folder.
@@ -295,12 +295,12 @@ def model_files(place: Path, folder: Path) -> dict[str, Path]:
 
 
 def why_left_out(name: str) -> str:
-    """Why a file beside a model is not taken."""
+    """Return why a file next to a model is left out."""
     return "a pickle, which is never opened" if name.endswith(PICKLES) else "no part of a model"
 
 
 def carry(run: OutsideRun, folder: Path) -> Path:
-    """Put a run into an empty folder; its files are links to where they lie."""
+    """Write a run into an empty folder; its files become links to the originals."""
     laid: list[Path] = []
 
     def place(path: Path) -> str:
@@ -332,10 +332,10 @@ def carry(run: OutsideRun, folder: Path) -> Path:
 
 
 def carried(folder: Path) -> OutsideRun:
-    """What `carry` put there.
+    """Return the run that `carry` wrote.
 
     Raises:
-        InputError: it is none, or names files that are not in the folder.
+        InputError: not such a run, or it names files outside the folder.
     """
     folder = folder.resolve()
     said = read_json(folder / RUN, folder, _MOST)

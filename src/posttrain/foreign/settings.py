@@ -1,7 +1,7 @@
 """Settings in the files of other trainers, by their dotted names, and drafts of the run files that are made from them.
 
-Settings are read from YAML, shell commands and Python. A Python script is parsed, never executed: what it computes is
-not a setting. A `Draft` is a run file in the making, with what must be reported about it.
+Settings are read from YAML, shell commands and Python. A Python script is parsed, never executed: a computed value is
+not a setting. A `Draft` is an unfinished run file with the notes to report about it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from posttrain.domain.rendering import stop_fault
 from posttrain.foreign.outside import flat
 
 _OVERRIDE = re.compile(r"^\+{0,2}([a-z_][\w.]*)=(.*)$", re.DOTALL)
-# a line that sets a variable and nothing else; before a command on the same line it is the command's environment
+# a line that only sets a variable; before a command on the same line it is the command's environment
 _ASSIGNED = re.compile(
     r"""^[ \t]*(?:export\s+)?([A-Za-z_]\w*)=("[^"]*"|'[^']*'|[^\s;&|]*)[ \t]*(?:#.*)?$""", re.MULTILINE
 )
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?-([^}]*))?\}|\$([A-Za-z_]\w*)")
 _MOST_BYTES = 4 * 2**20
-_ASKED_FOR = ("args", "model", "reward_funcs", "train_dataset", "dataset_name")  # a person is told to fill them in
-_FUNCTIONS = ("reward_funcs", "reward_func")  # a name there is a function's, no value
-_PARTS = ("LoraConfig", "BitsAndBytesConfig", "GenerationConfig")  # the argument that they are is reported whole
+_ASKED_FOR = ("args", "model", "reward_funcs", "train_dataset", "dataset_name")  # left for a person to fill in
+_FUNCTIONS = ("reward_funcs", "reward_func")  # a name there is a function, not a value
+_PARTS = ("LoraConfig", "BitsAndBytesConfig", "GenerationConfig")  # an argument of such a class is reported as a whole
 _LOADED = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split", "data_files": "data_files"}
 _TRAINED = "model args data_collator train_dataset eval_dataset processing_class"
 _REWARDED = "model reward_funcs args train_dataset eval_dataset processing_class"
-PLACES = {  # class → its first parameters in order, as of TRL 1.16; further positional arguments are reported
+PLACES = {  # class → its first parameters in order, as of TRL 1.16; other positional arguments are reported
     "SFTTrainer": f"{_TRAINED} compute_loss_func compute_metrics callbacks optimizers",
     "RewardTrainer": f"{_TRAINED} compute_metrics callbacks optimizers",
     "DPOTrainer": f"{_TRAINED.replace('model', 'model ref_model')} compute_metrics callbacks optimizers",
@@ -45,26 +45,26 @@ PLACES = {  # class → its first parameters in order, as of TRL 1.16; further p
 }
 _IN_PLACE = ("update", "setdefault", "pop", "append")
 _READ = ("Config", "Arguments", "Trainer", "from_pretrained", "load_dataset")  # calls whose arguments are settings
-_DEEP = 8  # names that stand for names
-_ABSENT: tuple[Any, ...] = (False, [], {}, "")  # what asks for nothing
-# what asks for the whole distribution, as training samples here
+_DEEP = 8  # depth of names bound to names
+_ABSENT: tuple[Any, ...] = (False, [], {}, "")  # values that request nothing
+# values that keep the whole distribution, as sampling for training does here
 WHOLE = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
 
 
 @dataclass(slots=True)
 class Settings:
-    """What a file says, and which of it was read: `take` marks, `left` gives what nobody took."""
+    """The settings of a file; `take` marks a setting as read, `left` returns the unread ones."""
 
     source: str  # the file, for messages
     values: dict[str, Any]
-    notes: list[str] = field(default_factory=list)  # what it does beside settings, and is not carried over
-    unknown: dict[str, str] = field(default_factory=dict)  # what a variable decides that the file does not set
+    notes: list[str] = field(default_factory=list)  # what the file does besides settings; not carried over
+    unknown: dict[str, str] = field(default_factory=dict)  # settings by variables that the file does not set
     words: tuple[str, ...] = ()  # names of programs, classes and subcommands in it: `trl`, `grpo`, `GRPOTrainer`
     starts: bool = True  # importing the file would train
     taken: set[str] = field(default_factory=set)
 
     def here(self, name: str) -> str | None:
-        """The path of a file or folder of this machine that the source names; None: there is none."""
+        """Return the path of a local file or folder that the source names; None: it does not exist."""
         for folder in (Path(), Path(self.source).parent):
             if name and (folder / Path(name).expanduser()).exists():
                 found = str(folder / Path(name).expanduser()) if folder != Path() else name
@@ -72,15 +72,15 @@ class Settings:
         return None
 
     def take(self, *names: str, default: Any = None) -> Any:
-        """The value of the first of these names that is there; all of them count as read."""
+        """Return the value of the first of these names that is set; all of them count as read."""
         self.taken.update(names)
         return next((self.values[name] for name in names if self.values.get(name) is not None), default)
 
     def number(self, *names: str, default: float) -> float:
-        """A number.
+        """Return a number.
 
         Raises:
-            InputError: something else stands there.
+            InputError: the value is not a number.
         """
         value = self.take(*names, default=default)
         try:
@@ -89,28 +89,28 @@ class Settings:
             raise InputError(f"{self.source}: {names[0]} must be a number, got {value!r}; write the number") from error
 
     def count(self, *names: str, default: int) -> int:
-        """A whole number. Raises as `number`."""
+        """Return a whole number. Raises as `number`."""
         return int(self.number(*names, default=default))
 
     def flag(self, *names: str, default: bool = False) -> bool:
-        """True or false, in any spelling."""
+        """Return true or false, of any spelling."""
         value = self.take(*names, default=default)
         return value if isinstance(value, bool) else str(value).strip().lower() in ("true", "1", "yes", "")
 
     def given(self, *names: str) -> bool:
-        """Whether one of them is written; it counts as read."""
+        """Whether one of these names is set; all of them count as read."""
         return self.take(*names) is not None
 
     def left(self) -> dict[str, Any]:
-        """What nobody took."""
+        """Return the settings that were not read."""
         return {name: value for name, value in self.values.items() if name not in self.taken and value is not None}
 
 
 def read_settings(path: Path) -> Settings:
-    """Settings of a `.yaml`, `.yml` or `.json` file, a `.py` script, or a file of shell commands.
+    """Return the settings of a `.yaml`, `.yml` or `.json` file, a `.py` script, or a file of shell commands.
 
     Raises:
-        InputError: no such file, not readable as what its name says, or no setting in it.
+        InputError: no such file, not readable in the format of its suffix, or no setting in it.
     """
     try:
         data = path.read_bytes()
@@ -143,12 +143,12 @@ def _of_yaml(text: str, source: str) -> Settings:
 
 
 def _flat(raw: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """By dotted names; an interpolation repeats what stands elsewhere."""
+    """Return settings by dotted names, without interpolations, which repeat other settings."""
     return {name: said for name, said in flat(raw, prefix) if not (isinstance(said, str) and said.startswith("${"))}
 
 
 def _of_shell(text: str, source: str) -> Settings:
-    """`--key value`, `--key=value`, `--flag` and hydra's `key=value` of every command; the last one wins."""
+    """Read `--key value`, `--key=value`, `--flag` and hydra's `key=value` of every command; the last one wins."""
     try:
         words = shlex.split(_expanded(text).replace("\\\n", " "), comments=True)
     except ValueError as error:
@@ -179,11 +179,11 @@ def _of_shell(text: str, source: str) -> Settings:
 
 
 def _expanded(text: str) -> str:
-    """The commands with the variables that the file itself sets."""
+    """Expand the variables that the file itself sets in its commands."""
     known = {"HOME": "~"} | {name: value.strip().strip("\"'") for name, value in _ASSIGNED.findall(text)}
     known = {name: re.sub(r"^\$\{\w+:?-(.*)\}$", r"\1", value) for name, value in known.items()}
     rest = _ASSIGNED.sub("", text)
-    for _ in range(3):  # a variable may be made of others
+    for _ in range(3):  # a variable may refer to others
         rest = _VARIABLE.sub(lambda found: str(known.get(found[1] or found[3], found[2] or found[0])), rest)
     return rest
 
@@ -209,7 +209,7 @@ def _typed(text: str) -> Any:
 
 
 def _of_python(text: str, source: str) -> Settings:
-    """Keywords of every `…Config(…)`, `…Arguments(…)` and `…Trainer(…)`, and what `load_dataset` is asked for."""
+    """Read keywords of every `…Config(…)`, `…Arguments(…)` and `…Trainer(…)`, and arguments of `load_dataset`."""
     try:
         module = ast.parse(text, filename=source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -236,7 +236,7 @@ def _of_python(text: str, source: str) -> Settings:
 
 
 class _Script:
-    """What the calls of a script set: literals, and names that the script binds once to a literal."""
+    """The settings in the calls of a script: literals, and names that the script binds once to a literal."""
 
     def __init__(self, module: ast.Module) -> None:
         self.values: dict[str, Any] = {}
@@ -251,7 +251,7 @@ class _Script:
         self._names = {n: value for n, value in bound if times[n] == 1 and not (n in used and _is_mutable(value))}
 
     def read(self, settings: Iterable[tuple[str | None, ast.expr]], prefix: str = "") -> None:
-        """Keywords, and those behind `**` where a dict of the script says which; others are noted by name."""
+        """Read keywords, and those behind `**` where a dict of the script lists them; others are noted by name."""
         for name, value in settings:
             if name:
                 self._set(prefix + name, value)
@@ -264,7 +264,7 @@ class _Script:
                 )
 
     def placed(self, call: ast.Call, called: str) -> list[tuple[str | None, ast.expr]]:
-        """Positional arguments with the names that their class gives them; reports those whose names are unknown."""
+        """Return positional arguments with the names of their class; report those without a known name."""
         names = ["output_dir"] if called.endswith(("Config", "Arguments")) else PLACES.get(called, "").split()
         starred = next((place for place, one in enumerate(call.args) if isinstance(one, ast.Starred)), len(call.args))
         known = list(zip(names, call.args[:starred], strict=False))
@@ -278,10 +278,10 @@ class _Script:
         return [*known]
 
     def read_rows(self) -> None:
-        """The arguments of `load_dataset`: of the call that makes `train_dataset`, or of the first."""
+        """Read the arguments of `load_dataset`: of the call that makes `train_dataset`, or of the first call."""
         given = [node.value for node in self._nodes if isinstance(node, ast.keyword) and node.arg == "train_dataset"]
         parts: list[ast.expr] = [*self._rows, *given][:1]
-        for part in parts:  # grows by what its names stand for; a name that stands for itself is bound twice
+        for part in parts:  # grows by the values of its names; a name defined by itself is bound twice
             used = [node.id for node in ast.walk(part) if isinstance(node, ast.Name) and node.id in self._names]
             parts += [self._names[name] for name in used if self._names[name] not in parts]
         behind = [node for part in parts for node in ast.walk(part)]
@@ -295,7 +295,7 @@ class _Script:
             self._set(_LOADED.get(str(name), f"load_dataset.{name}"), value)
 
     def _pairs(self, node: ast.expr) -> list[tuple[str | None, ast.expr]] | None:
-        """What `**node` sets; None: the script does not say."""
+        """Return the keywords that `**node` sets; None: not readable from the script."""
         node = self._names.get(node.id, node) if isinstance(node, ast.Name) else node
         if isinstance(node, ast.Dict):
             keys = [None if key is None else str(_literal(key, self._names)) for key in node.keys]
@@ -318,13 +318,13 @@ def _keywords(call: ast.Call) -> list[tuple[str | None, ast.expr]]:
 
 
 def _loads(nodes: list[ast.AST]) -> list[ast.Call]:
-    """Calls of `load_dataset`, as they stand in the script."""
+    """Return the calls of `load_dataset`, in the order of the script."""
     calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("load_dataset")]
     return sorted(calls, key=lambda call: call.lineno)
 
 
 def _changed(nodes: list[ast.AST]) -> Counter[str]:
-    """Names whose values the script changes in place: `kwargs["beta"] = …`, `kwargs.update(…)`, `rate *= 2`."""
+    """Count names whose values the script changes in place: `kwargs["beta"] = …`, `kwargs.update(…)`, `rate *= 2`."""
     parts = [node.value for node in nodes if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)]
     parts += [node.value for node in nodes if isinstance(node, ast.Attribute) and node.attr in _IN_PLACE]
     parts += [node.target for node in nodes if isinstance(node, ast.AugAssign | ast.For)]
@@ -337,8 +337,8 @@ def _is_mutable(node: ast.expr) -> bool:
 
 
 def _used(nodes: list[ast.AST]) -> set[str]:
-    """Names that are read anywhere but behind `**` and as an argument of what settings are read from: as another name
-    or in a function the script may change what they stand for.
+    """Return names that are read elsewhere than behind `**` or as an argument of a call with settings: under another
+    name or in a function the script may change their values.
     """
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     read = [call for call in calls if ast.unparse(call.func).rpartition(".")[2].endswith(_READ)]
@@ -351,7 +351,7 @@ def _used(nodes: list[ast.AST]) -> set[str]:
 
 
 def _starts(module: ast.Module) -> bool:
-    """Whether importing the script trains: what it does outside functions, classes and `if __name__ == "__main__":`."""
+    """Whether importing the script trains: by code outside functions, classes and `if __name__ == "__main__":`."""
     defined = {node.name for node in module.body if isinstance(node, ast.FunctionDef)}
     inside = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     done = [one for one in module.body if not isinstance(one, inside) and "__name__ ==" not in ast.unparse(one)]
@@ -360,7 +360,7 @@ def _starts(module: ast.Module) -> bool:
 
 
 def _literal(node: ast.expr, names: Mapping[str, ast.expr], depth: int = _DEEP, *, functions: bool = False) -> Any:
-    """A literal, or the name of a function where one is wanted; None for what is computed."""
+    """Return a literal, or the name of a function where one is expected; None for a computed value."""
     with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return ast.literal_eval(node)
     if isinstance(node, ast.List | ast.Tuple):
@@ -375,7 +375,7 @@ def _literal(node: ast.expr, names: Mapping[str, ast.expr], depth: int = _DEEP, 
         found = _literal(known, names, depth - 1, functions=functions) if known is not None and depth else None
         return node.id if found is None and known is None and functions else found
     if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained") and node.args:
-        return _literal(node.args[0], names, depth)  # a model or a tokenizer stands for its name
+        return _literal(node.args[0], names, depth)  # represents a model or a tokenizer by its name
     if not isinstance(node, ast.Attribute):
         return None
     if functions or ast.unparse(node.value) == "torch":
@@ -385,23 +385,23 @@ def _literal(node: ast.expr, names: Mapping[str, ast.expr], depth: int = _DEEP, 
 
 @dataclass(slots=True)
 class Draft:
-    """What a run file will say, and what of the other trainer's file it does not."""
+    """The run file to write, and the settings of the other trainer's file that it does not contain."""
 
     source: str
     trainer: str  # TRL | verl
     run: dict[str, Any]
     carried: list[str] = field(default_factory=list)  # "num_generations: 8 → group_size: 8"
-    changed: list[str] = field(default_factory=list)  # what is carried over and means something else, or is missing
-    fill_in: list[str] = field(default_factory=list)  # what a person must do before the first run
-    dropped: list[str] = field(default_factory=list)  # what has no counterpart, with its value
-    inert: list[str] = field(default_factory=list)  # names that decide no result: where to compute, what to print
+    changed: list[str] = field(default_factory=list)  # carried over with another meaning, or missing
+    fill_in: list[str] = field(default_factory=list)  # a person's tasks before the first run
+    dropped: list[str] = field(default_factory=list)  # settings without a counterpart, with their values
+    inert: list[str] = field(default_factory=list)  # names without effect on the result: devices, output
 
     def carry(self, theirs: str, value: Any, ours: str, result: Any) -> None:
-        """Note a setting that was carried over."""
+        """Record a setting that was carried over."""
         self.carried.append(f"{theirs}: {_short(value)} → {ours}: {_short(result)}")
 
     def model(self, settings: Settings, name: Any, revision: str) -> str:
-        """The base model: a folder of this machine, or one of the hub, which a person must fetch."""
+        """Return the base model: a local folder, or a model of the hub, which a person must fetch."""
         if not isinstance(name, str):
             self.fill_in.append("model: name the base model")
             return "model:base"
@@ -411,7 +411,7 @@ class Draft:
         return folder or f"hf:{name}@{revision}"
 
     def stops(self, settings: Settings, stage: dict[str, Any], *names: str) -> None:
-        """Carry the strings that end a response over, from the first of these settings that is there."""
+        """Carry over the stop strings of a response, from the first of these settings that is set."""
         name = next((name for name in names if settings.given(name)), None)
         given = settings.take(*names)
         found = tuple([given] if isinstance(given, str) else given if isinstance(given, list | tuple) else [given])
@@ -433,13 +433,13 @@ class Draft:
         ours: Mapping[str, str] = MappingProxyType({}),
         same: Mapping[str, tuple[Any, ...]] = MappingProxyType(WHOLE),
     ) -> Draft:
-        """Say of everything that is written there what became of it; of what is not written, nothing.
+        """Record what became of every setting that the file sets; unset ones are not reported.
 
         Args:
-            told: setting → why it has no place here; it changes the result or what a person sees.
-            harmless: settings that say where and how to compute, or what to print: they decide no result.
-            ours: setting that was taken → the fields of the run file that it became, parted by blanks.
-            same: setting of `told` → the values that ask for what is done here.
+            told: setting → why it has no counterpart; it changes the result or the output for people.
+            harmless: settings of where and how to compute, or what to print: without effect on the result.
+            ours: setting that was taken → the fields of the run file that it became, separated by spaces.
+            same: setting of `told` → the values that match the behaviour here.
         """
         self.changed += settings.notes
         for name, text in settings.unknown.items():
@@ -462,7 +462,7 @@ class Draft:
         return self
 
     def _taken(self, settings: Settings, ours: Mapping[str, str]) -> None:
-        """Of each setting that was read and written down, the field that it became, or that others overrule it."""
+        """Record for each setting that was read the field that it became, else list it as without effect."""
         ((_, stage),) = self.run.get("stages", {"": {}}).items()
         reported = {line.partition(":")[0] for line in (*self.changed, *self.carried)}
         for name, value in settings.values.items():
@@ -474,7 +474,7 @@ class Draft:
             (self.carried if line else self.inert).append(f"{name}: {_short(value)} → {line}" if line else name)
 
     def text(self) -> str:
-        """The run file, with what a person should know as comments before it."""
+        """Return the run file, preceded by the notes for a person as comments."""
         lines = [f"# From {self.source} ({self.trainer}) by `posttrain init --from`; check it with `posttrain plan`."]
         for title, items in (
             ("To do before the first run", self.fill_in),
@@ -489,24 +489,24 @@ class Draft:
 
 
 def _told(told: Mapping[str, str], name: str) -> str | None:
-    """Why a setting has no place, by its whole name or by the end of it."""
+    """Return why a setting has no counterpart, by its whole name, a suffix of it or its first part."""
     parts = name.split(".")
     ends = (*(".".join(parts[at:]) for at in range(len(parts))), parts[0])
     return next((told[end] for end in ends if end in told), None)
 
 
 def _at(tree: Any, path: str) -> Any:
-    """What stands at a dotted path; None: nothing."""
+    """Return the value at a dotted path; None: no value."""
     return reduce(lambda found, part: found.get(part) if isinstance(found, Mapping) else None, path.split("."), tree)
 
 
 def plainly(number: float) -> float:
-    """2 for 2.0, as people write it."""
+    """Return 2 for 2.0, as people write it."""
     return int(number) if number.is_integer() else number
 
 
 def share_of_steps(draft: Draft, theirs: str, share: float, steps: int | None) -> int:
-    """A share of a stage's steps as steps; where nobody knows how many there are, a number to be replaced."""
+    """Return a share of a stage's steps as steps; where their number is unknown, a placeholder to replace."""
     if share and steps is None:
         draft.fill_in.append(
             f"warmup_steps: {theirs} is {share:g} of the steps, which posttrain plan tells; "
@@ -516,7 +516,7 @@ def share_of_steps(draft: Draft, theirs: str, share: float, steps: int | None) -
 
 
 class _Plain(yaml.SafeDumper):
-    """Numbers as people write them."""
+    """A dumper that writes numbers as people do."""
 
 
 def _number(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:

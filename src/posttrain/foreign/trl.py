@@ -1,7 +1,7 @@
 """TRL's scripts, configurations and command lines (its names and defaults as of version 1.16) as a run.yaml.
 
-What TRL's default decides and run.yaml's decides otherwise is written out, so that a file that says little asks for the
-same training here.
+Where a default of TRL differs from run.yaml's, the value is written out, so that a short file requests the same
+training here.
 """
 
 import math
@@ -23,12 +23,12 @@ _AGGREGATIONS = {
     "grpo": "seq-mean-token-mean",
     "dr_grpo": "seq-mean-token-sum-norm",
 }
-_BUILDERS = ("json", "csv", "parquet", "arrow")  # of `load_dataset`, which read `data_files`
+_BUILDERS = ("json", "csv", "parquet", "arrow")  # builders of `load_dataset`, which read `data_files`
 _REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # of trl.rewards
 _PROBE = "write probe: {data: NAME} into the stage, with keep_best: true or early_stopping"
 _PAIRS = "the loss of a pair is the sigmoid one, with beta and label_smoothing"
 _NEVER_CUT = "a longer row is refused by `plan`, never cut"
-_WHY = {  # what changes the result, or what a person sees: the reason → settings
+_WHY = {  # reason → settings that change the result or the output for people
     "there are no adapters yet: all weights are trained, which takes more memory and other learning rates": (
         "use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters lora_modules_to_save "
         "lora_task_type use_rslora use_dora peft_config"
@@ -109,7 +109,7 @@ _WHY = {  # what changes the result, or what a person sees: the reason → setti
     "float16 is not there; dtype: float32 or bfloat16": "fp16",
 }
 _CHANGES = {name: why for why, names in _WHY.items() for name in names.split()}
-_SAME = {  # values that ask for what is done here; beside these, what asks for nothing
+_SAME = {  # values that match the behaviour here, in addition to empty ones
     **WHOLE,
     **dict.fromkeys(("completion_only_loss", "average_tokens_across_devices", "shuffle_dataset"), (True,)),
     "vllm_importance_sampling_correction": (False,),
@@ -125,7 +125,7 @@ _SAME = {  # values that ask for what is done here; beside these, what asks for 
     "dataset_text_field": ("text",),
     "dataset_train_split": ("train",),
 }
-_BECOMES = {  # fields of the run file → the settings that become them
+_BECOMES = {  # fields of the run file → the settings that map to them
     "prompts_per_step batch_size": (
         "per_device_train_batch_size gradient_accumulation_steps num_processes nproc_per_node"
     ),
@@ -160,7 +160,7 @@ _BECOMES = {  # fields of the run file → the settings that become them
     "label_smoothing": "label_smoothing",
 }
 _OURS = {name: fields for fields, names in _BECOMES.items() for name in names.split()}
-_HARMLESS = frozenset(  # they decide no result
+_HARMLESS = frozenset(  # without effect on the result
     (  # noqa: SIM905
         "output_dir overwrite_output_dir logging_steps logging_strategy logging_first_step report_to run_name "
         "do_train do_eval do_predict push_to_hub hub_model_id hub_strategy hub_always_push hub_private_repo "
@@ -188,13 +188,13 @@ _HARMLESS = frozenset(  # they decide no result
 
 
 def from_trl(settings: Settings, rows: int | None = None) -> Draft:
-    """A run file of one stage that trains as the TRL file does.
+    """Return a run file of one stage that trains as the TRL file does.
 
     Args:
-        rows: of the training data, where it is known; None: shares of the steps cannot be turned into steps.
+        rows: of the training data; None: unknown, so shares of the steps cannot be converted to steps.
 
     Raises:
-        InputError: a trainer that has no counterpart here, or a value that is no number.
+        InputError: a trainer without a counterpart here, or a value that is not a number.
     """
     kind = _trainer(settings)
     name = re.sub(r"[^a-z0-9_-]+", "-", Path(settings.source).stem.lower()).strip("-_") or kind
@@ -222,12 +222,12 @@ def from_trl(settings: Settings, rows: int | None = None) -> Draft:
     draft.run["stages"] = {kind: {**stage, **({"runtime": runtime} if runtime else {})}}
     same = {**_SAME, "disable_dropout": (kind in ("dpo", "grpo", "rloo"),)}
     if kind not in ("grpo", "rloo"):
-        same["shuffle_dataset"] = (True, False)  # TRL's trainer draws an order for each pass, whatever this says
+        same["shuffle_dataset"] = (True, False)  # TRL's trainer shuffles each pass whatever the value
     return draft.close(settings, _CHANGES, _HARMLESS, _OURS, same)
 
 
 def _losses_of_rows(settings: Settings, draft: Draft, stage: dict[str, Any], kind: str) -> None:
-    """What demonstrations and pairs are learnt by."""
+    """Set the losses of demonstrations and pairs."""
     loss = settings.take("loss_type", default="sigmoid" if kind == "dpo" else "nll")
     names = [str(one) for one in (loss if isinstance(loss, list) else [loss])]
     known = {"dpo": ("sigmoid",), "sft": ("nll", "chunked_nll")}.get(kind, ())
@@ -259,7 +259,7 @@ def _trainer(settings: Settings) -> str:
 
 
 def _data(settings: Settings, draft: Draft) -> str:
-    """The training rows: a file here, or what a person must register."""
+    """Return the training rows: a local file, or a data set that a person must register."""
     name = settings.take("dataset_name", "dataset", "train_file", "train_dataset")
     split = str(settings.values.get("dataset_train_split") or "train")
     files = _files(settings, split.partition("[")[0]) if name in _BUILDERS else [name]
@@ -275,13 +275,13 @@ def _data(settings: Settings, draft: Draft) -> str:
 
 
 def _files(settings: Settings, split: str) -> list[Any]:
-    """`data_files` of a split; where it names several splits, of that one."""
+    """Return the `data_files` of a split, also where the file names several splits."""
     given = settings.take("data_files") or settings.take(f"data_files.{split}")
     return given if isinstance(given, list) else [given] if given else []
 
 
 def _batch(settings: Settings, draft: Draft) -> int:
-    """Documents (or completions) of an optimiser step."""
+    """Return the documents (or completions) of an optimiser step."""
     processes = settings.count("num_processes", "nproc_per_node", default=1)
     size = settings.count("per_device_train_batch_size", default=8)
     accumulated = settings.count("gradient_accumulation_steps", default=1)
@@ -331,10 +331,10 @@ def _on_policy(settings: Settings, draft: Draft, stage: dict[str, Any], per_step
 
 
 def _length(settings: Settings, draft: Draft, stage: dict[str, Any], rows: int | None) -> int | None:
-    """`steps` or `epochs` of the stage; how many steps that are, where it is known."""
+    """Set `steps` or `epochs` of the stage; return the number of steps, or None where it is unknown."""
     most = settings.count("max_steps", default=-1)
     epochs = settings.number("num_train_epochs", default=3.0)
-    if most > 0:  # TRL counts optimiser steps, of which a step here has `mini_batches`
+    if most > 0:  # TRL counts optimiser steps; a step here has `mini_batches` of them
         stage["steps"] = steps = -(-most // int(stage.get("mini_batches", 1)))
         return steps
     per_step = int(stage.get("batch_size") or stage["prompts_per_step"])
@@ -343,7 +343,7 @@ def _length(settings: Settings, draft: Draft, stage: dict[str, Any], rows: int |
 
 
 def _optimizer(settings: Settings, draft: Draft, kind: str, steps: int | None, parts: int) -> dict[str, Any]:
-    """The optimiser of a stage whose steps have so many optimiser steps each."""
+    """Return the optimiser settings of a stage with `parts` optimiser steps in each step."""
     rate = settings.number("learning_rate", default=_RATES[kind])
     schedule = str(settings.take("lr_scheduler_type", default="linear"))
     known = {"linear": ("linear", 0.0), "cosine": ("cosine", 0.0), "constant": ("constant", 1.0)}
@@ -390,10 +390,10 @@ def _runtime(settings: Settings, draft: Draft, parts: int) -> dict[str, Any]:
 
 
 def _rewards(settings: Settings, draft: Draft, stage: dict[str, Any]) -> dict[str, Any]:
-    """`rewards` of the run file; the stage is told its one, or each with its weight.
+    """Return `rewards` of the run file; sets the stage's reward, or several with their weights.
 
     Raises:
-        InputError: other weights than functions.
+        InputError: the number of weights differs from the number of functions.
     """
     given = settings.take("reward_funcs", "reward_func", "reward_model_name_or_path")
     functions = [one if one is None else str(one) for one in (given if isinstance(given, list) else [given])]
@@ -431,7 +431,7 @@ def _weight(settings: Settings, value: Any) -> float:
 
 
 def _one_of_several(settings: Settings, draft: Draft, function: str | None, number: int) -> Any:
-    """Where one of several functions comes from: a package, or `reward.py` beside the run file."""
+    """Return the source of one of several functions: a package, or `reward.py` next to the run file."""
     module, _, name = (function or "").rpartition(".")
     if function in _REWARDS or (module and "/" not in module):
         return _installed(draft, f"{module or 'trl.rewards'}:{name}")
@@ -445,7 +445,7 @@ def _one_of_several(settings: Settings, draft: Draft, function: str | None, numb
 
 
 def _alone(settings: Settings) -> str:
-    """Why a reward is copied out of its script."""
+    """Return why a reward must be copied out of its script."""
     if settings.starts:
         return f"importing {settings.source} would start the training"
     return "a reward is a file of its own, with what it needs"

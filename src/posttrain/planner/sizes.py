@@ -1,43 +1,43 @@
-"""The sizes and time-outs that `auto` stands for, and the slower ways that the engine takes with a model.
+"""Compute the sizes and time-outs that `auto` stands for, and the engine's expected fall-backs for a model.
 
-Sizes are micro-batches, activation checkpointing, key-value cache, object store and time-outs; each comes with its
-arithmetic. They are pure arithmetic over `planner.residency`, and only this module chooses them: a plan asks it of the
-machine that it is made on, the job of the machine that it runs on. What is written in run.yaml is taken as it is; the
-rest is chosen so that every phase of a step stays within what is usable of a device:
+Sizes are micro-batches, activation checkpointing, key-value cache, object store and time-outs; each has an explanation.
+They are pure arithmetic over `planner.residency`, and only this module chooses them: a plan for the machine that it is
+made on, the job for the machine that it runs on. Values in run.yaml are kept; the others are chosen so that every phase
+of a step fits the usable memory of a device:
 
 ======================  ================================================================================================
 usable of a GPU         0.9 of its memory, less 1 GiB: CUDA's context, the libraries' workspaces, fragments
 usable of a CPU rank    0.8 of the machine's memory less half a GiB for each process, in equal parts
 micro_batch_tokens      16384 on CUDA, 4096 on a CPU; halved, down to 1024, while a phase does not fit
-activation_             off where a micro-batch of that many tokens fits without; else on, before tokens are halved:
+activation_             off if a micro-batch of that many tokens fits without; else on, before tokens are halved:
 checkpointing           a third more computation costs less than many small micro-batches
-kv_cache                on a GPU all that is left in the phase `rollout`, on a CPU half of it, in whole 16 MiB
-object_store            a tenth of the machine's memory, at most 8 GiB; twice the weights that are sent to rollouts (the
-                        version before goes late) and a teacher's likeliest tokens of a step, where that is more, at
-                        most three tenths of the memory
-reward_timeout          10 s, or 20 µs for each token that a batch of responses may hold, where that is more
+kv_cache                on a GPU all memory left in the phase `rollout`, on a CPU half of it, in multiples of 16 MiB
+object_store            a tenth of the machine's memory, at most 8 GiB; or, if that is more, twice the weights that are
+                        sent to rollouts (the previous version is freed late) plus a teacher's likeliest tokens of a
+                        step, at most three tenths of the memory
+reward_timeout          10 s, or 20 µs for each token that a batch of responses may hold, if that is more
 start_, call_timeout    see the table below
 ======================  ================================================================================================
 
-A cluster that is named cannot be looked at before the job asks it: the memory of its GPUs is what their `kind` has.
+A named cluster cannot be inspected before the job runs on it: the memory of its GPUs is that of their `kind`.
 
-Time-outs bound how long a stage waits for its workers; what the machine holds while they load is computed as well:
+Time-outs bound how long a stage waits for its workers; the memory that they need while loading is computed as well:
 
 ======================  ================================================================================================
-start_timeout           5 min for a role's ranks to be there with their model, or 10 s for each GiB that they read
-                        (100 MB/s from one disk for all), where that is more; for processes without a model as long
-call_timeout            1 h for one call of a worker, and for an engine that is silent, or 10 ms for each response
-                        token that a rank samples or trains in one call, where that is more; of rows nobody counts
+start_timeout           5 min for a role's ranks to start and load their model, or 10 s for each GiB that they read
+                        (100 MB/s from one disk for all), if that is more; the same for processes without a model
+call_timeout            1 h for one call of a worker, and for a silent engine, or 10 ms for each response token that a
+                        rank samples or trains in one call, if that is more; tokens of data rows do not count
 ======================  ================================================================================================
 
-Deadlines end what hangs: they are generous, and decide no result.
+Deadlines end hanging workers: they are generous, and change no result.
 
-The slower ways that the engine will take with a model, as far as its configuration shows; the job tries and reports:
+The engine's fall-backs for a model, as far as its configuration shows; the job tries the fast path and reports:
 
-padding          batches are padded instead of packed: compute on tokens that nobody reads
+padding          batches are padded instead of packed: compute on tokens that are discarded
 module_decoder   responses come from the module's own forward, not from the native zero-copy decoder
 plain_attention  on CUDA responses attend by plain torch: only the job can try this torch's variable-length attention
-whole_logits     the output head is not a plain matrix, so all logits of a micro-batch are held at once
+whole_logits     the output head is not a plain matrix, so all logits of a micro-batch are held at the same time
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -62,19 +62,19 @@ from posttrain.planner.residency import (
 START, CALL = 300.0, 3600.0  # seconds
 _READ_GIB, _TOKEN = 10.0, 0.01  # seconds
 _TRAIN = ("policy", "critic", "reward_model")
-LEAST_TOKENS = 1024  # of a micro-batch that is chosen
+LEAST_TOKENS = 1024  # of a chosen micro-batch
 _GIB = 2**30
 _KV_STEP = 2**24  # so that a few bytes of a file's header change nothing
 _OF_GPU, _CONTEXT = 0.9, _GIB
 _OF_MEMORY, _PROCESS = 0.8, _GIB // 2
 _STORE_SHARE, _STORE_USUAL, _STORE_MOST = 0.1, 8 * _GIB, 0.3
 _SCORED_AT_LEAST, _SCORED_TOKEN = 10.0, 20e-6  # seconds
-# GB of the smallest device of its name: what a cluster's `kind` promises
+# GB of the smallest device of each name, for a cluster's `kind`
 _KINDS = {
     **{"t4": 16, "v100": 16, "l4": 24, "a10": 24, "a10g": 24, "a30": 24, "rtx4090": 24, "a40": 48, "l40": 48},
     **{"l40s": 48, "a100": 40, "h100": 80, "h200": 141, "b200": 180, "gh200": 96, "mi250x": 128, "mi300x": 192},
 }
-# Model types that a contract test compares with what the engine does.
+# Model types; a contract test compares them with the engine.
 PACKED_TYPES = frozenset({"gpt2", "llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "granite", "mistral"})
 NATIVE_TYPES = frozenset({"llama", "qwen2", "qwen3"})
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
@@ -88,25 +88,25 @@ class Size:
     name: str  # as in run.yaml
     value: float
     unit: str  # tokens | switch | bytes | seconds
-    chosen: bool  # else it was written
+    chosen: bool  # False: from run.yaml
     why: str  # its arithmetic
 
     @property
     def said(self) -> str:
-        """As a person reads it: `16384 tokens`, `on`, `41.0 GiB`, `51.2 s`."""
+        """The value for people: `16384 tokens`, `on`, `41.0 GiB`, `51.2 s`."""
         if self.unit == "switch":
             return "on" if self.value else "off"
         return gib(int(self.value)) if self.unit == "bytes" else f"{self.value:g} {self.unit.replace('seconds', 's')}"
 
 
 def deadlines(load: Load, shapes: Mapping[str, Shape], *, gpu_there: bool = False) -> tuple[Size, Size]:
-    """`start_timeout` and `call_timeout` of a stage."""
+    """Return `start_timeout` and `call_timeout` of a stage."""
     return _start(load, shapes, gpu_there), _call(load)
 
 
 def loading(load: Load, shapes: Mapping[str, Shape], *, gpu_there: bool = False) -> Iterator[tuple[str, int, int]]:
-    """Role, ranks, and bytes of the whole model that each of them reads, one role after the other. A rollout beside a
-    policy on one rank reads none.
+    """Yield each role with its ranks and the bytes of the whole model that each rank reads. A rollout on the same
+    single rank as its policy reads none.
     """
     for pool in load.placement.pools([role for role in load.roles if role != "reward"]).values():
         width = width_of(load, device_of(load, pool, gpu_there=gpu_there))
@@ -119,13 +119,13 @@ def loading(load: Load, shapes: Mapping[str, Shape], *, gpu_there: bool = False)
 def too_much_to_load(
     load: Load, shapes: Mapping[str, Shape], memory: int | None, *, gpu_there: bool = False
 ) -> list[str]:
-    """Why the ranks of a role cannot load side by side, one line each.
+    """Return why the ranks of a role cannot load at the same time, one line for each role.
 
-    Ranks that compute in the type of the file read its pages, which the machine holds once and may let go. In another
-    type each has a copy of its own before it goes to its GPU. On CPUs what stays is more, and held elsewhere.
+    Ranks that compute in the dtype of the file read its pages, which the machine holds once and may evict. With another
+    dtype each rank has its own copy before it moves to its GPU. CPU ranks need more afterwards, which `residency` counts.
 
     Args:
-        memory: bytes of the machine on which all ranks live; None: not known, or several machines.
+        memory: bytes of the machine that runs all ranks; None: unknown, or several machines.
     """
     if memory is None:
         return []
@@ -165,7 +165,7 @@ def _call(load: Load) -> Size:
 
 
 def _of_a_call(load: Load) -> Iterator[int]:
-    """Tokens of the longest call of each pool that samples or trains; prompts apart."""
+    """Yield the response tokens of the longest call of each pool that samples or trains."""
     for pool in load.placement.pools(load.roles).values():
         if "rollout" in pool.roles:
             yield -(-load.samples // pool.ranks) * load.response_tokens
@@ -175,36 +175,36 @@ def _of_a_call(load: Load) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What there is to fill: `Room(gpu=85_520_809_984, memory=2 * 2**40, gpu_there=True)`."""
+    """The available memory: `Room(gpu=85_520_809_984, memory=2 * 2**40, gpu_there=True)`."""
 
-    gpu: int | None = None  # bytes of the smallest GPU; None: there is none, or nobody knows
+    gpu: int | None = None  # bytes of the smallest GPU; None: there is none, or unknown
     memory: int | None = None  # bytes of the machine
     gpu_there: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A stage without anything left to choose."""
+    """A stage with all sizes chosen."""
 
     load: Load
     sizes: tuple[Size, ...]
-    short: str = ""  # why it cannot be done even so, in one line with the next action
+    short: str = ""  # why it does not fit even so, in one line with the next action
 
     def values(self) -> dict[str, float]:
-        """By name, as a job tells them."""
+        """Return the sizes by name, as a job reports them."""
         return {size.name: size.value for size in self.sizes}
 
 
 def settle(
     load: Load, shapes: Mapping[str, Shape], room: Room, *, prompt_tokens: int = 0, longest_prompt: int = 0
 ) -> Settled:
-    """Choose what the stage leaves open.
+    """Choose the sizes that the stage leaves open.
 
     Args:
-        shapes: of the model behind each role; without any nothing is held against memory.
-        prompt_tokens: of a typical prompt. It chooses nothing (a job knows another number than its plan): it says how
-            many rows a cache holds, and whether a batch fills a micro-batch, where a stage is refused.
-        longest_prompt: of the longest one, by which slots are cut on a CPU; 0: all are typical.
+        shapes: of the model of each role; without shapes no memory is checked.
+        prompt_tokens: of a typical prompt. It does not affect the choice (plan and job may have different numbers),
+            only the reported rows of a cache and the estimate that refuses a stage.
+        longest_prompt: of the longest prompt, which sets the slot size on a CPU; 0: all are typical.
     """
     stage = _Stage(load, shapes, room)
     sizes: list[Size] = []
@@ -233,7 +233,7 @@ def settle(
 
 
 def unknown_kinds(load: Load) -> list[str]:
-    """GPUs of a cluster whose memory nobody knows, each with what that means."""
+    """Return a warning for each GPU kind of a cluster whose memory is unknown."""
     if load.ray_address is None:
         return []
     kinds = {pool.name: pool.resources.kind for pool in load.placement.pools(load.roles).values()}
@@ -248,10 +248,10 @@ def unknown_kinds(load: Load) -> list[str]:
 class _Stage:
     def __init__(self, load: Load, shapes: Mapping[str, Shape], room: Room) -> None:
         self._load, self._shapes, self._room = load, shapes, room
-        self._pools = load.placement.pools([role for role in load.roles if role != "reward"])  # those with models
+        self._pools = load.placement.pools([role for role in load.roles if role != "reward"])  # with models
 
     def micro_batches(self, prompt_tokens: int) -> Settled:
-        """Tokens of a micro-batch, and whether layers are computed again."""
+        """Choose the tokens of a micro-batch, and whether layers are recomputed."""
         written = self._load.micro_batch_tokens, self._load.activation_checkpointing
         tried = None
         for tokens, again in self._candidates():
@@ -279,8 +279,8 @@ class _Stage:
             yield usual, again is not False
 
     def _tightest(self, load: Load) -> tuple[int, str]:
-        """Bytes by which the fullest phase of any pool exceeds what is usable there (negative: that are left), in words
-        too.
+        """Return the bytes by which the fullest phase of any pool exceeds its usable memory (negative: free bytes), and
+        an explanation.
         """
         found = resident(load, self._shapes, gpu_there=self._room.gpu_there)
         worst: tuple[int, str] | None = None
@@ -300,8 +300,8 @@ class _Stage:
         return worst or (0, self._unknown())
 
     def _too_much(self, load: Load, prompt_tokens: int) -> str:
-        """Why the smallest micro-batches do not fit; empty where an estimate only says that it will be tight."""
-        alone = replace(load, kv_cache=0)  # of rows there may be one
+        """Return why the smallest micro-batches do not fit; empty if they exceed only the usable part of memory."""
+        alone = replace(load, kv_cache=0)  # the cache may shrink to one row
         found = resident(alone, self._shapes, prompt_tokens=prompt_tokens, gpu_there=self._room.gpu_there)
         again = ", and layers computed again" if load.activation_checkpointing else ""
         for peak in found.peaks:
@@ -316,7 +316,7 @@ class _Stage:
         return ""
 
     def kv_cache(self, prompt_tokens: int, longest_prompt: int) -> Settled:
-        """Bytes of keys and values of one rollout rank."""
+        """Choose the bytes of keys and values of one rollout rank."""
         pool = next(pool for pool in self._pools.values() if "rollout" in pool.roles)
         shape, written = self._shapes.get("rollout"), self._load.kv_cache
         usable = self._usable(pool)
@@ -330,7 +330,7 @@ class _Stage:
         value, why = (written, "") if written is not None else self._left(pool, usable or 0)
         nobodys = row * KV_PAGE if device == "cuda" else 0
         rows = max(0, value - nobodys) // whole
-        if rows > 1 and device == "cuda":  # a part is left to rows that grow
+        if rows > 1 and device == "cuda":  # a reserve for rows that grow
             rows = max(1, (value - value // KV_RESERVE - nobodys) // whole)
         asked = self._load.decoded(pool.ranks)
         many = f"all {asked}" if rows >= asked > 0 else f"{rows} of {asked}"
@@ -366,7 +366,7 @@ class _Stage:
         return device_of(self._load, pool, gpu_there=self._room.gpu_there)
 
     def _whole(self, pool: Pool) -> int | None:
-        """Bytes of one rank's device; of a CPU its share of the machine's."""
+        """Return the bytes of one rank's device; on a CPU its share of the machine's memory."""
         named = self._load.ray_address is not None
         if self._device(pool) == "cuda":
             kind = pool.resources.kind or ""
@@ -422,7 +422,7 @@ def _reward_timeout(load: Load) -> Size | None:
 
 
 def reward_seconds(samples: int, response_tokens: int) -> float:
-    """The time-out of one batch of responses to a reward function."""
+    """Return the time-out in seconds of a reward function for one batch of responses."""
     return max(_SCORED_AT_LEAST, round(_SCORED_TOKEN * samples * response_tokens, 1))
 
 
@@ -431,7 +431,7 @@ def _binary(size: int) -> str:
 
 
 def expected(config: Mapping[str, Any], roles: Collection[str]) -> dict[str, str]:
-    """Fall-back → why, for a model of this `config.json` in these roles. Empty where nothing is known of the model."""
+    """Return fall-back → reason for a model of this `config.json` in these roles; empty if its type is unknown."""
     kind = config.get("model_type")
     if not isinstance(kind, str):
         return {}

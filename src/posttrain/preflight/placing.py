@@ -1,8 +1,8 @@
 """Checks of placements, images, teachers and judges before a run.
 
-Each check answers a question: can the placement of every stage be had, and what will be resident where? May the run
-name its image, and is there a server to run its jobs in it? Does a teacher have the student's tokens? Does the model
-that is to judge responses score them?
+Each check answers a question: Is the placement of every stage possible, and what will be resident where? Is the run's
+image allowed, and can its jobs run in it? Does a teacher have the student's tokens? Does the model that judges
+responses score them?
 """
 
 import importlib.util
@@ -34,14 +34,14 @@ from posttrain.workspace.served import is_served
 from posttrain.workspace.settings import OpenWorkspace
 
 _LOWER = "lower runtime.micro_batch_tokens or set runtime.activation_checkpointing"
-_SPECIAL_TOKENS = 7  # of a model that `init_model` makes, beside its characters
+_SPECIAL_TOKENS = 7  # of a model that `init_model` makes, in addition to its characters
 _JUDGE = "reward_model"
 _SLOT, _TOKENIZER = "teacher", "tokenizer.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a plan sees of the memory of one stage."""
+    """The plan's estimates of the memory of one stage."""
 
     residency: Residency
     sizes: tuple[Size, ...]
@@ -53,17 +53,17 @@ def refuse_infeasible(
 ) -> None:
     """Refuse a run whose stages could not be started, or could not hold their models.
 
-    A stage that names a cluster is asked only what no cluster can change: the cluster itself is asked by the job,
-    before it starts anything. Whether Ray is there is known of jobs that start in this environment; of an image, and
-    of the jobs of an installed executor, `plan` warns.
+    For a stage that names a cluster, only constraints independent of the cluster are checked; the job checks the
+    cluster itself, before it starts any process. Whether Ray is installed is checked for jobs in this environment; for
+    an image, and for the jobs of an installed executor, `plan` warns.
 
     Args:
         loads: by stage.
         source: the run file or lock, for errors.
-        model: how the run file names its base model; None: it is in the store.
+        model: the base model's name in the run file; None: it is in the store.
 
     Raises:
-        InputError: naming file, stage, role, what is asked, what is there, and the next action.
+        InputError: with file, stage, role, the requested and available resources, and the next action.
         NotFoundError, IntegrityError: the base model's listing is missing or corrupt.
     """
     for stage in manifest.stages:
@@ -97,10 +97,10 @@ def _asks_for_a_gpu(stage: StageManifest) -> bool:
 
 
 def refuse_oversized(manifest: Manifest, source: Path) -> None:
-    """Refuse to make a model from nothing that this machine could not hold.
+    """Refuse a new model that does not fit into this machine's memory.
 
     Raises:
-        InputError: naming its parameters, its bytes and this machine's memory.
+        InputError: with its parameters, its bytes and this machine's memory.
     """
     for stage in manifest.stages:
         shape = _made(stage)
@@ -114,8 +114,8 @@ def refuse_oversized(manifest: Manifest, source: Path) -> None:
 
 
 def memory_warnings(settled: Settled, residency: Residency, machine: Machine) -> list[str]:
-    """Where estimates say that memory will not do; the certain part was refused already. Of a cluster only the kinds of
-    its GPUs are known, so nothing of it is refused.
+    """Return warnings where the estimate exceeds the memory; certain excess was refused before. Of a cluster only the
+    kinds of GPUs are known, so nothing is refused.
     """
     missing = _missing_ray(settled.load)
     if settled.load.ray_address is not None:
@@ -133,7 +133,7 @@ def memory_warnings(settled: Settled, residency: Residency, machine: Machine) ->
 
 
 def ray_is_installed() -> bool:
-    """Is the package ray in this environment? Nothing is imported."""
+    """Whether the package ray is installed in this environment, without importing it."""
     return importlib.util.find_spec("ray") is not None
 
 
@@ -147,7 +147,7 @@ def _missing_ray(load: Load) -> list[str]:
 def residencies(
     planned: Planned, spec: RunSpec, workspace: OpenWorkspace, path: Path, datasets: Mapping[str, Dataset]
 ) -> Iterator[tuple[str, Seen]]:
-    """Stage with a model at work → what is chosen for it, what is resident when, what that goes beyond."""
+    """Yield, for each stage with a model, the chosen sizes, the residency by phase, and warnings."""
     loads = {name: contract.load for name, contract in planned.contracts.items() if contract.load}
     machine = this_machine() if loads else None
     lengths = Lengths(planned, spec, workspace, path)
@@ -164,7 +164,7 @@ def residencies(
 
 
 def slower(planned: Planned, spec: RunSpec, workspace: OpenWorkspace, path: Path) -> Iterator[str]:
-    """One warning for every fall-back of a stage's model."""
+    """Yield one warning for every fall-back of a stage's model."""
     for stage in planned.manifest.stages:
         if contract := planned.contracts.get(stage.name):
             roles = contract.load.roles if contract.load else ("rollout",)
@@ -175,7 +175,7 @@ def slower(planned: Planned, spec: RunSpec, workspace: OpenWorkspace, path: Path
 def role_shapes(
     manifest: Manifest, stage: StageManifest, load: Load, workspace: OpenWorkspace, source: Path, model: str | None
 ) -> dict[str, Shape]:
-    """The shape of the model behind each role; roles without a model, or with one of unknown shape, are left out."""
+    """Return the shape of each role's model; roles without a model or with one of unknown shape are left out."""
     slots = {role: role if role in NAMED_MODELS and role in stage.inputs else "model" for role in load.roles}
     slots.pop("reward", None)
     found = {role: _shape(manifest, stage, slot, workspace, source, model) for role, slot in slots.items()}
@@ -194,7 +194,7 @@ def _shape(
 def stored_config(
     ref: InputRef, workspace: OpenWorkspace, source: Path, model: str | None
 ) -> tuple[dict[str, Any], int]:
-    """A registered model's `config.json` and the bytes of its weights; empty where its bytes are elsewhere."""
+    """Return a model's `config.json` and the bytes of its weights; empty where its files are not available."""
     word = word_of(ref, model)
     if ref.digest is None or (word is None and not workspace.blobs.has(ref.digest)):
         return {}, 0
@@ -212,27 +212,27 @@ def fallback_warnings(
     source: Path,
     model: str | None,
 ) -> list[str]:
-    """Slower ways that the engine will take with the stage's models, as far as its configuration tells.
+    """Return warnings about the engine's slower fall-backs for the stage's models, as far as their config shows.
 
     Args:
-        roles: of the stage; `rollout` is among them where it answers prompts.
+        roles: of the stage; includes `rollout` where it generates responses.
         source, model: as in `refuse_infeasible`.
     """
     named = [slot for slot in NAMED_MODELS if slot in stage.inputs]
     found = []
     for slot, readers in (("model", set(roles) - set(named)), *((slot, {slot}) for slot in named)):
         began = origin(manifest, stage, slot)
-        if slot not in stage.inputs or isinstance(began, StageManifest):  # what `init_model` makes goes the fast ways
+        if slot not in stage.inputs or isinstance(began, StageManifest):  # models of `init_model` need no fall-back
             continue
         config, _ = stored_config(began, workspace, source, model)
         whose, text = "" if slot == "model" else f"{slot}: ", config.get("text_config")
-        known = {**config, **text} if isinstance(text, dict) else config  # a part, of one of several modalities
+        known = {**config, **text} if isinstance(text, dict) else config  # the text part of a multimodal model
         found += [f"{whose}falls back to {name}: {why}" for name, why in expected(known, readers).items()]
     return found
 
 
 def _made(stage: StageManifest) -> Shape | None:
-    """The shape of the model that a stage makes from nothing; None: it makes none."""
+    """Return the shape of the model that a stage initialises; None: it initialises none."""
     if not kind_of(stage.kind).from_nothing:
         return None
     names = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
@@ -244,19 +244,19 @@ def _made(stage: StageManifest) -> Shape | None:
 def _map(data: bytes | None) -> dict[str, Any]:
     try:
         value = json.loads(data or b"{}")
-    except ValueError:  # the job, which loads the model, says what is wrong with it
+    except ValueError:  # the job, which loads the model, reports the error
         return {}
     return value if isinstance(value, dict) else {}
 
 
 def refuse_image(image: str | None, workspace: OpenWorkspace, source: Path) -> None:
-    """Refuse an image that the project does not allow, or that nobody here runs jobs in.
+    """Refuse an image that the project does not allow, or that no executor here can run.
 
-    Words from afar name what an admin allowed. Whoever has the workspace before them may name any, until somebody says
-    which ones.
+    A request of a remote client may name only images that an admin allowed. A local user may name any image until the
+    project has a list.
 
     Raises:
-        InputError: naming what, the constraint, the value, the next action.
+        InputError: with the field, the constraint, the value and the next action.
     """
     if image is None:
         return
@@ -286,16 +286,16 @@ def refuse_image(image: str | None, workspace: OpenWorkspace, source: Path) -> N
 def refuse_judges_without_scores(
     manifest: Manifest, workspace: OpenWorkspace, source: Path, model: str | None = None
 ) -> None:
-    """Refuse a stage whose `reward_model` makes text: every response would be worth the same.
+    """Refuse a stage whose `reward_model` generates text: every response would get the same reward.
 
-    What a channel serves is known once the stage is bound; its job asks then.
+    A channel's model is known once the stage is bound; then its job checks it.
 
     Args:
         source: the run file or lock, for errors.
-        model: how the run file names its base model; None: it is in the store.
+        model: the base model's name in the run file; None: it is in the store.
 
     Raises:
-        InputError: naming file, stage and judge.
+        InputError: with file, stage and judge.
     """
     for stage in manifest.stages:
         if _JUDGE in stage.inputs and scores(manifest, stage, _JUDGE, workspace, source, model) is False:
@@ -308,7 +308,7 @@ def refuse_judges_without_scores(
 def scores(
     manifest: Manifest, stage: StageManifest, slot: str, workspace: OpenWorkspace, source: Path, model: str | None
 ) -> bool | None:
-    """Whether the model in a slot scores responses; None where nobody knows yet."""
+    """Whether the model in a slot scores responses; None: unknown yet."""
     ref = stage.inputs[slot]
     if ref.source == "stage":
         made = manifest.stage(ref.name).kind
@@ -320,18 +320,18 @@ def scores(
 def check_teachers(
     manifest: Manifest, workspace: OpenWorkspace, source: Path, model: str | None = None
 ) -> Iterator[str]:
-    """Refuse a stage whose `teacher` makes no text, has other tokens than the student, or has not so many as it asks;
+    """Refuse a stage whose `teacher` generates no text, has other tokens than the student, or fewer than `top_k`;
     yield a warning where both are one model.
 
-    What nobody knows yet (a channel's model, a tokenizer without `tokenizer.json`, one of two models made in this run)
-    the stage's job asks.
+    The stage's job checks what is unknown yet: a channel's model, a tokenizer without `tokenizer.json`, one of two
+    models made in this run.
 
     Args:
         source: the run file or lock, for errors.
-        model: how the run file names its base model; None: it is in the store.
+        model: the base model's name in the run file; None: it is in the store.
 
     Raises:
-        InputError: naming file, stage and teacher.
+        InputError: with file, stage and teacher.
     """
     for stage in manifest.stages:
         if _SLOT in stage.inputs:
@@ -342,7 +342,7 @@ def check_teachers(
 
 
 class _Asked:
-    """One stage's teacher, and its student."""
+    """The teacher and the student of one stage."""
 
     def __init__(
         self, manifest: Manifest, stage: StageManifest, workspace: OpenWorkspace, source: Path, model: str | None
@@ -351,15 +351,15 @@ class _Asked:
         self._source, self._model, self._name = source, model, stage.inputs[_SLOT].name
 
     def scores(self) -> str:
-        """Why it makes no text."""
+        """Return why the teacher generates no text; empty: it does."""
         if not scores(self._manifest, self._stage, _SLOT, self._workspace, self._source, self._model):
             return ""
         return f"{_SLOT}: must make text, got {self._name}, which scores responses; name a model that a policy can be"
 
     def speaks_otherwise(self) -> str:
-        """Why its tokens are not the student's."""
+        """Return why its tokens differ from the student's; empty: no difference found."""
         began = [origin(self._manifest, self._stage, slot) for slot in ("model", _SLOT)]
-        if len({type(one) for one in began}) > 1:  # one is made in this run, the other is there: the job compares them
+        if len({type(one) for one in began}) > 1:  # one is made in this run, the other exists: the job compares them
             return ""
         found = [self._tokens(one) for one in began]
         if None in found or found[0] == found[1]:
@@ -371,7 +371,7 @@ class _Asked:
         )
 
     def has_fewer(self) -> str:
-        """Why there are not so many tokens to be the likeliest."""
+        """Return why a vocabulary has fewer than `top_k` tokens; empty: it has enough."""
         asked = self._stage.params.get("top_k")
         sizes = [size for slot in ("model", _SLOT) if (size := self._size(slot))]
         if not isinstance(asked, int) or not sizes or asked <= min(sizes):
@@ -379,7 +379,7 @@ class _Asked:
         return f"top_k: must be at most {min(sizes)}, the tokens of the vocabulary, got {asked}; lower it"
 
     def is_the_student(self) -> Iterator[str]:
-        """A warning: from a copy of itself, which the student is at first, it learns nothing."""
+        """Yield a warning where both are one model: the student then learns nothing."""
         student, teacher = self._stage.inputs.get("model"), self._stage.inputs[_SLOT]
         if student is None or student.source != teacher.source:
             return
@@ -397,7 +397,7 @@ class _Asked:
         return size if isinstance(size, int) else None
 
     def _tokens(self, began: InputRef | StageManifest) -> Mapping[str, Any] | None:
-        """Token → id, as far as a plan can tell; of a model made from nothing its characters."""
+        """Return token → id where available; for a newly initialised model its characters."""
         if isinstance(began, StageManifest):
             characters = began.params.get("characters")
             return dict.fromkeys(str(characters)) if characters else None
@@ -415,5 +415,5 @@ def _vocabulary(data: bytes | None) -> Mapping[str, Any] | None:
         known, added = found["model"]["vocab"], found.get("added_tokens") or []
         tokens = known if isinstance(known, dict) else {token: at for at, (token, _) in enumerate(known)}
         return {**tokens, **{each["content"]: each["id"] for each in added}}
-    except (ValueError, TypeError, KeyError):  # the job, which loads it, says what is wrong with it
+    except (ValueError, TypeError, KeyError):  # the job, which loads it, reports the error
         return None

@@ -1,13 +1,13 @@
-"""Barriers of a reward's process, and bounds on the memory and processes of its cell.
+"""Restrictions of a reward's process, and bounds on the memory and processes of its cell.
 
-Before its code runs, the process gives up for good capabilities, system calls and, where it has no file system of its
-own, files. Three kernel mechanisms, each by its bare interface because the worker holds the standard library only:
-`capset`, seccomp filters (Linux 3.5, x86-64 and arm64) and Landlock (Linux 5.13). None can be taken back, and all are
-inherited.
+Before its code runs, the process permanently gives up capabilities, system calls and, without a separate file system,
+access to files. Three kernel mechanisms are used through their plain interfaces, because the worker has the standard
+library only: `capset`, seccomp filters (Linux 3.5, x86-64 and arm64) and Landlock (Linux 5.13). They cannot be undone,
+and child processes inherit them.
 
-Memory and the number of processes are bounded for all of a cell together, for root too, whom rlimits do not bind. A
-cgroup (version 2) bounds them where one may be made; else whoever waits for the cell looks at its processes ten times a
-second. A look can be late: what a cell takes between two of them is bounded by the limits of each process.
+Memory and the number of processes are bounded for a whole cell, and for root too, whom rlimits do not bind. A cgroup
+(version 2) bounds them where one may be created; else the process that waits for the cell checks its processes ten
+times a second. Between two checks only the limits of each process bound a cell.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DENIED = {
     "kexec_file_load": (320, 294),
     "kexec_load": (246, 104),
     "keyctl": (250, 219),
-    "memfd_create": (319, 279),  # memory that belongs to no process escapes whoever watches processes
+    "memfd_create": (319, 279),  # memory that no process owns would escape the watch
     "memfd_secret": (447, 447),
     "mount": (165, 40),
     "mount_setattr": (442, 442),
@@ -74,45 +74,45 @@ _DENIED = {
     "unshare": (272, 97),
     "userfaultfd": (323, 282),
 }
-# what an IPC namespace separates where there is one
+# separated by an IPC namespace where there is one
 _SHARED = {"mq_open": (240, 180), "msgget": (68, 186), "semget": (64, 190)}
 _CLONE, _CLONE3, _SOCKET = (56, 220), (435, 435), (41, 198)
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET} and NEWTIME
 _INTERNET = (2, 10)  # inet, inet6
-_FAMILIES = (1, *_INTERNET, 16)  # and unix, netlink: those that a network namespace holds; vsock, for one, is not
-# what Landlock does not see of TCP: a first segment sent without connecting, and listening without binding
-_SENDS = {"sendto": (3, (44, 206)), "sendmsg": (2, (46, 211)), "sendmmsg": (3, (307, 269))}  # argument of the flags
+_FAMILIES = (1, *_INTERNET, 16)  # and unix, netlink: those that a network namespace isolates, unlike vsock
+# TCP that Landlock does not cover: data in the first segment without connect, and listen without bind
+_SENDS = {"sendto": (3, (44, 206)), "sendmsg": (2, (46, 211)), "sendmmsg": (3, (307, 269))}  # index of the flags
 _FAST_OPEN, _LISTEN = 0x20000000, (50, 201)
-_PROTOCOLS = (0, 6, 17)  # the family's own, TCP, UDP; multipath TCP, for one, is none that Landlock knows
+_PROTOCOLS = (0, 6, 17)  # the family's default, TCP, UDP; Landlock does not cover others such as multipath TCP
 _X32 = 0x40000000
 _LOAD, _EQUAL, _ATLEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16
-INTERVAL = 0.1  # seconds between looks
+INTERVAL = 0.1  # seconds between checks
 OVER_MEMORY, OVER_PROCESSES = 97, 98  # the cell's exit codes
-_RESIDENT = ("RssAnon:", "RssShmem:", "VmSwap:")  # what only this process holds, in KiB
+_RESIDENT = ("RssAnon:", "RssShmem:", "VmSwap:")  # memory that only this process holds, in KiB
 _CONTROLLERS = Path("/sys/fs/cgroup")
 
 
 def give_up_privileges(libc: Any) -> None:
-    """No capability now, and none by executing a file with more rights."""
+    """Drop all capabilities, and gain none by executing a privileged file."""
     header, none = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
     libc.capset(ctypes.byref(header), ctypes.byref(none))
     libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 def filter_calls(libc: Any, *, apart: bool, sockets: bool) -> list[str]:
-    """Refuse the system calls of `_DENIED`, and sockets: all, or those that no network namespace holds.
+    """Refuse the system calls of `_DENIED`, and sockets: all, or those that a network namespace does not isolate.
 
-    Needs `give_up_privileges` first.
+    Requires `give_up_privileges` first.
 
     Args:
-        apart: whether this process has namespaces of its own; without them System V IPC is refused too.
-        sockets: whether to allow the families of `_FAMILIES`; without namespaces those of `_INTERNET`, as unix sockets
-            are this machine's then.
+        apart: whether this process has separate namespaces; without them System V IPC is refused too.
+        sockets: whether to allow the families of `_FAMILIES`; without namespaces those of `_INTERNET`, because unix
+            sockets would reach the machine's.
 
     Returns:
-        What is missing, in words.
+        The missing restrictions, as text.
     """
     machine = platform.machine()
     if machine not in _AUDIT_ARCH:
@@ -126,7 +126,7 @@ def filter_calls(libc: Any, *, apart: bool, sockets: bool) -> list[str]:
 
 
 def _program(arch: int, column: int, apart: bool, sockets: bool) -> list[bytes]:
-    """A classic BPF program: every rule loads, compares and returns, or goes on to the next."""
+    """Return a classic BPF program: every rule loads, compares and returns, or continues with the next."""
     refuse = _ERRNO | errno.EPERM
     rules = [
         _step(_LOAD, _ARCH_AT),
@@ -137,7 +137,7 @@ def _program(arch: int, column: int, apart: bool, sockets: bool) -> list[bytes]:
     ]
     for numbers in (*_DENIED.values(), *(() if apart else _SHARED.values())):
         rules += _when(_EQUAL, numbers[column], refuse)
-    rules += _when(_EQUAL, _CLONE3[column], _ERRNO | errno.ENOSYS)  # its flags lie in memory; the C library takes clone
+    rules += _when(_EQUAL, _CLONE3[column], _ERRNO | errno.ENOSYS)  # its flags are in memory; the C library falls back to clone
     rules += _of(_CLONE[column], [_argument(0), *_when(_ANY_BIT, _NEW_NAMESPACES, refuse)])
     if sockets and not apart:
         rules += _when(_EQUAL, _LISTEN[column], refuse)
@@ -147,7 +147,7 @@ def _program(arch: int, column: int, apart: bool, sockets: bool) -> list[bytes]:
 
 
 def _sockets(apart: bool, refuse: int) -> list[bytes]:
-    """Which sockets may be made: those of some families, without a network namespace of some protocols too."""
+    """Allow sockets of some families; without a network namespace also only some protocols."""
     rules = [_argument(0)]
     for family in _FAMILIES if apart else _INTERNET:
         rules += _when(_EQUAL, family, _ALLOW) if apart else [_step(_EQUAL, family, 0, 2 * len(_PROTOCOLS) + 2)]
@@ -158,7 +158,7 @@ def _sockets(apart: bool, refuse: int) -> list[bytes]:
 
 
 def _of(number: int, rules: list[bytes]) -> list[bytes]:
-    """Rules for one system call, the number of which is loaded, before and after."""
+    """Return rules for one system call; its number is loaded before and after."""
     return [_step(_EQUAL, number, 0, len(rules) + 1), *rules, _step(_LOAD, _NUMBER_AT)]
 
 
@@ -168,7 +168,7 @@ def _argument(place: int) -> bytes:
 
 
 def _when(test: int, value: int, then: int) -> list[bytes]:
-    """Return `then` where the test holds, else go on."""
+    """Return `then` where the test holds, else continue."""
     return [_step(test, value, 0, 1), _step(_RETURN, then)]
 
 
@@ -203,10 +203,10 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"
 
 
 def fence_files(libc: Any, readable: Sequence[str], writable: Sequence[str], ports: Sequence[int] = ()) -> list[str]:
-    """Landlock: reach only these paths from now on; what that does not hold back, in words.
+    """Restrict this process to these paths by Landlock; return the missing restrictions, as text.
 
-    Needs `give_up_privileges` first. Where the kernel knows them, TCP (but to `ports`, of whatever host), abstract unix
-    sockets and signals to processes outside are fenced as well.
+    Requires `give_up_privileges` first. Where the kernel supports it, TCP (except to `ports`, of any host), abstract
+    unix sockets and signals to processes outside are refused as well.
     """
     abi = libc.syscall(_CREATE, None, ctypes.c_size_t(0), 1)
     if abi < 1:
@@ -246,20 +246,20 @@ def _allow(libc: Any, rules: int, path: str, access: int) -> None:
 
 
 class Watch:
-    """Looks at a process's descendants and says which bound they passed.
+    """Checks whether the descendants of a process exceed a bound.
 
     Args:
-        root: whose descendants.
+        root: the process.
         memory: bytes.
-        processes: with their threads.
-        proc: where processes are described.
+        processes: threads included.
+        proc: the mount point of proc.
     """
 
     def __init__(self, root: int, memory: int, processes: int, proc: Path = Path("/proc")) -> None:
         self._root, self._memory, self._processes, self._proc = root, memory, processes, proc
 
     def over(self) -> int | None:
-        """The exit code of the bound that is passed; None while all is well."""
+        """Return the exit code of the exceeded bound; None: none is exceeded."""
         tasks, held = 0, 0
         for pid in below(self._root, self._proc):
             found = _status(self._proc / str(pid))
@@ -270,7 +270,7 @@ class Watch:
 
 
 def _status(process: Path) -> tuple[int, int]:
-    """Threads, and bytes that the process holds; nothing of one that is gone."""
+    """Return threads and resident bytes of a process; zeros for one that has ended."""
     try:
         lines = (process / "status").read_text(errors="replace").splitlines()
     except OSError:
@@ -281,7 +281,7 @@ def _status(process: Path) -> tuple[int, int]:
 
 
 def below(root: int, proc: Path = Path("/proc")) -> list[int]:
-    """All descendants of a process: what it started, and what was left to it."""
+    """Return all descendants of a process, adopted ones included."""
     found, edge = [], [root]
     while edge:
         edge = [child for pid in edge for child in _children(pid, proc)]
@@ -298,20 +298,20 @@ def _children(pid: int, proc: Path) -> list[int]:
 
 
 class Group:
-    """A cgroup of its own for one cell: the kernel holds the bounds."""
+    """A dedicated cgroup for one cell: the kernel enforces the bounds."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @classmethod
     def make(cls, memory: int, processes: int, root: Path = _CONTROLLERS, own: str | None = None) -> Group | None:
-        """A new group below this process's; None where none with both bounds may be made.
+        """Return a new group below this process's or its parent; None where none with both bounds can be created.
 
         Args:
             memory: bytes, swap included.
-            processes: with threads.
-            root: where the hierarchy is mounted.
-            own: this process's place in it; by default what the kernel says.
+            processes: threads included.
+            root: the mount point of the hierarchy.
+            own: this process's group; by default as the kernel reports it.
         """
         place = _own_group() if own is None else own
         if place is None or not (root / "cgroup.controllers").exists():
@@ -337,11 +337,11 @@ class Group:
         return None
 
     def join(self) -> None:
-        """Put the calling process in; what it starts stays in."""
+        """Move the calling process into the group; its children stay in it."""
         (self.folder / "cgroup.procs").write_text("0")
 
     def passed(self) -> int | None:
-        """The exit code of the bound at which the kernel killed or refused; None: none."""
+        """Return the exit code of the memory bound if the kernel killed at it, else None."""
         with contextlib.suppress(OSError, ValueError):
             events = dict(line.split() for line in (self.folder / "memory.events").read_text().splitlines())
             if int(events.get("oom_kill", "0")):
@@ -349,7 +349,7 @@ class Group:
         return None
 
     def remove(self) -> None:
-        """Forget it, once it is empty."""
+        """Remove the group, if it is empty."""
         with contextlib.suppress(OSError):
             self.folder.rmdir()
 

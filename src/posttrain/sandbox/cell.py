@@ -1,25 +1,25 @@
-"""The cell in which a reward's code runs, its file system, and its way to declared hosts.
+"""The cell in which a reward's code runs, its file system, and its connections to declared hosts.
 
-The cell reaches nothing else, and nothing it starts outlives it:
+The cell reaches nothing else, and no process of it outlives it:
 
 ::
 
-    job ── keeper ── init ── reward      the kernel gives namespaces: `init` is pid 1 of one of its own
-    job ── keeper ────────── reward      it does not: the keeper adopts what the reward detaches
+    job ── keeper ── init ── reward      with namespaces: `init` is pid 1 of a separate PID namespace
+    job ── keeper ────────── reward      without: the keeper adopts processes that the reward detaches
 
-The keeper runs none of the reward's code. It waits for SIGTERM, which the job sends to close the cell and the kernel
-sends when the job dies, or for the end of its child; then it kills everything below it, waits until that is gone, and
-ends with its child's exit code (128 + n for signal n). With a PID namespace the kernel itself kills all that is in it
-with its pid 1; without one the keeper is a child subreaper: what loses its parent becomes the keeper's child. Where no
-cgroup bounds the cell's memory and processes, the keeper looks at both ten times a second.
+The keeper runs none of the reward's code. It waits for the end of its child or for SIGTERM, which the job sends to
+close the cell and the kernel sends when the job dies. Then it kills all its descendants, waits until they have ended,
+and exits with its child's exit code (128 + n for signal n). With a PID namespace the kernel kills every process in it
+when pid 1 ends; without one the keeper is a child subreaper: orphaned processes become its children. Where no cgroup
+bounds the cell's memory and processes, the keeper checks both ten times a second.
 
-With namespaces the reward has a root of its own, no network but declared hosts, no other process and no shared memory
-of others in sight. Without them Landlock and a filter of system calls hold back what they can (`sandbox.barriers`), and
-`Confinement.whole` is false: `plan` refuses that unless the workspace trusts its rewards.
+With namespaces the reward has its own root, a network of the declared hosts only, and sees no other process and no
+foreign shared memory. Without them Landlock and a system call filter restrict it as far as they can
+(`sandbox.barriers`), and `Confinement.whole` is false: `plan` refuses that unless the workspace trusts its rewards.
 
 Standard library only; single-threaded, because it forks.
 
-The file system of a reward is a root of its own that holds, read-only, what it needs and nothing else:
+The file system of a reward is a separate root that contains only what it needs, read-only:
 
 ::
 
@@ -27,16 +27,15 @@ The file system of a reward is a root of its own that holds, read-only, what it 
     sys.prefix …           the interpreter and its environment          read-only, at their own paths
     /reward                its source and the files that the run declares  read-only
     /etc                   a few files made here, certificates, time zone  read-only
-    /dev                   null, zero, full, random, urandom; shm of its own
-    /proc                  its own PID namespace's                      read-only; empty where the kernel refuses one
+    /dev                   null, zero, full, random, urandom; a separate shm
+    /proc                  of the cell's PID namespace                  read-only; empty where the kernel refuses one
     /tmp                   its scratch: home and working folder         bounded in bytes
 
-Pid 1 of the cell builds it, with the capabilities that its user namespace gives; standard library only.
+Pid 1 of the cell builds it, with the capabilities of its user namespace; standard library only.
 
-The job connects a cell to the hosts that its reward declares, and to nothing else. The listening sockets belong to the
-cell's network namespace, which has no other way out; accepting and connecting happen in the job, one thread per
-direction. The reward names the host as usual (`/etc/hosts` of the cell leads it here), so TLS sees the name that it
-asked for.
+The job connects a cell only to the hosts that its reward declares. The listening sockets are in the cell's network
+namespace, which has no other route; the job accepts and connects, with one thread per direction. The reward uses the
+host's name as usual (`/etc/hosts` of the cell maps it to the listener), so TLS verifies the requested name.
 """
 
 import contextlib
@@ -92,27 +91,27 @@ def move_in(
     scratch: int,
     hosts: Mapping[str, str],
 ) -> list[str]:
-    """Build the root over the folder `base`, move into it, and lose sight of the machine's own.
+    """Build the root over the folder `base`, move into it, and detach the machine's own root.
 
     Args:
         base: an empty folder.
         readable: existing files and folders that the reward needs, at their own paths.
-        hidden: folders that are empty for it where they lie in a readable one.
+        hidden: folders that are empty for the reward where they are inside a readable one.
         source: the folder that becomes `/reward`.
         scratch: bytes of `/tmp`.
         hosts: name → address, for `/etc/hosts`.
 
     Returns:
-        What is missing, in words.
+        The missing parts, as text.
 
     Raises:
-        OSError: the kernel refuses a step; this process has a mount namespace of its own by then, or none.
+        OSError: the kernel refuses a step; by then this process may have its own mount namespace.
     """
     _done(libc.unshare(_MOUNT), "unshare")
     _mount(libc, None, "/", None, _RECURSIVE | _PRIVATE)
     _mount(libc, "tmpfs", base, "tmpfs", _NO_SUID | _NO_DEVICES, f"size=1m,nr_inodes={_INODES},mode=755")
     root = Path(base)
-    (root / HOME[1:]).mkdir()  # before what is shown: an environment may lie in it
+    (root / HOME[1:]).mkdir()  # first: an environment may be in /tmp
     options = f"size={scratch},nr_inodes={_INODES},mode=700"
     _mount(libc, "tmpfs", str(root / HOME[1:]), "tmpfs", _NO_SUID | _NO_DEVICES, options)
     for path in (*SYSTEM, *SETTINGS, *readable):
@@ -124,21 +123,21 @@ def move_in(
     _devices(libc, root)
     _settings(root, hosts)
     (root / "proc").mkdir(exist_ok=True)
-    inert = _READ_ONLY | _NO_SUID | _NO_DEVICES | _NO_EXEC  # as root even /proc/sys is writable by its owner
+    inert = _READ_ONLY | _NO_SUID | _NO_DEVICES | _NO_EXEC  # as root, its owner could write even /proc/sys
     missing = libc.mount(b"proc", os.fsencode(root / "proc"), b"proc", inert, None)
     _mount(libc, None, base, None, _REMOUNT | _BIND | _READ_ONLY | _NO_SUID | _NO_DEVICES)
     os.chdir(base)
     number = _PIVOT_ROOT.get(os.uname().machine)
     if number is None:
         raise OSError(f"pivot_root: unknown on {os.uname().machine}")
-    _done(libc.syscall(number, b".", b"."), "pivot_root")  # the old root now lies over the new one
+    _done(libc.syscall(number, b".", b"."), "pivot_root")  # the old root is now mounted over the new one
     _done(libc.umount2(b".", _DETACH), "umount")
     os.chdir(HOME)
     return ["the reward finds /proc empty: the kernel refuses one of its own here"] if missing else []
 
 
 def _show(libc: Any, root: Path, path: str) -> None:
-    """A path of the machine at the same place; links stay links."""
+    """Make a path of the machine visible at the same place; links stay links."""
     place = root / path[1:]
     if not os.path.lexists(path) or os.path.lexists(place):
         return
@@ -150,7 +149,7 @@ def _show(libc: Any, root: Path, path: str) -> None:
 
 
 def _bind(libc: Any, path: str, place: Path) -> None:
-    """A read-only view without devices and set-user-id programs, of everything mounted below too."""
+    """Mount a path recursively, read-only, without devices and set-user-id programs."""
     if os.path.isdir(path):
         place.mkdir(parents=True, exist_ok=True)
     else:
@@ -177,7 +176,7 @@ def _devices(libc: Any, root: Path) -> None:
     for name in _DEVICES:
         (folder / name).touch()
         _mount(libc, f"/dev/{name}", str(folder / name), None, _BIND)
-        # writing to a device needs no writable mount, changing its mode does: root would change the machine's
+        # devices stay writable on a read-only mount, but root cannot change the mode of the machine's device
         _mount(libc, None, str(folder / name), None, _REMOUNT | _BIND | _READ_ONLY | _NO_SUID | _NO_EXEC)
     for name, target in (("fd", "self/fd"), ("stdin", "self/fd/0"), ("stdout", "self/fd/1"), ("stderr", "self/fd/2")):
         (folder / name).symlink_to(f"/proc/{target}")
@@ -186,7 +185,7 @@ def _devices(libc: Any, root: Path) -> None:
 
 
 def _settings(root: Path, hosts: Mapping[str, str]) -> None:
-    """Names for the own user, the own machine and the declared hosts, and no others."""
+    """Write the names of the user, of localhost and of the declared hosts."""
     folder = root / "etc"
     folder.mkdir(exist_ok=True)
     user, group = os.getuid(), os.getgid()
@@ -212,16 +211,16 @@ def _done(result: int, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CellPlan:
-    """What a cell is made of; JSON values, for it goes to the worker as an argument."""
+    """The settings of a cell, as JSON values because the worker receives them as an argument."""
 
-    base: str  # an empty folder of the job's, over which the root is mounted
+    base: str  # an empty folder of the job, over which the root is mounted
     source: str  # a folder with the reward's source and declared files
-    scratch: str  # a folder of the job's, in which the reward works where it can have no root of its own
+    scratch: str  # a folder of the job, in which the reward works without a separate root
     readable: Sequence[str]  # interpreter, environment
-    hidden: Sequence[str]  # empty for the reward where they lie in a readable one
+    hidden: Sequence[str]  # empty for the reward where they are inside a readable one
     limits: Mapping[str, int]  # RLIMIT_… → value, of each process
     memory: int  # bytes of all its processes and its scratch
-    processes: int  # with threads
+    processes: int  # threads included
     scratch_bytes: int
     hosts: Mapping[str, str]  # declared hosts → their address in the cell
     ports: Sequence[tuple[str, int]] = ()  # (address, port) in the cell, to be relayed by the job
@@ -229,9 +228,9 @@ class CellPlan:
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """What came of it."""
+    """The confinement that was achieved."""
 
-    whole: bool  # namespaces and a root of its own; else notes say what is missing
+    whole: bool  # with namespaces and a separate root; else notes list the missing parts
     notes: tuple[str, ...]
     home: str  # its scratch
     source: str  # where the folder `source` is now
@@ -239,17 +238,17 @@ class Confinement:
 
 
 def enter(parent: int, plan: CellPlan) -> Confinement:
-    """Go on as the confined process; the calling process stays behind as its keeper and never returns.
+    """Return in the confined process; the calling process becomes its keeper and never returns.
 
     Args:
-        parent: the process that must outlive this one.
+        parent: the job's process; this one ends with it.
         plan: what the reward needs.
     """
     if sys.platform != "linux":
         notes = ("the reward can read, write and reach what its user can: cells need Linux", *_limit(plan.limits))
         return Confinement(False, notes, plan.scratch, plan.source)
     libc = ctypes.CDLL(None, use_errno=True)
-    tasks = plan.processes + _own_tasks()  # counted while user ids still mean something
+    tasks = plan.processes + _own_tasks()  # before the user namespace changes user ids
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     group = Group.make(plan.memory, plan.processes)
     notes = _unshare(libc)
@@ -257,7 +256,7 @@ def enter(parent: int, plan: CellPlan) -> Confinement:
     libc.prctl(_SUBREAPER, 1, 0, 0, 0)
     libc.prctl(_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # after unshare: a change of credentials clears it
     if os.getppid() != parent:
-        os._exit(1)  # it died before prctl took effect
+        os._exit(1)  # the parent died before prctl took effect
     watch = None if group else Watch(os.getpid(), plan.memory, plan.processes)
     left = Path(plan.base).parent
     _fork(libc, lambda child: _keep(child, apart, group, watch, lambda: _sweep(parent, left)))
@@ -281,7 +280,7 @@ def enter(parent: int, plan: CellPlan) -> Confinement:
             rooted = False
             notes.append(f"the reward has no root of its own: {error}")
         libc.prctl(_DUMPABLE, 0, 0, 0, 0)
-        # pid 1 collects the dead, and ends with the child; then the kernel ends all else in the namespace
+        # pid 1 reaps processes and ends with the child; then the kernel kills the rest of the namespace
         _fork(libc, lambda child: os._exit(_wait(child, None)))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
     notes += _confine(libc, plan, apart, rooted, {**plan.limits, "RLIMIT_NPROC": tasks})
@@ -290,9 +289,9 @@ def enter(parent: int, plan: CellPlan) -> Confinement:
 
 
 def _confine(libc: Any, plan: CellPlan, apart: bool, rooted: bool, limits: Mapping[str, int]) -> list[str]:
-    """The last steps, in the process that will run the reward's code; what is missing, in words."""
+    """Take the last steps in the process that will run the reward's code; return the missing parts, as text."""
     give_up_privileges(libc)
-    libc.prctl(_DUMPABLE, 1, 0, 0, 0)  # its own /proc/self
+    libc.prctl(_DUMPABLE, 1, 0, 0, 0)  # /proc/self must be readable
     notes = []
     if not rooted:
         ports = () if apart else tuple(port for _, port in plan.ports)
@@ -307,9 +306,9 @@ def _confine(libc: Any, plan: CellPlan, apart: bool, rooted: bool, limits: Mappi
 
 
 def _unshare(libc: Any) -> list[str]:
-    """All namespaces or none: with a user namespace (no privilege needed), else as root; what is missing, in words."""
+    """Enter all namespaces or none: unprivileged in a user namespace, else as root; return what could not be had."""
     trial = os.fork()
-    if not trial:  # a namespace that is half made cannot be left
+    if not trial:  # a trial, since a partly entered namespace cannot be left
         os._exit(_unshare_as_user(libc))
     why = os.waitstatus_to_exitcode(os.waitpid(trial, 0)[1])
     if not why:
@@ -323,7 +322,7 @@ def _unshare(libc: Any) -> list[str]:
 
 
 def _unshare_as_user(libc: Any) -> int:
-    """Every namespace, below a user namespace in which the own numbers are the same; the error's number, or 0."""
+    """Enter every namespace below a user namespace that keeps the user's ids; return the error number, or 0."""
     user, group = os.getuid(), os.getgid()
     if libc.unshare(_USER | _NAMESPACES):
         return ctypes.get_errno()
@@ -331,13 +330,13 @@ def _unshare_as_user(libc: Any) -> int:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-    except OSError as error:  # root without the capability to give its number away
+    except OSError as error:  # root without the capability to map its id
         return error.errno or errno.EPERM
     return 0
 
 
 def _listeners(ports: Sequence[tuple[str, int]]) -> tuple[socket.socket, ...]:
-    """Sockets of this network namespace, for the job to accept from."""
+    """Return sockets of this network namespace, on which the job accepts."""
     if not ports:
         return ()
     import fcntl
@@ -349,20 +348,20 @@ def _listeners(ports: Sequence[tuple[str, int]]) -> tuple[socket.socket, ...]:
 
 
 def _fork(libc: Any, stay: Callable[[int], NoReturn]) -> None:
-    """Go on in a child that dies with this process, which stays with `stay(child)`."""
+    """Return in a child that dies with this process; this process runs `stay(child)`."""
     this = os.getpid()
     child = os.fork()
     if child:
         stay(child)
     libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() not in (this, 0):  # 0: it is in another PID namespace
+    if os.getppid() not in (this, 0):  # 0: the parent is in another PID namespace
         os._exit(1)
 
 
 def _keep(child: int, apart: bool, group: Group | None, watch: Watch | None, last: Callable[[], None]) -> NoReturn:
-    """Wait for an order, a bound passed or the child's end, then leave nothing behind.
+    """Wait for SIGTERM, an exceeded bound or the child's end, then kill and remove everything of the cell.
 
-    Where the child is pid 1 of its own namespace, it is the only one to kill: the numbers of others are theirs.
+    Where the child is pid 1 of a namespace, only the child is killed: the kernel kills the rest.
     """
     code = _wait(child, watch)
     while True:
@@ -370,7 +369,7 @@ def _keep(child: int, apart: bool, group: Group | None, watch: Watch | None, las
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         try:
-            os.waitpid(-1, 0)  # what this orphans becomes a child of this process, for the next round
+            os.waitpid(-1, 0)  # orphans become children of this process, for the next round
         except ChildProcessError:
             break
     if group:
@@ -381,7 +380,7 @@ def _keep(child: int, apart: bool, group: Group | None, watch: Watch | None, las
 
 
 def _sweep(job: int, folder: Path) -> None:
-    """Remove what a job that died, or is about to, cannot: its pipes close a while before it has another parent."""
+    """Remove the folder of a job that died or is exiting: its pipes close before its children are reparented."""
     said = _stat(Path("/proc", str(job)))
     if os.getppid() != job or (said and int(said[6]) & _EXITING):
         shutil.rmtree(folder, ignore_errors=True)
@@ -404,7 +403,7 @@ def _wait(child: int, watch: Watch | None) -> int:
 
 
 def _collect(child: int) -> int | None:
-    """Reap whoever has ended; the child's exit code when it is among them."""
+    """Reap every ended process; return the child's exit code if it is one of them."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -418,7 +417,7 @@ def _collect(child: int) -> int | None:
 
 
 def _unreaped(child: int) -> list[int]:
-    """The child, unless it has been waited for: its number may be another process's then."""
+    """Return the child, unless it was reaped: then another process may have its pid."""
     try:
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -427,7 +426,7 @@ def _unreaped(child: int) -> list[int]:
 
 
 def _children() -> list[int]:
-    """Direct children, by /proc (ps-style: `pid (name) state ppid …`)."""
+    """Return direct children, read from /proc (`pid (name) state ppid …`)."""
     this, found = os.getpid(), []
     for entry in Path("/proc").glob("[0-9]*"):
         fields = _stat(entry)
@@ -437,7 +436,7 @@ def _children() -> list[int]:
 
 
 def _own_tasks() -> int:
-    """Processes and threads of this user."""
+    """Count processes and threads of this user."""
     uid, total = os.getuid(), 0
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -450,7 +449,7 @@ def _own_tasks() -> int:
 
 
 def _stat(process: Path) -> list[str]:
-    """/proc/PID/stat from the state on; empty for a process that is gone."""
+    """Return the fields of /proc/PID/stat from the state on; empty for a process that has ended."""
     try:
         return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -471,7 +470,7 @@ def _limit(limits: Mapping[str, int]) -> list[str]:
 
 
 class Relay:
-    """Accepts in the cell, connects outside.
+    """Forwards connections that it accepts in the cell to hosts outside.
 
     Args:
         listeners: one per destination.
@@ -489,11 +488,11 @@ class Relay:
         """End every connection, and accept no more."""
         for listener in self._listeners:
             with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+                listener.shutdown(socket.SHUT_RDWR)  # ends the thread's accept
             listener.close()
         for one in list(self._open):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)  # wakes the threads that read
+                one.shutdown(socket.SHUT_RDWR)  # ends the threads' reads
 
     def _accept(self, listener: socket.socket, destination: str) -> None:
         host, _, port = destination.rpartition(":")
@@ -518,7 +517,7 @@ class Relay:
                 back.join()
                 self._open -= {inside, outside}
         except OSError:
-            return  # refused or unknown: the reward sees its connection closed
+            return  # refused or unknown host: the reward's connection closes
         finally:
             self._places.release()
 

@@ -1,8 +1,7 @@
-"""A reward function in its own process or in several, and weighted sums of rewards.
+"""A reward function in one or several separate processes, and weighted sums of rewards.
 
-The process is killed when it passes its deadline, and started again after a kill. Several processes side by side are
-what `placement: {reward: {cpus: 8}}` asks for. `reward: {right: 1.0, brief: 0.2}` makes one reward of several: total =
-Σ wᵢ · rᵢ.
+The process is killed when it exceeds its deadline, and started again after a kill. `placement: {reward: {cpus: 8}}`
+runs several processes in parallel. `reward: {right: 1.0, brief: 0.2}` combines rewards into one: total = Σ wᵢ · rᵢ.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ from posttrain.sandbox.session import (
 )
 
 TRUST = "let the kernel give namespaces, or say that the workspace trusts its rewards: posttrain init --rewards trusted"
-LOAD_TIMEOUT = 30.0  # seconds that importing the reward's source may take, on a busy machine
-_KILLED_MOST = 3  # times in a row that its process may be killed from outside
-_PAUSE = 0.2  # seconds before it is started again
+LOAD_TIMEOUT = 30.0  # seconds for importing the reward's source, on a busy machine
+_KILLED_MOST = 3  # consecutive kills from outside that are tolerated
+_PAUSE = 0.2  # seconds before a restart
 
 
 class ProcessReward:
     """A reward function in a worker process; see `open_reward`."""
 
-    notes: tuple[str, ...]  # what could not be confined, in words
-    confined: bool  # whether it has namespaces and a root of its own
+    notes: tuple[str, ...]  # what could not be confined, as text
+    confined: bool  # whether it has namespaces and a separate root
 
     def __init__(
         self,
@@ -73,7 +72,7 @@ class ProcessReward:
         self._name = name or f"reward {source or found.name}"
         self._scratch = Scratch()
         self._closed, self._killed = False, 0
-        self._fatal = ""  # what ended it
+        self._fatal = ""  # the message of the fatal error
         self._killed_at: list[int] = []
         self._places: list[int] = []
         self._log = Log()
@@ -91,15 +90,15 @@ class ProcessReward:
             raise
 
     def score(self, call: RewardCall, allowed: int = 0, places: Sequence[int] | None = None) -> list[Score]:
-        """Score one batch, within the time-out for what is asked at once; see `RewardFunction.score`.
+        """Score one batch, with the time-out for each request; see `RewardFunction.score`.
 
         Raises:
-            RewardError: more than `allowed` completions failed, or all; an answer that belongs to none.
-            InfrastructureError: its process was killed from outside again and again.
+            RewardError: more than `allowed` completions failed, or all; an answer for an unknown completion.
+            InfrastructureError: its process was repeatedly killed from outside.
         """
         if not len(call):
             return []
-        if self._fatal:  # whoever asks next hears what ended it
+        if self._fatal:  # later calls raise the same error
             raise RewardError(self._fatal)
         if self._closed:
             raise InputError(f"{self._name} is closed; open it again to score")
@@ -115,7 +114,7 @@ class ProcessReward:
         return [found[i] for i in range(len(call))]
 
     def close(self) -> None:
-        """Kill the worker and everything it started, detached or not; remove its scratch folder."""
+        """Kill the worker and all its descendants, detached or not; remove its scratch folder."""
         self._closed = True
         if self._session:
             self._session.close()
@@ -131,16 +130,16 @@ class ProcessReward:
     # --- one request --------------------------------------------------------------------------------------------------
 
     def _ask(self, call: RewardCall, part: list[int], found: dict[int, Score]) -> _Fault | None:
-        """Score a part; what is known goes into `found`. None when all is, else why the rest is not.
+        """Score a part into `found`. Return None when all of it is scored, else the fault of the rest.
 
-        A worker that was killed from outside is started again, and asked the same.
+        A worker that was killed from outside is started again and receives the same request.
         """
         while True:
             chosen = [i for i in part if i not in found]
             given = part_of(call, chosen)
             columns = {field.name: getattr(given, field.name) for field in fields(given)}
             session = self._opened()
-            waiting = {self._places[i]: i for i in chosen}  # by the numbers that worker and errors use
+            waiting = {self._places[i]: i for i in chosen}  # the indices in worker messages and errors
             at = list(waiting)
             try:
                 for message in session.ask({"op": "score", "at": at, **columns}, self._timeout):
@@ -156,10 +155,10 @@ class ProcessReward:
             except EndedError as error:
                 self._session = None
                 self._killed_at.append(session.at)
-                own = self._killed_at[-3:] == [session.at] * 3 and session.at in at  # thrice at one completion
+                own = self._killed_at[-3:] == [session.at] * 3 and session.at in at  # three times at one completion
                 if not error.killed or (own and self.dialect not in BATCHED):
                     return _Fault(Score.failure("error", f"{self._name} {error}"), session.at, at[0])
-                for i in chosen:  # asked all over again, so that it draws the same random numbers
+                for i in chosen:  # all are scored again, for the same random numbers
                     found.pop(i, None)
                 self._count_kill(error)
             except MalformedError as error:
@@ -189,15 +188,15 @@ class ProcessReward:
             raise MalformedError("an end before every completion was answered")
 
     def _again(self, call: RewardCall, left: list[int], fault: _Fault, found: dict[int, Score]) -> list[list[int]]:
-        """What to ask next after a failure: smaller parts, until those that fail stand alone.
+        """Return the next requests after a failure: smaller parts, until each failing completion is isolated.
 
-        Of a function that scores one completion after the other the worker says which one it was at; a batched one is
-        asked by prompt, then one by one. A slow batch is no hanging completion: one at which it stopped in the middle
-        of a part is asked alone, with all the time there is.
+        For a function that scores one completion after another the worker reports the completion it was at; a batched
+        function is called per prompt, then per completion. A slow batch is not a hanging completion: a completion that
+        timed out in the middle of a part is scored alone, with the full time-out.
         """
         if self.dialect not in BATCHED:
             culprit = next((i for i in left if self._places[i] == fault.at), None)
-            if culprit is None and len(left) > 1 and fault.score.status == "timeout":  # it was at none of them
+            if culprit is None and len(left) > 1 and fault.score.status == "timeout":  # it was at none of the part
                 return [[i] for i in left]
             culprit = left[0] if culprit is None else culprit
             rest = [i for i in left if i != culprit]
@@ -222,7 +221,7 @@ class ProcessReward:
     # --- the worker ---------------------------------------------------------------------------------------------------
 
     def _opened(self) -> Session:
-        """The worker with the reward loaded, started where there is none."""
+        """Return the worker with the reward loaded, starting it if necessary."""
         while self._session is None:
             if self._closed:
                 raise InputError(f"{self._name} is closed; open it again to score")
@@ -246,7 +245,7 @@ class ProcessReward:
                 ) from None
             except MalformedError as error:
                 raise RewardError(f"{self._name} answered {error}; it must not write to its worker's socket") from None
-            if self._closed:  # by another thread, meanwhile
+            if self._closed:  # by another thread in the meantime
                 session.close()
                 raise InputError(f"{self._name} is closed; open it again to score")
             self._session, self.confined, self.notes = session, session.confined, session.notes
@@ -254,7 +253,7 @@ class ProcessReward:
         return self._session
 
     def _ended(self, why: str) -> RewardError:
-        """Its worker is not asked again."""
+        """Close the reward permanently and return the error."""
         self.close()
         self._fatal = f"{self._name} {why}"
         return RewardError(self._fatal)
@@ -287,12 +286,12 @@ class _Fault:
     """Why a part could not be scored as a whole."""
 
     score: Score
-    at: int  # the completion that the worker says it was at
+    at: int  # the completion that the worker reported
     first: int  # the first one of the part
 
 
 class _PartFailedError(Exception):
-    """The part of a call as a whole could not be scored."""
+    """A part of a call could not be scored as a whole."""
 
     def __init__(self, score: Score) -> None:
         super().__init__(score.message)
@@ -311,44 +310,45 @@ def open_reward(
     provision: Provision | None = None,
     confined: bool = False,
 ) -> ProcessReward:
-    """Start a worker for one reward function; close it when the job ends.
+    """Start a worker for one reward function; the caller closes it when the job ends.
 
-    The function may be written in any dialect of `sandbox.dialects`. It runs with a minimal environment in a
-    cell (`sandbox.cell`): a read-only root with the interpreter, its environment, its own source and declared
-    files; a bounded scratch as home; no network but declared hosts, no other processes; bounds on memory, processes and
-    output. `notes` says what the kernel does not give, `confined` whether it gives all. It ends, with everything it
-    started, when it is closed, when it passes its time-out, and when the thread that opened it ends. It must give the
-    same scores for the same call; Python's and numpy's global generators are seeded from the call for that.
+    The function may be written in any dialect of `sandbox.dialects`. It runs with a minimal environment in a cell
+    (`sandbox.cell`): a read-only root with the interpreter, its environment, its own source and declared files; a
+    bounded scratch folder as home; a network of declared hosts only, no other processes; bounds on memory, processes
+    and output. `notes` lists what the kernel does not provide, `confined` is true where it provides all. The worker and
+    its descendants end when it is closed, when it exceeds its time-out, and when the thread that opened it ends. The
+    function must return the same scores for the same call; therefore Python's and numpy's global generators are seeded
+    from the call.
 
     Args:
         path: the source file, or a folder that is the reward.
         entry: `function`, `file.py:function` or `file.py:`; without a function name it is `score`, `compute_score` or
             the only public function; without a file name a folder must hold `reward.py` or one Python file.
-        timeout: seconds that what is asked at once may take.
-        dialect: one of `DIALECTS` when the parameter names do not tell; `auto` reads them.
-        name: how errors call it, e.g. `reward:exact@1`.
-        source: the file's original name for error messages, when `path` is a blob called by its digest.
-        hidden: folders the reward finds empty wherever they lie, such as the workspace.
-        provision: what the run declares that it gets besides.
+        timeout: seconds for each request.
+        dialect: one of `DIALECTS` where the parameter names are ambiguous; `auto` reads them.
+        name: its name in errors, e.g. `reward:exact@1`.
+        source: the file's original name for error messages, when `path` is a blob named by its digest.
+        hidden: folders that the reward finds empty, wherever they are, such as the workspace.
+        provision: files, hosts and secrets that the run declares.
         confined: refuse to run its code where the kernel cannot confine it.
 
     Raises:
         InputError: no such file or function, not Python, parameters of no dialect, an unknown dialect; not confined.
         RewardError: its code raises or hangs while it is imported.
-        InfrastructureError: its process is killed from outside again and again.
+        InfrastructureError: its process is repeatedly killed from outside.
     """
     return ProcessReward(path, entry, timeout, dialect or "auto", name, source, hidden, provision, confined)
 
 
 @final
 class ParallelReward:
-    """`RewardFunction` over equal ones, each in a process of its own.
+    """A `RewardFunction` over equal functions, each in its own process.
 
-    Completions of one prompt stay together, because a function may compare them; so what a function sees of *other*
-    prompts depends on how many processes there are, and a score should not.
+    Completions of one prompt stay together, because a function may compare them. Which *other* prompts a function gets
+    depends on the number of processes, so a score must not depend on them.
 
     Args:
-        functions: at least one; closed with this one.
+        functions: at least one; closed with this object.
     """
 
     def __init__(self, functions: Sequence[RewardFunction]) -> None:
@@ -357,11 +357,11 @@ class ParallelReward:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know; said once."""
+        """Notes for a person, of one process."""
         return self._functions[0].notes
 
     def score(self, call: RewardCall, allowed: int = 0, places: Sequence[int] | None = None) -> list[Score]:
-        """Score one batch, of which at most `allowed` completions may fail; the first process's error is raised.
+        """Score one batch, of which at most `allowed` completions may fail; raises the error of the first process.
 
         Raises:
             RewardError, InputError: see `RewardFunction`.
@@ -381,7 +381,7 @@ class ParallelReward:
             for function, mine in zip(self._functions, chosen, strict=True)
             if mine
         ]
-        wait([answer for _, answer in asked])  # where one fails, the others are still at work: nobody asks them twice
+        wait([answer for _, answer in asked])  # where one fails, the others may still be busy
         scores: dict[int, Score] = {}
         for mine, answer in asked:
             scores |= zip(mine, answer.result(), strict=True)
@@ -397,14 +397,14 @@ class ParallelReward:
 
 @final
 class WeightedReward:
-    """`RewardFunction` over several, each asked about every completion, one after the other.
+    """A `RewardFunction` over several; each scores every completion, one function after another.
 
-    A completion on which one of them fails has no score, whatever the others say. One that has no opinion (`None`) adds
-    nothing, as in TRL; where none has one there is no score. The sum is rounded once (`math.fsum`), so the order of
-    writing decides nothing, and one reward with weight 1 scores as it does alone, bit for bit.
+    A completion on which a function fails has no score, whatever the others return. A function that returns `None` adds
+    nothing, as in TRL; where all return `None` there is no score. The sum is rounded once (`math.fsum`), so the written
+    order is irrelevant, and a single reward with weight 1 scores as it does alone, bit for bit.
 
     Args:
-        parts: name → weight and function; at least one; closed with this one.
+        parts: name → weight and function; at least one; closed with this object.
     """
 
     def __init__(self, parts: Mapping[str, tuple[float, RewardFunction]]) -> None:
@@ -412,11 +412,11 @@ class WeightedReward:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know of any of them, each line once."""
+        """Notes for a person, of all functions, each line once."""
         return tuple(dict.fromkeys(note for _, function in self._parts.values() for note in function.notes))
 
     def score(self, call: RewardCall, allowed: int = 0, places: Sequence[int] | None = None) -> list[Score]:
-        """Score one batch; a completion that several rewards fail on counts once.
+        """Score one batch; a completion on which several rewards fail counts once.
 
         Raises:
             RewardError, InputError: see `RewardFunction`.
@@ -439,7 +439,7 @@ class WeightedReward:
         weighed = [self._parts[name][0] * value for name, value in known.items()]
         try:
             total = math.fsum(weighed)
-        except (OverflowError, ValueError):  # beyond what a float holds, or infinities of both signs
+        except (OverflowError, ValueError):  # beyond the range of floats, or infinities of both signs
             total = math.inf
         if math.isfinite(total):
             return Score(total, components, parts=parts, at=self._at(parts))
@@ -447,7 +447,7 @@ class WeightedReward:
         return Score(None, components, "error", f"the weighted sum of rewards must be finite, got {terms}", parts)
 
     def _at(self, parts: Mapping[str, Score]) -> dict[int, float]:
-        """Where the parts say that they were earned, each with its weight."""
+        """Return token → weighted sum of the scores that the parts assign to it."""
         found: dict[int, list[float]] = {}
         for name, one in parts.items():
             for token, value in one.at.items():
@@ -455,6 +455,6 @@ class WeightedReward:
         return {token: math.fsum(values) for token, values in sorted(found.items())}
 
     def close(self) -> None:
-        """Close every one of them."""
+        """Close every function."""
         for _, function in self._parts.values():
             function.close()

@@ -4,20 +4,20 @@ A message is JSON behind an 8-byte big-endian length, over a socket pair:
 
 ::
 
-    worker: {"id": 0, "notes": […], "whole": true}               once it is confined, before any code of the user's
+    worker: {"id": 0, "notes": […], "whole": true}               once it is confined, before it runs the user's code
     job:    {"id": 1, "op": "open", "file", "entry", "dialect"}   ─▶    {"id": 1, "dialect", "where"} | fault
     job:    {"id": 2, "op": "score", "at": [0, 1, …], "prompts", …} ─▶  {"id": 2, "answers": [answer, …]}, repeated,
                                                                         then {"id": 2, "end": true} | fault
     answer: {"at": 0, "score": 0.5 | null, "components": {…}, "placed": [[7, 0.25], …]} | {"at": 1, "error": "one line"}
     fault:  {"id": 2, "fault": "load" | "raised" | "answer" | "memory", "message": "one line"}
 
-The reward's code can write to the socket as well as the worker can, so the job trusts nothing: an answer is bounded in
-bytes, must be of one of these shapes, and carries the id of the request; any other answer is malformed, and ends the
-worker. Beside the socket the two share eight bytes, in which the worker writes which completion it is at: the one to
-blame when it dies or hangs.
+The reward's code can write to the socket too, so the job trusts no message: an answer is bounded in bytes, must have
+one of these shapes, and carries the id of the request; any other answer is malformed, and ends the worker. In addition
+to the socket the two share eight bytes, in which the worker writes the completion that it is at: the cause when it dies
+or hangs.
 
-The answer of a reward's code about one completion is reduced to numbers: its score, components, and where it was
-earned.
+The answer of a reward's code for one completion is reduced to numbers: its score, components, and the tokens that
+earned it.
 
 Standard library only: this runs inside the reward worker, and in part again in the job, which trusts no worker.
 """
@@ -33,33 +33,34 @@ from typing import Any, Protocol
 from posttrain.domain.requests import SHORTEST_SECRET
 
 TURNS, TOKENS = "turn_scores", "token_scores"
-OWN = ("score", TURNS, TOKENS)  # of a mapping; its other numbers are components
+OWN = ("score", TURNS, TOKENS)  # keys of a mapping; its other numbers are components
 MAX_COMPONENTS = 64
-MAX_PLACES = 2**16  # tokens of one completion at which something was earned
-MOST = 1e30  # of a score: with the largest weights float32 holds it
-_LAST = 10**7  # token of a response whose length nobody told
-Spans = Sequence[Sequence[int]]  # [first token, token after the last] of every turn; empty: one turn, of unknown length
+MAX_PLACES = 2**16  # tokens of one completion with a score
+MOST = 1e30  # maximum of a score: with the largest weights it fits float32
+_LAST = 10**7  # maximum token index of a response of unknown length
+Spans = Sequence[Sequence[int]]  # [first token, end) of every turn; empty: one turn of unknown length
 MAX_REQUEST = 256 * 2**20  # bytes
-MAX_ANSWER = 4 * 2**20  # bytes of one message: places of a long response
-FULL = 2**16  # bytes of answers that are worth a message
+MAX_ANSWER = 4 * 2**20  # bytes of one message: token scores of a long response
+FULL = 2**16  # bytes of answers after which a message is sent
 MAX_TEXT = 1000  # characters of a line
 FAULTS = ("load", "raised", "answer", "memory")
 
 
 class AnswerError(ValueError):
-    """An answer that is none; the text goes on after "FUNCTION must return"."""
+    """An invalid answer; the message continues "FUNCTION must return"."""
 
 
 def plain(answer: Any, subject: str, spans: Spans) -> dict[str, Any]:
-    """Score, components and places out of a number, None, or a mapping with `score`, `turn_scores` or `token_scores`.
+    """Return score, components and places of a number, None, or a mapping with `score`, `turn_scores` or
+    `token_scores`.
 
     Args:
-        answer: what the reward's code gave; its own methods are that code too.
-        subject: the completion, in words.
-        spans: where its turns lie among the response's tokens.
+        answer: the reward's return value; its methods are untrusted code too.
+        subject: the completion, as text.
+        spans: the token spans of its turns.
 
     Raises:
-        AnswerError: it is something else, not finite, or stands where nothing can be earned.
+        AnswerError: another type, not finite, or a place at which no score can be earned.
     """
     components: dict[str, float] = {}
     at: dict[int, float] = {}
@@ -81,13 +82,13 @@ def plain(answer: Any, subject: str, spans: Spans) -> dict[str, Any]:
 
 
 def refuse_places(at: Mapping[int, float], sampled: Sequence[bool]) -> None:
-    """Hold places against a response, whatever a worker said.
+    """Check the token scores of an untrusted worker against a response.
 
     Args:
-        sampled: [r] which of its tokens the policy decided.
+        sampled: [r] whether the policy sampled each token.
 
     Raises:
-        AnswerError: a token that it does not have, or that the policy did not sample.
+        AnswerError: a token outside the response, or one that the policy did not sample.
     """
     for token in at:
         if not 0 <= token < len(sampled):
@@ -97,7 +98,7 @@ def refuse_places(at: Mapping[int, float], sampled: Sequence[bool]) -> None:
 
 
 def _read(answer: dict[Any, Any], subject: str, spans: Spans) -> tuple[Any, dict[str, float], dict[int, float]]:
-    """What a mapping says that a completion is worth, its components, and token → what of it was earned there."""
+    """Return score, components and token → score of a mapping."""
     others = {str(name)[:200]: _number_of(value) for name, value in answer.items() if name not in OWN}
     components = {name: value for name, value in others.items() if value is not None}
     if len(components) > MAX_COMPONENTS:
@@ -120,7 +121,7 @@ def _read(answer: dict[Any, Any], subject: str, spans: Spans) -> tuple[Any, dict
 
 
 def _by_turn(given: Any, subject: str, spans: Spans) -> list[tuple[int | None, float]]:
-    """The last token of each turn and its score; of one turn alone no token: all of it stands at the end."""
+    """Return the last token of each turn and its score; for a single turn no token: all of it counts at the end."""
     scores, turns = given.tolist() if hasattr(given, "tolist") else given, max(len(spans), 1)
     if not isinstance(scores, list | tuple):
         raise AnswerError(f"{TURNS} as a list of numbers for {subject}, got {type(scores).__name__}")
@@ -156,14 +157,14 @@ def _token(at: Any, subject: str, spans: Spans) -> int:
 
 def _finite(name: str, given: Any, subject: str) -> float:
     value = _number_of(given)
-    if value is None or not abs(value) <= MOST:  # which no NaN is
+    if value is None or not abs(value) <= MOST:  # false for NaN
         shown = type(given).__name__ if value is None else f"{value:g}"
         raise AnswerError(f"finite numbers within ±{MOST:g} as {name} of {subject}, got {shown}")
     return value
 
 
 def _number_of(value: Any) -> float | None:
-    """A Python float of any real scalar, numpy's and torch's too; None for everything else."""
+    """Return a Python float for any real scalar, including numpy's and torch's; None for everything else."""
     if hasattr(value, "item") and getattr(value, "shape", None) in ((), (1,)):
         value = value.item()
     try:
@@ -173,7 +174,7 @@ def _number_of(value: Any) -> float | None:
 
 
 class MalformedError(Exception):
-    """An answer that is none; the text says why."""
+    """A malformed answer; the message states why."""
 
 
 class Channel(Protocol):
@@ -183,7 +184,7 @@ class Channel(Protocol):
         """Write everything."""
 
     def recv(self, count: int, /) -> bytes:
-        """Read at most `count` bytes; none at the end."""
+        """Read at most `count` bytes; empty at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +205,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One completion's: a score, or one line on why there is none."""
+    """The answer for one completion: a score, or one line of error."""
 
     at: int
     score: float | None
@@ -215,7 +216,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Those of some completions."""
+    """Answers for some completions."""
 
     answers: Sequence[Answer]
 
@@ -234,10 +235,10 @@ class Fault:
 
 
 class Redactor:
-    """Puts the names of secrets in the place of their values, in whatever a reward prints or answers.
+    """Replaces the values of secrets by their names, in the output and the answers of a reward.
 
-    A value is found as it is, with its whitespace collapsed, each of its longer lines, and any of these as JSON, as
-    `repr` and as JSON of `repr`, whichever quotes stand around it.
+    It finds a value as it is, with its whitespace collapsed, each of its longer lines, and any of these as JSON, as
+    `repr` and as JSON of `repr`, in either quotes.
     """
 
     def __init__(self, secrets: Mapping[str, str]) -> None:
@@ -259,7 +260,7 @@ class Redactor:
         return data
 
     def text(self, text: str) -> str:
-        """As of bytes, before anything of the text is cut or collapsed."""
+        """Redact text, before it is cut or collapsed."""
         for form, name in self._texts:
             text = text.replace(form, name)
         return text
@@ -275,7 +276,7 @@ def send(channel: Channel, value: Any) -> None:
 
 
 def send_answers(channel: Channel, request: int, answers: Iterator[Mapping[str, Any]], seconds: float = 0.02) -> None:
-    """Write answers as they come, those of a while in one message."""
+    """Write answers as they arrive, those of about `seconds` in one message."""
     held: list[bytes] = []
     size, due = 0, time.monotonic() + seconds
     try:
@@ -309,7 +310,7 @@ def receive(channel: Channel, expected: int, clean: Callable[[bytes], bytes] = l
     """Read one answer to the request `expected`.
 
     Args:
-        clean: what is done with its bytes before they are read.
+        clean: applied to its bytes before they are parsed.
 
     Raises:
         EOFError: the other end closed.
@@ -405,7 +406,7 @@ def _index(value: Any) -> int:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise MalformedError(f"a {type(value).__name__} where a text is expected")
-    # half of a surrogate pair is no text
+    # a lone surrogate is not valid text
     return " ".join(value[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8").split())
 
 

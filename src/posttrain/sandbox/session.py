@@ -1,9 +1,9 @@
 """One worker process of a reward from start to end, the layout of its cell, and the folder of an open reward.
 
-Messages have deadlines. The job decides the layout before the cell exists.
+Messages have deadlines. The job determines the layout before the cell exists.
 
-The layout is what a reward may see of this machine. When a job is killed, its keeper sweeps the folder of its open
-reward; failing that, the next reward does.
+The layout is the part of this machine that a reward may see. When a job is killed, its keeper removes the folder of its
+open reward; failing that, the next reward does.
 """
 
 import fcntl
@@ -35,32 +35,32 @@ from posttrain.sandbox.barriers import OVER_MEMORY, OVER_PROCESSES
 from posttrain.sandbox.cell import CellPlan, Relay
 
 LIMITS: Mapping[str, int] = {
-    "RLIMIT_AS": 8 * 2**30,  # bytes of address space: numpy and friends reserve much and use little
+    "RLIMIT_AS": 8 * 2**30,  # bytes of address space: libraries such as numpy reserve much and use little
     "RLIMIT_FSIZE": 2**30,  # bytes per file written
     "RLIMIT_NOFILE": 256,
 }
-MEMORY = 8 * 2**30  # bytes of all its processes together, and at most half of the machine's
+MEMORY = 8 * 2**30  # bytes of all its processes together, but at most half of the machine's
 PROCESSES = 256  # processes and threads that the reward may have
 SCRATCH = 2**30  # bytes that it may write
-LOOPBACK = "127.0.0.1"  # of the job's machine, where a reward declares it; it has no name
-_PACKAGE = Path(__file__).resolve().parents[2]  # posttrain, of which the worker is a part
+LOOPBACK = "127.0.0.1"  # of the job's machine, where a reward declares it; it has no hostname
+_PACKAGE = Path(__file__).resolve().parents[2]  # the folder of the package posttrain, which contains the worker
 PREFIX = "posttrain-cell-"
-END_TIMEOUT = 5.0  # seconds the keeper may take to kill what the reward started, before it is killed itself
-START_TIMEOUT = 60.0  # seconds a worker may take to start and to confine itself, on a busy machine
-PRINTED = 2**20  # bytes of the reward's output that go into the job's log
+END_TIMEOUT = 5.0  # seconds for the keeper to kill the reward's processes, before it is killed itself
+START_TIMEOUT = 60.0  # seconds for a worker to start and to confine itself, on a busy machine
+PRINTED = 2**20  # bytes of the reward's output that are copied into the job's log
 _LIMITS = {
     OVER_MEMORY: f"more than {MEMORY / 2**30:g} GiB of memory, or half of the machine's",
     OVER_PROCESSES: f"more than {PROCESSES} processes and threads",
 }
 _NOWHERE = b"\xff" * 8  # the marker before the first completion
-_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # sent by people and by machines that run low
+_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # sent by people, or by machines short of memory
 
 
 @dataclass(frozen=True, slots=True)
 class Provision:
-    """What a run declares that its reward gets besides its source."""
+    """The files, hosts and secrets that a run declares for its reward."""
 
-    files: Mapping[str, Path]  # name beside the source → a file or folder
+    files: Mapping[str, Path]  # name next to the source → a file or folder
     network: Sequence[str] = ()  # host:port
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # variable → value, for its environment alone
 
@@ -68,14 +68,14 @@ class Provision:
 def lay_out(
     scratch: Path, source: Path, name: str, *, whole: bool, hidden: Sequence[Path], provision: Provision
 ) -> CellPlan:
-    """Put the reward's source and files into a folder, and say what else it needs.
+    """Put the reward's source and files into a folder, and return the plan of its cell.
 
     Args:
-        scratch: an empty folder of the job's.
-        source: the reward's file, or a blob called by its digest.
+        scratch: an empty folder of the job.
+        source: the reward's file, or a blob named by its digest.
         name: the file's name in the cell.
-        whole: the folder that the source lies in is the reward, all of it.
-        hidden: folders that are no business of a reward's.
+        whole: whether the reward is the source's whole folder.
+        hidden: folders that a reward must not see.
         provision: declared files and hosts.
     """
     for folder in ("root", "source", "work"):
@@ -84,7 +84,7 @@ def lay_out(
     if whole:
         shutil.copytree(source.parent, kit, dirs_exist_ok=True)
     elif source.suffix == ".py":
-        for module in source.parent.glob("*.py"):  # what it imports from beside it
+        for module in source.parent.glob("*.py"):  # modules that it may import from its folder
             shutil.copyfile(module, kit / module.name)
     shutil.copyfile(source, kit / name)
     for given, path in provision.files.items():
@@ -101,7 +101,7 @@ def lay_out(
         source=str(kit),
         scratch=str(scratch / "work"),
         readable=readable,
-        # but for those in which something lies that the reward runs on; what else lies there is out of its sight anyway
+        # a folder that contains something readable is not hidden; the rest of it is invisible in the cell anyway
         hidden=[
             str(place)
             for place in (folder.resolve() for folder in hidden)
@@ -117,10 +117,10 @@ def lay_out(
 
 
 def source_file(path: Path, file: str = "") -> Path:
-    """The reward's source: `path` itself, or the named / `reward.py` / only Python file of the folder `path`.
+    """Return the reward's source: `path` itself, or the named / `reward.py` / only Python file of the folder `path`.
 
     Raises:
-        InputError: there is no such file, or the folder holds several and none is called `reward.py`.
+        InputError: the file does not exist, or the folder holds several and none is called `reward.py`.
     """
     if path.is_file():
         return path
@@ -130,9 +130,9 @@ def source_file(path: Path, file: str = "") -> Path:
 
 
 def _readable() -> list[str]:
-    """Interpreter, environment, this package, and what `.pth` files add to the module path; outermost only.
+    """Return interpreter, environment, this package, and folders that `.pth` files add to the path; outermost only.
 
-    A folder that holds a home is none of them: the modules in it stay unseen.
+    A folder that contains a home is left out, so modules in it are invisible.
     """
     homes = {Path("/"), *Path.home().parents, Path.home()}
     wanted = [Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)]
@@ -142,7 +142,7 @@ def _readable() -> list[str]:
 
 
 def _added() -> Iterator[Path]:
-    """Folders of packages that are installed in place."""
+    """Yield folders of packages that are installed in place."""
     for folder in map(Path, site.getsitepackages()):
         for file in folder.glob("*.pth"):
             for line in file.read_text(errors="replace").splitlines():
@@ -151,16 +151,16 @@ def _added() -> Iterator[Path]:
 
 
 def _addresses(network: Sequence[str]) -> list[tuple[str, int]]:
-    """An address of the cell's own loopback for every declared host, the same for the same host."""
+    """Return a loopback address of the cell for every declared host, the same for equal hosts."""
     hosts = list(dict.fromkeys(word.rpartition(":")[0] for word in network))
     places = {host: host if host == LOOPBACK else f"127.0.1.{number}" for number, host in enumerate(hosts, start=1)}
     return [(places[host], int(port)) for host, _, port in (word.rpartition(":") for word in network)]
 
 
 class Scratch:
-    """A new folder among the temporary ones, held until it is closed. Those that nobody holds any more are removed.
+    """A new temporary folder, locked until it is closed. Folders that no process locks any more are removed.
 
-    The kernel lets go of a folder when the process that holds it dies, however it dies.
+    The kernel releases the lock when the process dies, however it dies.
     """
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class Scratch:
             _sweep(left)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-            with suppress(FileNotFoundError):  # somebody swept it before it was held: then it is made again
+            with suppress(FileNotFoundError):  # another process removed it before it was locked: retry
                 self._held = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
                 fcntl.flock(self._held, fcntl.LOCK_SH)
                 if self.path.exists():
@@ -177,7 +177,7 @@ class Scratch:
                 os.close(self._held)
 
     def close(self) -> None:
-        """Remove it; again is nothing."""
+        """Remove the folder. A second call does nothing."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._held >= 0:
             os.close(self._held)
@@ -188,18 +188,18 @@ def _sweep(folder: Path) -> None:
     try:
         held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
-        return  # gone, or somebody else's
+        return  # deleted, or of another user
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
     except OSError:
-        return  # held
+        return  # locked
     finally:
         os.close(held)
 
 
 class EndedError(Exception):
-    """The worker is gone; the text says how, `killed` whether from outside."""
+    """The worker has ended; the message states how, `killed` whether it was killed from outside."""
 
     def __init__(self, message: str, killed: bool) -> None:
         super().__init__(message)
@@ -211,23 +211,23 @@ class LateError(Exception):
 
 
 class NotConfinedError(Exception):
-    """The worker did not come to say how it is confined: the machine is too busy, or something is broken."""
+    """The worker did not report its confinement: the machine is too busy, or something is broken."""
 
 
 class Log:
-    """How much a reward may still print into the job's log, over all workers that it has had."""
+    """The remaining output of a reward that the job's log takes, over all its workers."""
 
     def __init__(self) -> None:
         self.left, self.dropped = PRINTED, 0
 
     def write(self, chunk: bytes) -> None:
-        """Copy what there is room for."""
+        """Copy a chunk up to the limit."""
         os.write(2, chunk[: self.left])
         self.dropped += max(len(chunk) - self.left, 0)
         self.left -= min(len(chunk), self.left)
 
     def end(self) -> None:
-        """Say what was left out."""
+        """Report the bytes that were left out."""
         if self.dropped:
             os.write(2, f"\n[{self.dropped} more bytes that the reward printed are not kept]\n".encode())
         self.dropped = 0
@@ -240,10 +240,10 @@ class Session:
         plan: of its cell.
         network: declared hosts, one per port of the plan.
         log: where its output goes.
-        secrets: variable → value, for its environment; they are redacted in what it prints and answers.
+        secrets: variable → value, for its environment; redacted in its output and answers.
 
     Raises:
-        NotConfinedError: it did not come to be confined. EndedError: it was killed before.
+        NotConfinedError: it was not confined in time. EndedError: it was killed before.
     """
 
     def __init__(
@@ -278,11 +278,11 @@ class Session:
             raise
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> Iterator[protocol.Message]:
-        """Send a request; yields its answers up to and with the last one.
+        """Send a request; yield its answers, including the final message.
 
         Raises:
-            LateError: it took longer than `seconds` in all. EndedError: the worker ended.
-            protocol.MalformedError: an answer that is none. ValueError, TypeError: the request is not JSON.
+            LateError: it took longer than `seconds` in total. EndedError: the worker ended.
+            protocol.MalformedError: a malformed answer. ValueError, TypeError: the request is not JSON.
         """
         self._last += 1
         self._marker[:] = _NOWHERE
@@ -297,11 +297,11 @@ class Session:
 
     @property
     def at(self) -> int:
-        """The completion that a function which scores one after the other is at, as the worker says."""
+        """The completion that the worker reports to be at, of a function that scores one after another."""
         return int.from_bytes(self._marker[:], "big")
 
     def close(self) -> None:
-        """Kill the worker and everything it started, detached or not."""
+        """Kill the worker and all its descendants, detached or not."""
         self._channel.close()
         if self._relay:
             self._relay.close()
@@ -312,7 +312,7 @@ class Session:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._printed.join(END_TIMEOUT)  # all it printed stands in the log before anything else does
+        self._printed.join(END_TIMEOUT)  # its whole output is in the log before other lines
 
     def _receive(self, moment: float) -> protocol.Message:
         with self._faults():
@@ -326,15 +326,15 @@ class Session:
 
     @contextmanager
     def _faults(self) -> Iterator[None]:
-        """What goes wrong with the socket, as what it means; the worker is gone afterwards."""
+        """Convert socket errors to the errors of a session; the worker is killed."""
         try:
             yield
         except TimeoutError:
             self.close()
             raise LateError from None
-        except (EOFError, OSError):  # also a socket that another thread closed
+        except (EOFError, OSError):  # or another thread closed the socket
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_TIMEOUT)  # let it finish exiting, to tell its own exit code from our kill
+                self._process.wait(END_TIMEOUT)  # let it exit first, so that the exit code is its own
             self.close()
             raise self._ending() from None
 
@@ -342,13 +342,13 @@ class Session:
         code = self._process.returncode or 0
         if code in _LIMITS:
             return EndedError(f"used {_LIMITS[code]} and was killed", killed=False)
-        number = -code if code < 0 else code - 128  # the keeper answers as shells do
+        number = -code if code < 0 else code - 128  # the keeper exits as shells do
         how = f"signal {number}" if number > 0 else f"exit code {code}"
         return EndedError(f"ended its process ({how}) instead of answering", killed=code < 0 or number in _OUTSIDE)
 
 
 class _Deadline:
-    """A socket whose operations all end at one moment."""
+    """A socket with one deadline for all its operations."""
 
     def __init__(self, channel: socket.socket, moment: float) -> None:
         self._channel = channel
@@ -372,10 +372,10 @@ class _Deadline:
 
 
 def _start(plan: CellPlan, secrets: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], socket.socket, int, mmap.mmap]:
-    """Start a worker with a minimal environment: of our variables the reward's code gets the secrets that it names."""
+    """Start a worker with a minimal environment; of the job's variables it contains only the declared secrets."""
     ours, theirs = socket.socketpair()
     output, printing = os.pipe()
-    shared = os.memfd_create("marker", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)  # eight bytes that both see
+    shared = os.memfd_create("marker", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)  # eight shared bytes
     os.ftruncate(shared, 8)
     fcntl.fcntl(shared, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     environment = {
@@ -385,14 +385,14 @@ def _start(plan: CellPlan, secrets: Mapping[str, str]) -> tuple[subprocess.Popen
         "TMPDIR": plan.scratch,
         "LANG": "C.UTF-8",
         "PYTHONPATH": str(worker.PACKAGES),
-        "PYTHONHASHSEED": "0",  # iteration over sets of strings must not differ from run to run
+        "PYTHONHASHSEED": "0",  # iteration over sets of strings must not differ between runs
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
     cell = json.dumps(asdict(plan))
     command = [sys.executable, "-s", "-P", "-m", worker.__name__, str(theirs.fileno()), str(shared), cell]
-    command += [str(os.getpid()), *secrets]  # their names: the worker keeps their values out of what it answers
+    command += [str(os.getpid()), *secrets]  # their names: the worker redacts their values in its answers
     try:
         with theirs:
             process = subprocess.Popen(
@@ -413,7 +413,7 @@ def _start(plan: CellPlan, secrets: Mapping[str, str]) -> tuple[subprocess.Popen
 
 
 def _copy(output: int, log: Log, clean: protocol.Redactor) -> None:
-    """Copy what the reward prints to stderr up to a limit; read on, so that it never waits for its log."""
+    """Copy the reward's output to stderr up to a limit; read beyond it, so the reward never blocks."""
     with suppress(OSError):
         rest = b""
         while chunk := os.read(output, 1 << 16):

@@ -1,10 +1,10 @@
 """The entrance of a server: a `Control` over one project by the asker's role, and calls of its verbs.
 
-Looks at runs are kept between requests: of a job's reports only what is new is read again.
+Watchers of runs are kept between requests: of a job's reports only new ones are read.
 
-A call makes arguments from what was sent, and JSON and pages from what a verb answers. A verb's declaration decides the
-rest: files that it writes are fetched, items that it streams are sent one by one, and lists are answered in pages.
-Progress of a verb goes to whoever waits for it, where somebody does.
+A call converts the sent values to arguments, and a verb's answer to JSON and pages. A verb's declaration decides the
+rest: files that it writes are put into the store, items that it streams are sent one by one, and lists are answered in
+pages. Progress of a verb goes to the waiting client, if there is one.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ from posttrain.views.status import RunStatus, RunWatcher
 from posttrain.workspace.settings import OpenWorkspace
 
 MOST = 256  # runs
-_SHARED = 0.4  # seconds that a look serves everybody who watches
+_SHARED = 0.4  # seconds that one read serves everyone who watches
 _SCHEME = "bearer "
 _NAMES, _NAMED_SECONDS = 10_000, 60.0  # kept, so that a line of the log costs no statement
 ASKED, ANSWER, PROGRESS = "asked", "answer", "progress"
 Told = Callable[[str, Any], None]  # kind and value
 _TOLD: ContextVar[Told | None] = ContextVar("posttrain_told", default=None)
 _OUT = "out"  # where a verb writes, in the folder of its request
-_SHOWN = 80  # characters of what was sent
-_MOST_NUMBER = 1 << 63  # what a database counts to
+_SHOWN = 80  # characters of a value in an error
+_MOST_NUMBER = 1 << 63  # the range of a database's integers
 
 
 @dataclass
@@ -84,18 +84,18 @@ class _Known:
 
 
 class Watchers:
-    """One for each run that was looked at lately; one request at a time reads each."""
+    """One watcher for each run that was read recently; one request at a time uses each."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
         self._lock = threading.Lock()
 
     def read(self, workspace: OpenWorkspace, run_id: str, age: float = 0.0) -> RunStatus:
-        """A run as it is now.
+        """Return the status of a run.
 
         Args:
-            workspace: as whoever asks sees it.
-            age: seconds that a look of somebody else may be old.
+            workspace: as the asker sees it.
+            age: seconds that another request's read may be old.
 
         Raises:
             NotFoundError: there is no such run in the project.
@@ -110,7 +110,7 @@ class Watchers:
             if known.status is None or time.monotonic() - known.at >= age:
                 known.status, known.at = known.watcher.read(), time.monotonic()
             status = known.status
-        with self._lock:  # only what is there is kept
+        with self._lock:  # only runs that exist are kept
             self._known.setdefault(key, known)
             while len(self._known) > MOST:
                 self._known.popitem(last=False)
@@ -118,35 +118,35 @@ class Watchers:
 
 
 class Looking:
-    """What `Runs.watcher` gives, over what is kept: many who watch a run cost what one of them does."""
+    """Implements `Runs.watcher` over shared watchers: many clients of a run cost what one does."""
 
     def __init__(self, watchers: Watchers, workspace: OpenWorkspace, run_id: str) -> None:
         self._watchers, self._workspace, self._run_id = watchers, workspace, run_id
 
     def read(self) -> RunStatus:
-        """The run as it is now, or was a moment ago."""
+        """Return the run's status, at most `_SHARED` seconds old."""
         return self._watchers.read(self._workspace, self._run_id, _SHARED)
 
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """Who asks, in one project."""
+    """The identity of an asker, in one project."""
 
     identity: Identity
     project: str
 
     def to_json(self) -> dict[str, Any]:
-        """For a worker."""
+        """Return it as JSON for a worker."""
         return {**asdict(self.identity), "in": self.project}
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Asker:
-        """What `to_json` made."""
+        """Read the JSON of `to_json`."""
         return cls(adapter(Identity).validate_python(said), said["in"])
 
 
 class _Kept(Local):
-    """Looks at runs by what it kept of the looks before."""
+    """Reads runs by kept watchers."""
 
     def __init__(self, workspace: Workspace, watchers: Watchers) -> None:
         super().__init__(workspace)
@@ -164,10 +164,10 @@ class _Kept(Local):
 
 
 def _driven(control: Control, run_id: str) -> RunDriver:
-    """Who drives a run: the server drives every one, so nobody needs to be asked.
+    """Return a run's driver: the server drives every run, so no request is needed.
 
     Raises:
-        InputError: it has ended.
+        InputError: the run has ended.
     """
     run, found = control.run(run_id), control.driver(run_id)
     if found is None:
@@ -176,10 +176,10 @@ def _driven(control: Control, run_id: str) -> RunDriver:
 
 
 class Entrance:
-    """Lets principals in by their tokens, and whoever may read the workspace's folder by its key.
+    """Admits principals by their tokens, and users who may read the workspace's folder by its key.
 
     Args:
-        key: what whoever shows it is taken for the workspace's own user; empty: nobody is.
+        key: identifies its bearer as the workspace's own user; empty: there is no key.
     """
 
     def __init__(self, workspace: Workspace, key: str = "") -> None:
@@ -188,13 +188,13 @@ class Entrance:
         self._projects: set[str] = set()  # that are known to exist; none is ever removed
         self._lock = threading.Lock()
         self._watchers = Watchers()
-        self._names: dict[str, tuple[str, float]] = {}  # principal → pseudonymous id, until when it is believed
+        self._names: dict[str, tuple[str, float]] = {}  # principal → pseudonymous id, valid until
 
     def identify(self, header: str) -> Identity:
-        """Whoever sends this `Authorization` header.
+        """Return the identity behind an `Authorization` header.
 
         Raises:
-            AuthenticationError: nobody.
+            AuthenticationError: the header does not identify a principal.
         """
         if not header.lower().startswith(_SCHEME):
             raise AuthenticationError("a request must show a token (Authorization: Bearer …); posttrain login URL")
@@ -207,14 +207,14 @@ class Entrance:
             raise AuthenticationError(str(error)) from error
 
     def control(self, asker: Asker, request: str = "") -> Control:
-        """What they may ask in their project.
+        """Return the asker's `Control` over their project.
 
         Args:
             request: id of the present request, for the event log.
 
         Raises:
-            NotFoundError: there is no such project, or it is none of theirs.
-            AccessError: they have a role there, and the token that they show is of another one.
+            NotFoundError: there is no such project, or the asker has no role there.
+            AccessError: they have a role there, but their token is for another project.
         """
         scopes = asker.identity.scopes
         if scopes is not None and asker.project not in scopes:
@@ -230,17 +230,17 @@ class Entrance:
         return Control(Guard(kept, known.principal, asker.project, lambda: role_of(ledger, known)))
 
     def projects(self, identity: Identity) -> dict[str, str]:
-        """Project → the most that may be done there with what they show."""
+        """Return project → the highest role there with the identity's token."""
         if identity.scopes is not None:
             return {name: str(role) for name, role in sorted(identity.scopes.items())}
         return self._roles(identity.principal)
 
     def ledger(self, asker: Asker) -> Ledger:
-        """Of their project."""
+        """Return the ledger of their project."""
         return self._workspace.seen_by(asker.identity.principal, asker.project, asker.identity.auth).ledger
 
     def known_as(self, asker: Asker) -> str:
-        """Their pseudonymous id for the log, as it was a moment ago."""
+        """Return their pseudonymous id for the log, at most `_NAMED_SECONDS` old."""
         name, now = asker.identity.principal, time.monotonic()
         known = self._names.get(name)
         if known is None or known[1] < now:
@@ -251,17 +251,17 @@ class Entrance:
         return known[0]
 
     def may_name(self, asker: Asker) -> bool:
-        """Whether there is such a project, and it is one of theirs: otherwise it is words that they sent."""
+        """Return whether the project exists and the token's scopes include it; else its name is unverified input."""
         scopes = asker.identity.scopes
         return (scopes is None or asker.project in scopes) and asker.project in self._projects
 
     def principal(self, asker: Asker) -> str:
-        """Their pseudonymous id; of whoever has none yet, how they are known."""
+        """Return their pseudonymous id; for a principal without one, the authenticator's name."""
         with self._workspace.ledger.snapshot() as now:
             return now.principal_of(asker.identity.principal) or asker.identity.auth
 
     def _elsewhere(self, identity: Identity, project: str) -> PosttrainError:
-        """Why a token opens no project that it is not of: of one without a role for them nothing is told."""
+        """Return the error for a token of another project; it does not reveal a project without a role for them."""
         of = ", ".join(self.projects(identity)) or "no project"
         if project in self._roles(identity.principal):
             return AccessError(
@@ -286,14 +286,14 @@ class Entrance:
 def page(
     verb: Verb[..., Any], named: Mapping[str, Any], project: str, ask: Callable[[Mapping[str, Any]], Any]
 ) -> dict[str, Any]:
-    """The things behind a cursor, and the cursor behind them; None: there are no more.
+    """Return the items after a cursor, and the next cursor; None: there are no more.
 
     Args:
         named: the request's parameters.
-        ask: the verb, by its parameters.
+        ask: calls the verb with parameters.
 
     Raises:
-        CursorError: it is no place in this list.
+        CursorError: the cursor is not from this list.
     """
     limit = int(named.get(LIMIT, USUAL))
     behind = place(named[CURSOR], project, verb, named) if named.get(CURSOR) else None
@@ -316,7 +316,7 @@ def page(
 
 @contextmanager
 def telling(told: Told) -> Iterator[None]:
-    """For the length of the block `tell` reaches this."""
+    """Send the values of `tell` to this callback inside the block."""
     token = _TOLD.set(told)
     try:
         yield
@@ -325,13 +325,13 @@ def telling(told: Told) -> Iterator[None]:
 
 
 def tell(kind: str, value: Any) -> None:
-    """Tell it to whoever waits; nobody may."""
+    """Pass a value to the callback of `telling`, if there is one."""
     if told := _TOLD.get():
         told(kind, value)
 
 
 def _streamed(verb: Verb[..., Any], found: Any) -> dict[str, Any]:
-    """An answer whose things come one by one: each is told as it comes, and all are answered at the end."""
+    """Return a streamed answer: each item is sent as it arrives, and the result contains all."""
     said = {one.name: getattr(found, one.name) for one in fields(found) if one.name != verb.streams}
     tell(ASKED, said)
     things = []
@@ -342,8 +342,8 @@ def _streamed(verb: Verb[..., Any], found: Any) -> dict[str, Any]:
 
 
 def _written(verb: Verb[..., Any], found: Any, bundles: Bundles) -> dict[str, Any]:
-    """An answer with the files that were written, which are in the store from now on: whoever asked fetches them by
-    their digests. Paths in the answer are relative.
+    """Return an answer with the written files, which are put into the store: the client fetches them by their digests.
+    Paths in the answer are relative.
     """
     out = Path(_OUT).absolute()
     paths = {one.name: getattr(found, one.name) for one in fields(found)}
@@ -360,19 +360,19 @@ def _written(verb: Verb[..., Any], found: Any, bundles: Bundles) -> dict[str, An
 
 
 def to_json(value: Any) -> bytes:
-    """A verb's answer. Numbers that JSON has not are words: "NaN", "Infinity"."""
+    """Return a verb's answer as JSON. Numbers that JSON lacks are strings: "NaN", "Infinity"."""
     return pydantic_core.to_json(value, inf_nan_mode="strings", fallback=_numbers)
 
 
 def _numbers(value: Any) -> Any:
-    """An array as a list, without a look at numpy, which the server itself does not load."""
+    """Return an array as a list, without importing numpy, which the server itself does not load."""
     if not hasattr(value, "tolist"):
         raise TypeError(f"{type(value).__name__} has no form as JSON")
     return value.tolist()
 
 
 def arguments(operation: Verb[..., Any], sent: Mapping[str, Any]) -> dict[str, Any]:
-    """A verb's arguments, by name and of their types.
+    """Return a verb's arguments, by name and converted to their types.
 
     Raises:
         InputError: one is missing, unknown, or of another type.
@@ -402,11 +402,11 @@ def arguments(operation: Verb[..., Any], sent: Mapping[str, Any]) -> dict[str, A
 def call(
     control: Control, verb: str, named: Mapping[str, Any], bundles: Bundles | None = None, project: str = ""
 ) -> Any:
-    """Ask a verb with the arguments that `arguments` gave; of a list a page.
+    """Call a verb with the arguments that `arguments` returned; a list is returned as a page.
 
     Args:
-        bundles: where files that were sent are laid down; None: the verb takes none.
-        project: whose cursors are known.
+        bundles: where sent files are written; None: the verb takes none.
+        project: the project of the cursors.
     """
     if OPERATIONS[verb].paged:
         return page(OPERATIONS[verb], named, project, lambda asked: _call(control, verb, asked, bundles))

@@ -1,11 +1,11 @@
 """Metrics of a server in the text format of Prometheus (`GET /metrics`), and the log of its requests.
 
-No label names a project, a principal, a run or anything else that somebody chose, so their number is bounded, and
-whoever reads them learns nobody's names. Numbers that cost statements are asked once in `AGE` seconds, whoever reads
-how often. What a driver has done so far is a few numbers in memory that both processes have.
+No label contains a project, a principal, a run or any other name that users choose, so the number of series is bounded,
+and readers of the metrics learn no names. Numbers that cost statements are queried at most once in `AGE` seconds,
+however often they are read. The driver publishes its counters in memory that both processes share.
 
-Every request is one line in the log, and is counted. Only what the server itself made of a request is recorded: its
-route's name, its status, who it found the asker to be. A path, a query, a header or a body is never recorded.
+Every request is one line in the log, and is counted. The log records only what the server derived from a request: its
+route's name, its status, the asker that it identified. A path, a query, a header or a body is never recorded.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ if TYPE_CHECKING:
     from posttrain.server.entrance import Asker
 
 METRICS_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-AGE = 10.0  # seconds that an answer of database and store is shown
+AGE = 10.0  # seconds that an answer of database and store is reused
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)  # seconds
 _PROBE = digest_bytes(b"is anybody there?")
 _BYTES, _HEAD = 4096, 8
 _TRIES = 5
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a second line for each, which nobody asked for
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which no dashboard needs
 Processes = Callable[[], Mapping[str, list[int]]]
 log = logging.getLogger("posttrain.server.access")
 UNKNOWN, CONSOLE = "none", "console"  # verbs of a request that no route takes, and of a page
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-_NO_STATUS = 499  # whoever asked left before there was one
+_NO_STATUS = 499  # the client left before there was a status
 
 
 class Meters:
-    """Counts requests, and shows what is asked of others when somebody reads it.
+    """Counts requests, and collects the numbers of database, store and processes when they are read.
 
     Args:
-        workspace: whose database and store are looked at; None: nothing is.
-        driver: what the driver shows.
+        workspace: its database and store are probed; None: nothing is probed.
+        driver: returns the numbers that the driver published.
         processes: kind → ids of processes.
     """
 
@@ -90,15 +90,15 @@ class Meters:
         registry.register(_Asked(workspace, driver, processes))
 
     def begun(self) -> None:
-        """A request came."""
+        """Count a request that arrived."""
         self._in_flight.inc()
 
     def follows(self, number: int) -> None:
-        """So many more follow a stream."""
+        """Add to the number of readers of streams."""
         self._followers.inc(number)
 
     def ended(self, verb: str, seen: Seen, seconds: float) -> None:
-        """It was answered, or broken off."""
+        """Count a request that was answered, or broken off."""
         self._in_flight.dec()
         self._requests.labels(verb, str(seen.status) if 100 <= seen.status < 600 else "other").inc()
         if not seen.follows:
@@ -109,12 +109,12 @@ class Meters:
             self._uploaded.inc(seen.received)
 
     def page(self) -> bytes:
-        """All of it. It asks database and store: call it in a thread."""
+        """Return all metrics as text. It queries database and store: call it in a thread."""
         return generate_latest(self._registry)
 
 
 class _Asked:
-    """What is asked when somebody reads."""
+    """The metrics that are collected on each read."""
 
     def __init__(
         self, workspace: Workspace | None, driver: Callable[[], Mapping[str, float]], processes: Processes
@@ -124,19 +124,19 @@ class _Asked:
         self._at = -AGE
         self._kept: list[Metric] = []
         self._failures = {"database": 0, "store": 0}
-        self._seen: dict[int, float] = {}  # what waits → since when it was seen to
+        self._seen: dict[int, float] = {}  # waiting object → when it was first seen
 
     def describe(self) -> list[Metric]:
-        """Nothing: whoever registers this asks nobody."""
+        """Return nothing, so that registration makes no query."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """As `prometheus_client` wants it."""
+        """Yield metrics in the form that `prometheus_client` requires."""
         yield from _driven(self._driver())
         yield from _memory(self._processes())
         if self._workspace is None:
             return
-        # whoever comes while another one asks is shown what was, and waits for no database that hangs
+        # a concurrent reader gets the previous numbers, and waits for no database that hangs
         if time.monotonic() - self._at >= AGE and self._lock.acquire(blocking=False):
             try:
                 self._kept = list(self._ask(self._workspace))
@@ -170,7 +170,7 @@ class _Asked:
             yield from _stood(one, self._waited(one))
 
     def _waited(self, now: Standing) -> float:
-        """How long somebody has waited for a driver: of those who were due at once, as long as they were seen here."""
+        """Return the longest wait for a driver; an object due immediately counts from when it was first seen here."""
         moment = time.monotonic()
         self._seen = {one: self._seen.get(one, moment) for one in now.at_once}
         return max(now.oldest_due, moment - min(self._seen.values(), default=moment))
@@ -239,7 +239,7 @@ def _stood(one: Standing, waited: float) -> Iterator[Metric]:
 
 
 class Board:
-    """Written by one process, read by another.
+    """Shared memory with numbers that one process writes and another reads.
 
     Args:
         descriptor: of the process that made it; None: make one.
@@ -251,12 +251,12 @@ class Board:
         self._memory = mmap.mmap(self.descriptor, _BYTES)
 
     def write(self, numbers: Mapping[str, float]) -> None:
-        """Show these instead of those before."""
+        """Replace the numbers."""
         body = json.dumps(dict(numbers)).encode()
         self._memory[: _HEAD + len(body)] = _head(body) + body
 
     def read(self) -> dict[str, float]:
-        """What is shown; nothing: nothing yet, or it is being written again and again at this moment."""
+        """Return the numbers; empty: none were written yet, or each try met a write."""
         for _ in range(_TRIES):
             head = bytes(self._memory[:_HEAD])
             body = bytes(self._memory[_HEAD : _HEAD + int.from_bytes(head[:4])])
@@ -265,11 +265,11 @@ class Board:
         return {}
 
     def clear(self) -> None:
-        """Show nothing: whoever wrote it is gone."""
+        """Remove the numbers, since their writer ended."""
         self._memory[:_HEAD] = bytes(_HEAD)
 
     def close(self) -> None:
-        """Show nothing any more."""
+        """Release the memory."""
         self._memory.close()
         os.close(self.descriptor)
 
@@ -300,12 +300,12 @@ class Seen:
 
 
 class Observing:
-    """Around everything else.
+    """The outermost middleware: counts and logs each request.
 
     Args:
-        may_name: whether an asker's project is one that they may know of; else it is words that were sent.
-        behind_proxy: whether the last address of `X-Forwarded-For` is the client's, as a proxy of ours says; what comes
-            before it the client said itself.
+        may_name: whether an asker's project exists and is visible to them; else its name is input and is not logged.
+        behind_proxy: whether the last address of `X-Forwarded-For` is the client's, set by a trusted proxy; addresses
+            before it are the client's own claims.
     """
 
     def __init__(
@@ -351,7 +351,7 @@ class Observing:
     def _told(self, scope: Scope, verb: str, seen: Seen, seconds: float) -> Mapping[str, Any]:
         state: Mapping[str, Any] = scope.get("state", {})
         who: Asker | None = state.get("asker")
-        run = scope.get("path_params", {}).get("run_id") if 200 <= seen.status < 300 else None  # else it may be none
+        run = scope.get("path_params", {}).get("run_id") if 200 <= seen.status < 300 else None  # else unverified
         return {
             "request": seen.request or state.get("id"),
             "principal": state.get("principal"),
@@ -365,7 +365,7 @@ class Observing:
         }
 
     def _believe_proxy(self, scope: Scope) -> None:
-        """Where a proxy of ours stands in front, it knows the client's address, and whether it ended TLS."""
+        """Take the client's address and scheme from a trusted proxy."""
         if not self._behind_proxy:
             return
         headers = Request(scope).headers
@@ -377,6 +377,6 @@ class Observing:
 
 
 def verb_of(scope: Scope) -> str:
-    """The name of the route that took a request; of a page for browsers, that it is one."""
+    """Return the name of the route that took a request; `CONSOLE` for a page for browsers."""
     route = scope.get("route")
     return str(route.name) if route is not None else CONSOLE if "endpoint" in scope else UNKNOWN

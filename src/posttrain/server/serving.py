@@ -1,6 +1,6 @@
 """The server (`posttrain serve`), its readiness, and its notices to systemd.
 
-One process answers, one drives, and workers come and go:
+One process answers, one drives, and workers start and end on demand:
 
 ::
 
@@ -9,16 +9,18 @@ One process answers, one drives, and workers come and go:
         ├──▶ workers: what reads files or computes
         └──▶ driver: every unfinished run; started again when it dies
 
-    ROOT/server.lock   held as long as the server lives
-    ROOT/server.json   where it listens, and the key by which whoever may read this folder is let in
+        ROOT/server.lock   held as long as the server lives
+        ROOT/server.json   where it listens, and the key that admits every user who may read this folder
 
-`/readyz` reports whether a server can do its work: its database answers, its store has answered, its driver lives. A
-store is looked at when the server begins, so that a mistyped address or key is reported at once. One that is away is
-asked again until it answers; what is asked of a server meanwhile waits or is refused by what it needs. Once it has
-answered, a store that goes away is reported by whatever needs it (503), and the rest goes on.
+    `/readyz` reports whether a server can do its work: its database answers, its store has answered once, its driver
+    lives.
+    The server probes the store when it starts, so that a mistyped address or key is reported immediately. It probes a
+    store
+    that is away until it answers; meanwhile requests wait or are refused by the component that needs the store. After
+    the
+    first answer, each request that cannot reach the store reports that (503), and other requests continue.
 
-systemd is notified that the server answers, that it still does, and that it ends (sd_notify(3)); without systemd
-nothing is sent.
+    The server notifies systemd that it is ready, alive and stopping (sd_notify(3)); without systemd it sends nothing.
 """
 
 from __future__ import annotations
@@ -74,38 +76,38 @@ from posttrain.store.operations import forget_before
 from posttrain.store.reaching import SOCKET, SOCKETS
 from posttrain.workspace.served import LOCK, PLACE, server_of
 
-_PING = 1.0  # seconds between two questions to the database
-_LOOK = 5.0  # seconds between two looks at a store that does not answer
+_PING = 1.0  # seconds between two probes of the database
+_LOOK = 5.0  # seconds between two probes of a store that does not answer
 _SOCKET, _EVERY, _PROCESS = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"
 log = logging.getLogger("posttrain.server")
 FIRST_TOKEN_SECONDS = 30 * 86400.0
 _AGAIN = (0.2, 1.0, 5.0, 30.0)  # seconds until a driver that died is started again
 _STEADY = 60.0  # seconds after which a driver has lived long enough
-_TIDY = 30.0  # seconds between two looks at idle workers
-_FORGET = 120  # of them between two looks at requests that need not be known any more
+_TIDY = 30.0  # seconds between two checks for idle workers
+_FORGET = 120  # of these checks between two deletions of old requests
 _EVERYWHERE = ("0.0.0.0", "::", "")
 
 
 class StoreLook:
-    """Asks a store until it answers once; `trouble` says why it cannot be used, and is empty once it has answered."""
+    """Probes a store until it answers once; `trouble` returns why it cannot be used, empty after the first answer."""
 
     def __init__(self, probe: Callable[[], None], over: threading.Event) -> None:
         self._probe, self._over = probe, over
         self._trouble = "the artifact store was not asked yet"
 
     def trouble(self) -> str:
-        """Why the store cannot be used; empty: it has answered."""
+        """Return why the store cannot be used; empty: it has answered."""
         return self._trouble
 
     def keep_looking(self) -> None:
-        """Until it answers, or the server ends; the log is told each reason once."""
+        """Probe until the store answers or the server ends; log each reason once."""
         told = ""
         while not self._over.is_set():
             try:
                 self._probe()
             except PosttrainError as error:
                 line = str(error).splitlines()[0]
-                kind = type(error).__name__ + line.partition(": ")[0]  # the rest tells how long each try took
+                kind = type(error).__name__ + line.partition(": ")[0]  # the rest contains the duration of the try
                 if kind != told:
                     log.error("%s; this server is not ready until it answers", line)
                     told = kind
@@ -119,7 +121,7 @@ class StoreLook:
 
 
 class Ready:
-    """Whether requests are answered and runs driven; the database is asked once a second at most."""
+    """Whether requests are answered and runs driven; the database is probed once a second at most."""
 
     def __init__(self, ledger: Ledger, *others: Callable[[], str]) -> None:
         self._ledger, self._others = ledger, others
@@ -127,7 +129,7 @@ class Ready:
         self._lock = threading.Lock()
 
     def trouble(self) -> str:
-        """Why not; empty: they are."""
+        """Return why the server is not ready; empty: it is ready."""
         with self._lock:
             if time.monotonic() - self._asked >= _PING:
                 try:
@@ -145,36 +147,36 @@ class Systemd:
     """The service manager, if there is one.
 
     Args:
-        environment: that it put its words into; they are taken out, since no child speaks for the server.
+        environment: contains its variables, which are removed: no child may notify for the server.
     """
 
     def __init__(self, environment: MutableMapping[str, str]) -> None:
         place, every, process = (environment.pop(name, "") for name in (_SOCKET, _EVERY, _PROCESS))
         self._address = "\0" + place[1:] if place.startswith("@") else place
         mine = every.isdigit() and process in ("", str(os.getpid()))
-        self._every = int(every) / 2e6 if mine else 0.0  # seconds: half of what it waits for
+        self._every = int(every) / 2e6 if mine else 0.0  # seconds: half of the timeout
         self._said = 0.0
 
     def ready(self) -> None:
-        """It answers."""
+        """Report that the server answers."""
         self._say("READY=1")
 
     def alive(self) -> None:
-        """Its loop goes round; said as often as systemd wants to hear it."""
+        """Report that the event loop runs, as often as systemd requires."""
         now = time.monotonic()
         if self._every and now - self._said >= self._every:
             self._said = now
             self._say("WATCHDOG=1")
 
     def stopping(self) -> None:
-        """It ends, for which it may take a while."""
+        """Report that the server ends, which may take a while."""
         self._say("STOPPING=1")
 
     def _say(self, word: str) -> None:
         if not self._address:
             return
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as told:
-            told.setblocking(False)  # who does not listen holds up nobody
+            told.setblocking(False)  # a service manager that does not read delays nothing
             told.connect(self._address)
             told.sendall(word.encode())
 
@@ -187,14 +189,14 @@ class Bind:
     port: int = 8460
     certificate: Path | None = None
     key: Path | None = None
-    behind_proxy: bool = False  # somebody else ends TLS in front of it
+    behind_proxy: bool = False  # a proxy ends TLS in front of it
     advertise: str = ""  # URL by which servers of other hosts reach it; empty: where it listens
 
     def checked(self) -> Bind:
-        """This.
+        """Return this instance if it is safe.
 
         Raises:
-            InputError: others than this machine could listen to tokens on their way.
+            InputError: other machines could read tokens in transit.
         """
         if (self.certificate is None) != (self.key is None):
             raise InputError("serve: TLS needs --tls-certificate and --tls-key, got one of them; name both")
@@ -208,22 +210,22 @@ class Bind:
         return self
 
     def near(self, port: int) -> str:
-        """The URL by which this machine's own commands and jobs reach it."""
+        """Return the URL by which this machine's own commands and jobs reach it."""
         named = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}.get(self.host, _shown(self.host))
         return f"{self.scheme}://{named}:{port}"
 
     def advertised(self, port: int) -> str:
-        """The URL by which servers of other hosts reach it that listens at this port; empty: by none."""
+        """Return the URL by which servers of other hosts reach the server at this port; empty: it has none."""
         if self.advertise:
             return self.advertise.rstrip("/")
         if self.certificate is None and not is_loopback(self.host):
-            return ""  # somebody else ends TLS, at an address that only --advertise can say
+            return ""  # a proxy ends TLS, at an address that only --advertise names
         named = socket.gethostname() if self.host in _EVERYWHERE else self.host
         return f"{self.scheme}://{_shown(named)}:{port}"
 
     @property
     def secure(self) -> bool:
-        """Whether whoever reaches it does so over TLS."""
+        """Whether every client reaches the server over TLS."""
         return self.certificate is not None or self.behind_proxy
 
     @property
@@ -234,25 +236,25 @@ class Bind:
 
 @dataclass(frozen=True, slots=True)
 class Telling:
-    """What a server tells of itself."""
+    """What a server logs and prints."""
 
     log: logs.Logging = field(default_factory=logs.Logging)
-    token: bool = True  # the first one, once: not where what is said is kept
+    token: bool = True  # prints the first token, once: not where output is kept
 
 
 def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Telling) -> None:
     """Answer until SIGTERM, SIGINT or SIGHUP.
 
     Args:
-        say: told the lines that a person should see: where it listens, and the first token.
+        say: receives the lines for a person: the address, and the first token.
 
     Raises:
         ConflictError: the workspace is served already.
-        InputError: it cannot listen there.
-        WorkspaceError: the workspace may only be read.
+        InputError: the server cannot listen at this address.
+        WorkspaceError: the workspace is read-only.
     """
     bind.checked()
-    public(), secrets_of("")  # a configuration that is none is refused now
+    public(), secrets_of("")  # an invalid configuration is refused now
     logs.begin(how.log, held=True)
     systemd = Systemd(os.environ)
     if workspace.read_only:
@@ -302,13 +304,14 @@ def serve(workspace: Workspace, bind: Bind, say: Callable[[str], None], how: Tel
 
 
 def _conceal(hosts: Hosts) -> None:
-    with suppress(PosttrainError):  # a database that is away: the others see that nobody answers here
+    with suppress(PosttrainError):  # a database that is away: other hosts find that this one does not answer
         hosts.announce("", "")
 
 
 def configured(app: FastAPI, bind: Bind, room: Room | None = None) -> uvicorn.Config:
-    """How uvicorn serves it: without lines of its own, which have paths in them, and without WebSockets, which nobody
-    takes. What a proxy says is looked at by `observing`.
+    """Return the configuration of uvicorn: without its own log lines, which contain paths, and without WebSockets,
+    which
+    no route uses. `Observing` reads the headers of a proxy.
     """
     return uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=10,
@@ -318,7 +321,7 @@ def configured(app: FastAPI, bind: Bind, room: Room | None = None) -> uvicorn.Co
 
 
 class _Server(uvicorn.Server):
-    """Tells streams that it ends: they would keep it. Tells systemd how it stands."""
+    """Ends streams with the server, since they would keep it alive. Notifies systemd."""
 
     def __init__(self, config: uvicorn.Config, systemd: Systemd) -> None:
         super().__init__(config)
@@ -330,8 +333,8 @@ class _Server(uvicorn.Server):
             quiet(lambda loop, context: loop.default_exception_handler(context))
         )
         await super().startup(sockets)
-        # A full collection walks every long-lived object and delays all requests by 0.1 s. So it skips what startup
-        # made, and is a hundred times rarer; collections of young objects free what requests leave behind.
+        # A full collection walks every long-lived object and delays all requests by 0.1 s. So it skips the objects of
+        # startup, and is a hundred times rarer; collections of young objects free the objects of requests.
         gc.freeze()
         gc.set_threshold(5_000, 10, 100)
         self._systemd.ready()
@@ -349,16 +352,16 @@ class _Server(uvicorn.Server):
 
 
 def _heard(*_: object) -> None:
-    """What is open is closed after the server, not before."""
+    """Ignore a signal: open resources are closed after the server, not before."""
 
 
 def _first_token(workspace: Workspace, wanted: bool) -> str:
-    """A token of an admin, where nobody has a role yet; empty: somebody has, or none is wanted.
+    """Return an admin's token where no principal has a role yet; empty: one has a role, or none is wanted.
 
-    Until then whoever can read the folder is its admin, and nobody else has any business there.
+    Until then every user who can read the folder is its admin, and no other user has access.
     """
     ledger = workspace.ledger
-    with ledger.transaction(workspace.actor) as transaction:  # of several first servers one makes it
+    with ledger.transaction(workspace.actor) as transaction:  # of several first servers only one makes it
         transaction.alone()
         if transaction.snapshot.roles():
             return ""
@@ -377,7 +380,7 @@ def _alone(root: Path) -> AbstractContextManager[None]:
 @contextmanager
 def _listen(bind: Bind, room: Room) -> Iterator[Door]:
     family = socket.AF_INET6 if ":" in bind.host else socket.AF_INET
-    # with its protocol named, asyncio sends what is written at once: else an answer waits 40 ms for an ACK
+    # with its protocol named, asyncio sends each write immediately: else an answer waits 40 ms for an ACK
     listening = Door(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -397,7 +400,7 @@ def _listen(bind: Bind, room: Room) -> Iterator[Door]:
 
 @contextmanager
 def _listen_for_jobs(workspace: Workspace, room: Room) -> Iterator[list[socket.socket]]:
-    """Where jobs in images ask, which have no network: a socket in a folder that is shown to them."""
+    """Listen for jobs in images, which have no network: at a socket in a folder that is mounted in them."""
     if not workspace.jobs.executor.images:
         yield []
         return
@@ -406,7 +409,7 @@ def _listen_for_jobs(workspace: Workspace, room: Room) -> Iterator[list[socket.s
     (folder / SOCKET).unlink(missing_ok=True)
     place, listening = os.open(folder, os.O_RDONLY | os.O_DIRECTORY), Door(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listening.bind(f"/proc/self/fd/{place}/{SOCKET}")  # a path of its own may be longer than sockets take
+        listening.bind(f"/proc/self/fd/{place}/{SOCKET}")  # the real path may be too long for a socket
         os.chmod(folder / SOCKET, 0o600)
         listening.listen(2048)
         listening.room = room
@@ -418,7 +421,7 @@ def _listen_for_jobs(workspace: Workspace, room: Room) -> Iterator[list[socket.s
 
 
 class _Driver:
-    """The child that drives runs, kept alive."""
+    """The child that drives runs, restarted when it ends."""
 
     def __init__(self, root: Path, words: list[str]) -> None:
         self._root, self._words = root, words
@@ -433,15 +436,15 @@ class _Driver:
         self._keeper.start()
 
     def trouble(self) -> str:
-        """Why no run is driven; empty: they are."""
+        """Return why no run is driven; empty: runs are driven."""
         return self._trouble
 
     def ids(self) -> dict[str, list[int]]:
-        """Of its process, by its kind."""
+        """Return its process id, by kind."""
         return {"driver": [self._process.pid] if self._process is not None else []}
 
     def close(self) -> None:
-        """End it. Jobs go on."""
+        """End the child. Jobs continue."""
         self.over.set()
         if self._keeper.is_alive():
             self._keeper.join()
@@ -466,7 +469,7 @@ class _Driver:
                 self.over.wait(_AGAIN[min(tries, len(_AGAIN) - 1)])
 
     def _lived(self, process: subprocess.Popen[bytes]) -> bool:
-        """Whether it lived long enough until it ended."""
+        """Wait for its end; return whether it lived long enough."""
         lived = 0.0
         while process.poll() is None:
             if self.over.wait(0.2):
@@ -486,7 +489,7 @@ def _tidy(workers: Workers, ledger: Ledger, over: threading.Event) -> None:
     for round_ in itertools.count():
         if over.wait(_TIDY):
             return
-        with suppress(PosttrainError):  # a database that is away: the next time
+        with suppress(PosttrainError):  # a database that is away: tried again on the next round
             workers.tidy()
             if round_ % _FORGET == 0:
                 forget_before(ledger, ledger.clock.now() - ANSWERS_SECONDS)

@@ -1,18 +1,18 @@
-"""`Server` and who asks it, operations of long requests, and requests that are carried out once.
+"""`Server` and its asker, operations of long requests, and requests with an idempotency key.
 
-A `Server` is what a server answers from: workspace, entrance, workers, peers, meters, limits and operations. `asker`
-finds who asks.
+A `Server` contains what the routes need: workspace, entrance, workers, peers, meters, limits and operations. `asker`
+identifies the principal of a request.
 
-Operations are requests that take longer than their connection waits. They are polled, and cancelled where nobody asks
-any more. `Prefer: respond-async` lets a request that a worker carries out be answered with 202 and the place of its
-operation. From then on the database holds how it stands (`store.operations`), so any server of the ledger can report
-and cancel it. An operation that ended with its server is asked again with its idempotency key, which carries it out
-once.
+Operations are requests that take longer than their connection waits. Clients poll them; the server cancels one that no
+client polls any more. With `Prefer: respond-async`, a request that a worker carries out is answered with 202 and the
+location of its operation. From then on the database contains its state (`store.operations`), so any server of the
+ledger can report and cancel it. If an operation is lost with its server, the client sends the request again with its
+idempotency key, and it is carried out once.
 
-A request with an `Idempotency-Key` is carried out once, however often it is sent and whoever dies meanwhile. The key
-decides the ids of the request's transactions, so for a request whose server died the event log shows whether anything
-of it was written. Then it is not carried out again, except for a verb that finds what it made before: that one goes on,
-under further ids of the same request.
+A request with an `Idempotency-Key` is carried out once, however often it is sent and whichever server dies meanwhile.
+The key decides the ids of the request's transactions, so the event log shows whether a request whose server died wrote
+anything. If it did, the request is not carried out again, except for a verb that finds what it made before: that verb
+continues, under further ids of the same request.
 """
 
 import asyncio
@@ -56,17 +56,17 @@ from posttrain.store.operations import BEAT_SECONDS, DONE, Begun, Operations, Re
 
 _FORM = re.compile(r"[A-Za-z0-9_-]{8,64}")
 _REQUEST = 26  # hexadecimal digits of a request's id
-_UNKEPT = frozenset({"issue_token", "rotate_token"})  # their answers are secrets
-_GOES_ON = frozenset({"create_model"})  # writes more than once; carried out again it goes on with its own run
-_FINDS = frozenset(("add_dataset", "add_external", "add_model", "add_reward"))  # what it made, unless others came since
-_TRIES = 256  # of a request that goes on; its transactions are numbered by what is left of the 32 digits
+_UNKEPT = frozenset({"issue_token", "rotate_token"})  # their answers contain secrets
+_GOES_ON = frozenset({"create_model"})  # writes more than once; a repeat continues with its own run
+_FINDS = frozenset(("add_dataset", "add_external", "add_model", "add_reward"))  # a repeat finds the asset
+_TRIES = 256  # of a request that continues; numbered by the digits left of 32
 _OK, _SERVERS = 200, 500
 RUNNING, SUCCEEDED, FAILED, CANCELLED = "running", "succeeded", "failed", "cancelled"
-LEFT_SECONDS = 60.0  # without a look, after which whoever asked is taken to be gone
-KEPT_SECONDS = 600.0  # that what came of one is kept
-MOST = 256  # that are kept in all
-_WAIT, _MOST_WAIT = 10.0, 30.0  # seconds that a request is waited for before it is an operation
-_LOOK = 1.0  # seconds between two looks whether anybody is there
+LEFT_SECONDS = 60.0  # without a poll, after which an operation is ended
+KEPT_SECONDS = 600.0  # that the result of an operation is kept
+MOST = 256  # operations kept in all
+_WAIT, _MOST_WAIT = 10.0, 30.0  # seconds that a request waits on its connection before it becomes an operation
+_LOOK = 1.0  # seconds between two checks for polls
 _ID = re.compile("[0-9a-f]{26}")
 _PREFERS = re.compile(r"(?:^|[,;\s])respond-async(?:$|[,;\s])")
 _WAITS = re.compile(r"(?:^|[,;\s])wait=([0-9]{1,4})(?:$|[,;\s])")
@@ -77,15 +77,15 @@ class LaterError(CapacityError):
 
 
 def used_key() -> InputError:
-    """What is said of a key that comes with two requests."""
+    """Return the error for a key that two different requests use."""
     return InputError("idempotency-key: must be another one for another request, got one that was used")
 
 
 def request_id(key: str, project: str, principal: str, entropy: Callable[[int], bytes]) -> str:
-    """The id of a request: of one with a key always the same.
+    """Return the id of a request: the same for the same key, random without a key.
 
     Raises:
-        InputError: a key that is none.
+        InputError: the key is malformed.
     """
     if not key:
         return entropy(_REQUEST // 2).hex()
@@ -95,12 +95,12 @@ def request_id(key: str, project: str, principal: str, entropy: Callable[[int], 
 
 
 class Once:
-    """Carries requests of one asker out once.
+    """Carries out each keyed request of one asker once.
 
     Args:
-        ledger: of the asker's project.
+        ledger: the ledger of the asker's project.
         principal: pseudonymous id.
-        request: as `request_id` gives it.
+        request: the id that `request_id` returns.
     """
 
     def __init__(self, ledger: Ledger, principal: str, request: str) -> None:
@@ -108,14 +108,14 @@ class Once:
         self._repeats, self._me = Repeats(ledger, principal), process_name()
 
     def answer(self, key: str, verb: str, sent: Mapping[str, Any], do: Callable[[str], bytes]) -> tuple[int, bytes]:
-        """Status and body.
+        """Return status and body.
 
         Args:
-            do: carries it out under a request's id, by which its transactions are numbered.
+            do: carries the request out under a request id, which numbers its transactions.
 
         Raises:
-            LaterError: it is being answered. InputError: the key was another request's.
-            ConflictError: it was carried out, and its answer cannot be given any more.
+            LaterError: the request is being answered. InputError: another request used the key.
+            ConflictError: it was carried out, and its answer is lost or not kept.
         """
         body = asked_of(verb, sent)
         known = self._repeats.begin(key, verb, body, self._me)
@@ -150,7 +150,7 @@ class Once:
         return _OK, found
 
     def _let_again(self, key: str, verb: str) -> None:
-        """The next try may do better, unless something of this one was written that it would write again."""
+        """Allow another try, unless this one wrote something that another would write again."""
         if not self._written(self._request):
             self._repeats.forget(key, self._me)
         elif verb in _GOES_ON:
@@ -159,14 +159,14 @@ class Once:
             self._repeats.done(key, _OK, None)
 
     def _number(self, verb: str) -> str:
-        """The id of the present try: of one that goes on with what another one wrote, the next."""
+        """Return the id of the present try; for a verb that continues an earlier try, the next free id."""
         if verb not in _GOES_ON:
             return self._request
         tries = (self._request, *(f"{self._request}{number:02x}" for number in range(1, _TRIES)))
         return next((one for one in tries if not self._written(one)), self._request)
 
     def _written(self, request: str) -> bool:
-        """Whether a try of the request changed anything."""
+        """Return whether a try of the request changed anything."""
         with self._ledger.snapshot() as now:
             return now.has_request(numbered(request, 0))
 
@@ -187,7 +187,7 @@ class Once:
         return _OK, answer.encode()
 
     def _lives(self, owner: str) -> bool:
-        """Whether whoever began it may still be at it."""
+        """Return whether the process that began the request may still be carrying it out."""
         if owner.partition(":")[0] != self._me.partition(":")[0]:
             return server_lives(self._ledger.database, self._ledger.clock, owner)
         return process_alive(owner)
@@ -207,26 +207,26 @@ class Running:
     began: float = field(default_factory=time.monotonic)
     looked: float = field(default_factory=time.monotonic)
     ended: float | None = None
-    known_as: str = ""  # pseudonymous id of whoever asked, once every server is to tell of it
-    shared: bool = False  # the database says how it stands
-    told: bool = False  # and how it ended
-    said: tuple[str, bool] = ("", False)  # progress, and whether it is over, as the database has them
+    known_as: str = ""  # pseudonymous id of the asker; set when every server is to report the operation
+    shared: bool = False  # the database contains its state
+    told: bool = False  # the database contains how it ended
+    said: tuple[str, bool] = ("", False)  # progress, and whether it has ended, as the database has them
     said_at: float = 0.0
     progress: str = ""
 
     @property
     def given_over(self) -> bool:
-        """Whether it found that another server carries it out, so that nothing is to be told of it here."""
+        """Whether another server carries it out, so that this server does not report it."""
         return self.task.done() and not self.task.cancelled() and isinstance(self.task.exception(), LaterError)
 
     def hear(self, piece: bytes) -> None:
-        """What its worker says meanwhile."""
+        """Record the progress that its worker reports."""
         said = json.loads(piece)
         if said.get("kind") == "progress":
             self.progress = str(said["value"])[:200]
 
     def to_json(self) -> bytes:
-        """As it stands, with what came of it."""
+        """Return its state as JSON, with its answer or its problem once it has ended."""
         said: dict[str, Any] = {"id": self.id, "verb": self.verb, "state": RUNNING, "progress": self.progress}
         said["seconds"] = round((self.ended or time.monotonic()) - self.began, 1)
         if not self.task.done():
@@ -241,10 +241,10 @@ class Running:
 
 
 class Underway:
-    """The operations that one server carries out. It is asked by the event loop alone.
+    """The operations that one server carries out. Only the event loop calls it.
 
     Args:
-        shared: what the ledger knows of them.
+        shared: the operations in the ledger.
     """
 
     def __init__(self, shared: Operations) -> None:
@@ -253,7 +253,7 @@ class Underway:
         self._watches: set[asyncio.Task[None]] = set()
 
     def find(self, number: str, principal: str, project: str) -> Running | None:
-        """Somebody's operation, if this server carries it out."""
+        """Return a principal's operation if this server carries it out, and record the poll."""
         found = self._all.get(number)
         if found is None or (found.principal, found.project) != (principal, project):
             return None
@@ -261,17 +261,19 @@ class Underway:
         return found
 
     def carries_out(self, number: str) -> bool:
-        """Whether this server does."""
+        """Return whether this server carries the operation out."""
         return number in self._all
 
     async def share(self, one: Running, principal: str) -> None:
-        """Let every server tell of it; where another one tells of the same at this moment, as soon as that is over.
+        """Record an operation in the database, so that every server reports it.
+
+        While another server's operation has the same id, it is not recorded; `_tell` tries again.
 
         Args:
             principal: pseudonymous id.
 
         Raises:
-            InputError: another server carries out another request with its key; this one is ended.
+            InputError: another server carries out another request with its key; this operation is ended.
         """
         one.known_as = principal
         if one.shared:
@@ -291,10 +293,10 @@ class Underway:
     def begin(
         self, who: Asker, number: str, verb: str, sent: Any, carry: Callable[[Asking], Coroutine[Any, Any, bytes]]
     ) -> Running:
-        """Carry a request out; one that is under way with this id and asks the same is that one.
+        """Start an operation, or return the running one with this id and the same request.
 
         Raises:
-            BusyError: the server keeps too many. InputError: one that asks something else is known by this id.
+            BusyError: the server keeps too many. InputError: another request has this id.
         """
         if known := self._all.get(number):
             if (known.verb, known.sent) != (verb, sent):
@@ -313,7 +315,7 @@ class Underway:
         return made
 
     def drop(self, one: Running) -> None:
-        """It was answered on its own connection."""
+        """Remove an operation: its own connection answered it, or it is not kept any more."""
         if self._all.get(one.id) is one:
             del self._all[one.id]
 
@@ -325,29 +327,29 @@ class Underway:
             raise BusyError(f"the server carries out {MOST} operations; ask again later")
 
     async def _watch(self, one: Running) -> None:
-        """Say how it stands; end it when nobody looks any more; forget it some time after."""
+        """Publish an operation's state, end it when no client polls it, and drop it some time later."""
         while self._all.get(one.id) is one:
             await asyncio.wait({one.task}, timeout=_LOOK) if one.ended is None else await asyncio.sleep(_LOOK)
             if one.given_over:
                 with suppress(PosttrainError):
-                    await in_thread(READ, self._shared.forget, one.id)  # first, or it would look lost for a moment
-                self.drop(one)  # another server carries it out: whoever asks again with the key is told of that one
+                    await in_thread(READ, self._shared.forget, one.id)  # before the drop: else it would look lost
+                self.drop(one)  # another server carries it out, and answers the next request with the key
             if one.known_as and not one.told:
-                with suppress(PosttrainError):  # a database that is away: the next time
+                with suppress(PosttrainError):  # a database that is away: tried again on the next round
                     await self._tell(one)
             now = time.monotonic()
             if one.task.done():
                 if one.ended is None:
                     one.ended = now
                     if not one.task.cancelled():
-                        one.task.exception()  # it is told to whoever looks
+                        one.task.exception()  # retrieved, so asyncio logs nothing; polls return it
                 elif now - max(one.ended, one.looked) >= KEPT_SECONDS:
                     self.drop(one)
             elif now - one.looked >= LEFT_SECONDS:
                 one.asking.end()
 
     async def _tell(self, one: Running) -> None:
-        """Write what changed, and now and then that this server lives; read whether somebody looks or cancelled."""
+        """Write changes and a heartbeat to the database; read polls and cancellations from it."""
         if self._all.get(one.id) is not one:
             await in_thread(READ, self._shared.forget, one.id)
             return
@@ -366,12 +368,12 @@ class Underway:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What a server answers from."""
+    """What the routes of a server use to answer."""
 
     workspace: Workspace
     entrance: Entrance
     workers: Answers
-    ready: Callable[[], str]  # why it is not; empty: it is
+    ready: Callable[[], str]  # why it is not ready; empty: it is ready
     peers: Peers
     secure: bool = False  # browsers reach it over TLS alone
     behind_proxy: bool = False
@@ -387,10 +389,10 @@ class Server:
         object.__setattr__(self, "underway", Underway(known))
 
     def admitted(self, request: Request, verb: str) -> tuple[Asker, Control]:
-        """Who asks, and what they may ask. It reads the ledger: call it in a thread.
+        """Return the asker and their `Control`. It reads the ledger: call it in a thread.
 
         Raises:
-            AccessError: not this verb. As `asker`.
+            AccessError: the asker may not call this verb. Also the errors of `asker`.
         """
         who = asker(request)
         control = self.entrance.control(who)
@@ -399,10 +401,10 @@ class Server:
 
 
 def asker(request: Request) -> Asker:
-    """Who asks. It reads the ledger: call it in a thread.
+    """Identify the asker of a request. It reads the ledger: call it in a thread.
 
     Raises:
-        InputError: a part of the path is no such id or name. AuthenticationError: nobody whom the server knows.
+        InputError: a part of the path is not a valid id or name. AuthenticationError: the token is not valid.
     """
     server: Server = request.app.state.server
     check_path(request)
@@ -413,7 +415,7 @@ def asker(request: Request) -> Asker:
 
 
 def wait_of(request: Request) -> float | None:
-    """Seconds after which a request may be answered by its operation; None: it is answered as a whole."""
+    """Return the seconds after which a request may become an operation; None: it is answered as a whole."""
     said = request.headers.get("prefer", "")
     if not _PREFERS.search(said):
         return None
@@ -422,14 +424,14 @@ def wait_of(request: Request) -> float | None:
 
 
 def accepted(project: str, number: str, document: bytes | str) -> Response:
-    """202, and where it is."""
+    """Return a 202 response with the location of the operation."""
     place = f"{PREFIX.format(project=project)}/operations/{number}"
     headers = {"location": place, "cache-control": "no-store", "preference-applied": "respond-async"}
     return Response(document, 202, headers, "application/json")
 
 
 def as_now(found: Begun) -> str:
-    """How an operation of another server stands: its seconds went on since that one said them."""
+    """Return the state of another server's operation, with the seconds since that server wrote it added."""
     if found.over:
         return found.document
     said = json.loads(found.document)
@@ -437,12 +439,12 @@ def as_now(found: Begun) -> str:
 
 
 def asked_of(verb: str, sent: Any) -> str:
-    """The digest of what was asked."""
+    """Return the digest of a request."""
     return digest_bytes(json.dumps([verb, sent], sort_keys=True).encode())
 
 
 def add_routes(app: FastAPI, server: Server) -> None:
-    """GET looks at an operation, DELETE cancels it."""
+    """Add the routes of operations: GET returns one, DELETE cancels it."""
     all_of = _Looking(server)
     path = PREFIX + "/operations/{operation_id}"
     app.add_api_route(path, all_of.look, methods=["GET"], name="operation")
@@ -450,7 +452,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
 
 
 class _Looking:
-    """What is answered at the paths of operations."""
+    """Handlers of the operation routes."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -462,7 +464,7 @@ class _Looking:
         return _shown(as_now(await in_thread(READ, self._elsewhere, request, who)))
 
     async def cancel(self, request: Request) -> Response:
-        """What is carried out elsewhere is looked at until it ended, for so long as a request waits."""
+        """Cancel an operation; one on another server is polled until it ends or `_MOST_WAIT` passes."""
         who, one = await self._asked(request)
         if one is not None:
             if not one.task.done():
@@ -478,22 +480,22 @@ class _Looking:
         return _shown(as_now(found))
 
     async def _asked(self, request: Request) -> tuple[Asker, Running | None]:
-        """Who asks, and their operation if this server carries it out."""
+        """Return the asker, and their operation if this server carries it out."""
         who, _ = await in_thread(READ, self._server.admitted, request, "whoami")
         one = self._server.underway.find(request.path_params["operation_id"], who.identity.principal, who.project)
         if one is not None:
-            await in_thread(READ, self._server.admitted, request, one.verb)  # a role that was taken away meanwhile
+            await in_thread(READ, self._server.admitted, request, one.verb)  # the role may have been revoked meanwhile
         return who, one
 
     def _elsewhere(self, request: Request, who: Asker) -> Begun:
-        """An operation that another server carries out, or did.
+        """Return an operation that another server carries out, or did.
 
         Raises:
-            NotFoundError: they have none of this id. LostOperationError: that server is gone.
+            NotFoundError: the asker has no operation with this id. LostOperationError: that server no longer exists.
         """
         number = request.path_params["operation_id"]
         mine = number, who.project, self._server.entrance.principal(who)
-        found = self._server.operations.find(*mine) if _ID.fullmatch(number) else None  # a database takes no other
+        found = self._server.operations.find(*mine) if _ID.fullmatch(number) else None  # no other id is asked for
         if found is None:
             raise _absent(number)
         self._server.admitted(request, found.verb)
@@ -506,10 +508,10 @@ class _Looking:
 
 
 def _said(one: Running) -> bytes:
-    """How an operation of this server stands.
+    """Return the state of an operation of this server.
 
     Raises:
-        NotFoundError: another one carries it out.
+        NotFoundError: another server carries it out.
     """
     if one.given_over:
         raise _absent(one.id)

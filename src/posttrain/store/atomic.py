@@ -1,18 +1,18 @@
-"""Atomic files, safe reading of what a job left, and locks: of files, and of an artifact store.
+"""Atomic files, safe reading of a job's files, and locks: of files, and of an artifact store.
 
-Atomic files are there whole or not at all, and survive a power cut once they are there. They are written under a
-temporary name in the same folder, synced, renamed, and the folder synced. Only the standard library: the supervisor
-imports this and must start fast.
+An atomic file exists completely or not at all, and survives a power cut once it exists. It is written under a temporary
+name in the same folder, synced, renamed, and the folder synced. This module uses only the standard library: the
+supervisor imports it and must start fast.
 
-What a job left may be anything: a link, a FIFO, a folder, a terabyte of nothing. Whoever reads an attempt folder opens
-plain files only, waits for none, and looks at the size before it reads. What the job itself brought about is its own
-failure (`IntegrityError`); a disk or a network file system in trouble is not.
+A job may leave any kind of file: a link, a FIFO, a folder, a terabyte of holes. Readers of an attempt folder open plain
+files only, never block on them, and check the size before they read. An error that the job itself caused is the job's
+failure (`IntegrityError`); an error of a disk or a network file system is not.
 
-The lock of an artifact store admits many who record what lies in it, or one who deletes from it. Between the moment in
-which bytes are put (or found to be there already) and the commit of the rows that name them, nothing in the ledger says
-that they are needed. Whoever does both holds the store's lock meanwhile, shared; whoever deletes holds it alone. The
-lock is a file of the workspace, in which everybody works who writes its ledger, and of the database, where a ledger has
-several hosts; either is released when a process dies, however it dies.
+The lock of an artifact store admits many processes that record blobs, or one that deletes blobs. Between the put of
+bytes (or the check that they exist) and the commit of the rows that name them, the ledger does not show that they are
+needed. A process that does both holds the store's lock meanwhile, shared; a process that deletes holds it alone. The
+lock is a file of the workspace, which all writers of its ledger share, and also a lock of the database if a ledger has
+several hosts; both are released when a process dies, however it dies.
 """
 
 import errno
@@ -29,14 +29,14 @@ from typing import Any, BinaryIO, Protocol
 
 from posttrain.domain.errors import DeadlineError, IntegrityError, PosttrainError, unwritable as unwritable
 
-SMALL = 64 << 10  # bytes of what says one thing: a start, an order, how far a job is
+SMALL = 64 << 10  # bytes of a small object: a start, an order, a summary
 ANSWER = 4 << 20  # bytes of a result
 SEGMENT = 64 << 20  # bytes of a segment or a pack; a sample of 128,000 tokens with all its numbers has 25 MB
 LINE = 32 << 20  # bytes of a fact: read as JSON, 24 times as much memory at worst
 TREE = 4 << 40  # bytes of an output or a checkpoint; a 70B model with its optimizer, in fp32, has 1.1 TB
 FILES = 1_000_000  # of an output or a checkpoint
-DEPTH = 64  # folders in each other
-HOLES = 1 << 30  # bytes of a file that nobody wrote
+DEPTH = 64  # nested folders
+HOLES = 1 << 30  # bytes of a file that were never written
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
 _ITS_DOING = frozenset(
     {errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG}
@@ -52,26 +52,26 @@ _LOOK = 0.02  # seconds between two tries at a lock
 
 
 def its_doing(error: BaseException | None) -> bool:
-    """Whether an operating system's refusal is what a job brought about by what it put there."""
+    """Whether an error of the operating system is caused by the files that a job left."""
     return isinstance(error, OSError) and error.errno in _ITS_DOING
 
 
 def most_of(key: str) -> int:
-    """Bytes that an object of an attempt's channel may have."""
+    """The maximum size in bytes of an object of an attempt's channel."""
     if key == "result.json":
         return ANSWER
     return SEGMENT if key.startswith(("events/", "samples/")) else SMALL
 
 
 def open_plain(path: Path, *, follow: bool = False) -> BinaryIO:
-    """A plain file for reading; it is never waited for.
+    """Open a plain file for reading, without blocking.
 
     Args:
-        follow: a link to a file is that file.
+        follow: open the target of a link to a file.
 
     Raises:
-        FileNotFoundError: there is nothing.
-        IntegrityError: there is something else, or it may not be read.
+        FileNotFoundError: the path does not exist.
+        IntegrityError: it is not a plain file, or it may not be read.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -89,7 +89,7 @@ def open_plain(path: Path, *, follow: bool = False) -> BinaryIO:
 
 
 def read_left(path: Path, most: int, *, follow: bool = False) -> bytes:
-    """The bytes of a file.
+    """Return the bytes of a file.
 
     Args:
         follow: as `open_plain`.
@@ -105,10 +105,10 @@ def read_left(path: Path, most: int, *, follow: bool = False) -> bytes:
 
 
 def files_below(folder: Path, most: int = DEPTH) -> Iterator[Path]:
-    """Everything below a folder that is no folder, in no order; links are not followed.
+    """Yield everything below a folder that is not a folder, in no order; links are not followed.
 
     Raises:
-        IntegrityError: folders lie too deep in each other, there are too many files, or a folder cannot be read.
+        IntegrityError: folders are nested too deeply, there are too many files, or a folder cannot be read.
     """
     waiting, found = [(folder, 1)], 0
     while waiting:
@@ -132,10 +132,10 @@ def files_below(folder: Path, most: int = DEPTH) -> Iterator[Path]:
 
 
 def look_over(path: Path) -> None:
-    """Look at a file or folder that a job left before its bytes are: whoever hashes them has their hands full for long.
+    """Check the kind and size of a file or folder that a job left, before the much slower hashing of its bytes.
 
     Raises:
-        IntegrityError: it holds something else than plain files, more bytes than one may leave, or files with holes.
+        IntegrityError: it contains other than plain files, more than `TREE` bytes, or files with holes over `HOLES`.
     """
     total = 0
     for one in files_below(path) if path.is_dir() and not path.is_symlink() else (path,):
@@ -149,13 +149,13 @@ def look_over(path: Path) -> None:
 
 
 def _holes(opened: int, size: int) -> int:
-    """Bytes of a file that are holes; counted until there are too many. What a file system compressed is none."""
+    """The bytes of a file that are holes, counted up to the limit. Compressed blocks are no holes."""
     found = at = 0
     while at < size and found <= HOLES:
         try:
             data = os.lseek(opened, at, os.SEEK_DATA)
         except OSError as error:
-            return found + size - at if error.errno == errno.ENXIO else 0  # 0: a file system that cannot say
+            return found + size - at if error.errno == errno.ENXIO else 0  # 0: a file system without `SEEK_DATA`
         found += data - at
         at = os.lseek(opened, data, os.SEEK_HOLE)
     return found
@@ -163,10 +163,10 @@ def _holes(opened: int, size: int) -> int:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What the operating system refuses in this block concerns `path`.
+    """Attribute the operating system's errors in this block to `path`.
 
     Raises:
-        WorkspaceError: it refused something.
+        WorkspaceError: an operation failed.
     """
     try:
         yield
@@ -189,7 +189,7 @@ def is_held(lock: Path) -> bool:
 def taken(
     handle: int, kind: int = fcntl.LOCK_EX, seconds: float = 0.0, over: Callable[[], bool] = lambda: False
 ) -> bool:
-    """Take the lock of an open file; False: others held it for so many seconds, or until it was `over`."""
+    """Take the lock of an open file; False: others held it for `seconds`, or until `over()` was true."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -205,13 +205,13 @@ def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data`.
 
     Raises:
-        WorkspaceError: the disk is full or the place cannot be written; what was at `path` is still there.
+        WorkspaceError: the disk is full or the path cannot be written; the old file at `path` is unchanged.
     """
     write_stream(path, lambda file: file.write(data))
 
 
 def write_stream(path: Path, fill: Callable[[BinaryIO], Any]) -> None:
-    """Replace `path` by what `fill` writes into the open file; whatever `fill` raises leaves `path` as it was.
+    """Replace `path` by the bytes that `fill` writes into the open file; if `fill` raises, `path` is unchanged.
 
     Raises:
         WorkspaceError: as `write_atomic`.
@@ -231,7 +231,7 @@ def write_stream(path: Path, fill: Callable[[BinaryIO], Any]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable; the contents of its files are synced by whoever wrote them."""
+    """Make the names in `folder` durable; the writers of its files sync their contents."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -243,7 +243,7 @@ def sync_tree(folder: Path) -> None:
     """Make a folder durable with everything below it, for files that a library wrote without syncing them.
 
     Raises:
-        WorkspaceError: the disk refused; nothing may rely on the folder then.
+        WorkspaceError: the disk failed; the folder may not be durable then.
     """
     with writing(folder):
         for path in sorted(folder.rglob("*"), reverse=True):  # contents before the folders that name them
@@ -256,15 +256,15 @@ def sync_tree(folder: Path) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """An opener: what a workspace holds is its owner's alone, whatever the umask."""
+    """Open a file with mode 0600, whatever the umask: a workspace is private to its owner."""
     return os.open(path, flags, 0o600)
 
 
 def make_folder(folder: Path, within: Path | None = None) -> None:
-    """Create `folder` and its parents, durably and for their owner alone, whatever the umask.
+    """Create `folder` and its parents, durably and private to their owner, whatever the umask.
 
     Args:
-        within: of its parents, the one that must be there: a workspace that was removed or moved is not made again.
+        within: the parent that must exist: a workspace that was removed or moved is not made again.
 
     Raises:
         WorkspaceError: it cannot be created.
@@ -277,7 +277,7 @@ def make_folder(folder: Path, within: Path | None = None) -> None:
             missing.append(place)
         for place in reversed(missing):
             place.mkdir(mode=0o700, exist_ok=True)
-            with suppress(PermissionError):  # a folder that may be written and not read cannot be synced
+            with suppress(PermissionError):  # a write-only folder cannot be synced
                 sync_folder(place.parent)
         if not folder.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
@@ -293,12 +293,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def create_json(path: Path, value: Any) -> bool:
-    """Write JSON where nothing is yet, as `create_file`."""
+    """Write JSON if the path does not exist, as `create_file`."""
     return create_file(path, json.dumps(value, sort_keys=True, ensure_ascii=False).encode() + b"\n")
 
 
 def create_file(path: Path, data: bytes) -> bool:
-    """Write where nothing is yet; False where there is something, which stays. One of several writers wins.
+    """Write a file if the path does not exist; False: it exists, and stays. Of several writers one wins.
 
     Raises:
         WorkspaceError: as `write_atomic`, or the file system has no hard links.
@@ -324,10 +324,10 @@ def create_file(path: Path, data: bytes) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON at `path`, which a job may have written; None when there is no such file.
+    """Return the JSON at `path`, which a job may have written; None when there is no such file.
 
     Raises:
-        IntegrityError: it is not JSON, or too large to be.
+        IntegrityError: it is not JSON, or too large.
     """
     try:
         return json.loads(read_left(path, MOST_AT_ONCE, follow=True))
@@ -338,29 +338,29 @@ def read_json(path: Path) -> Any:
 
 
 class StoreLock(Protocol):
-    """Tells who records from who deletes."""
+    """The lock that separates processes that record blobs from those that delete blobs."""
 
     def shared(self) -> AbstractContextManager[None]:
-        """Nothing is deleted from the store for the length of the block.
+        """Keep other processes from deleting blobs for the length of the block.
 
         Raises:
-            DeadlineError: somebody deletes, and was stopped while they did.
-            WorkspaceError: the lock cannot be had.
+            DeadlineError: a process held the lock to delete, e.g. because it is suspended.
+            WorkspaceError: the lock cannot be opened.
         """
 
     def alone(self, patience: float) -> AbstractContextManager[None]:
-        """Nobody records what lies in the store for the length of the block. Keep it short: they wait.
+        """Keep other processes from recording blobs for the length of the block. Keep it short: they wait.
 
         Args:
-            patience: seconds to wait for those who do.
+            patience: seconds to wait for processes that record.
 
         Raises:
-            DeadlineError: somebody still does. WorkspaceError: as `shared`.
+            DeadlineError: a process still records. WorkspaceError: as `shared`.
         """
 
 
 class FileLock:
-    """Of everybody on one machine who works in a workspace's folder."""
+    """The lock of all processes on one machine that use a workspace's folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -380,7 +380,7 @@ class FileLock:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What is raised where somebody else holds a lock for so many seconds."""
+    """The error to raise if another process holds a lock for longer than `patience` seconds."""
 
     patience: float
     error: PosttrainError
@@ -390,11 +390,11 @@ class Refusal:
 def held(
     place: Path, kind: int = fcntl.LOCK_EX, refusal: Refusal | None = None, *, make: bool = True
 ) -> Iterator[None]:
-    """A lock for the length of the block; the kernel lets go of it when this process dies.
+    """Hold a lock for the length of the block; the kernel releases it when this process dies.
 
     Args:
-        place: a file, or with `make=False` a folder, which must be there.
-        refusal: None: it is waited for, however long that takes.
+        place: a file, or with `make=False` an existing folder.
+        refusal: None: wait without a limit.
 
     Raises:
         WorkspaceError: the place cannot be opened.

@@ -1,28 +1,28 @@
 """The attempt folder, claims of it by supervisors, and the facts and spending that a job writes into it.
 
-The folder holds everything that a job is given, reports and leaves. Both sides of the process border use it:
+The folder contains everything that a job receives, reports and produces. Both sides of the process boundary use it:
 
 ::
 
     ATTEMPT_DIR/
         job.json            JobOrder, written before the launch
-        request.json        JobRequest, written once and submitted as written, whoever submits it
+        request.json        JobRequest, written once and submitted as written, by any process
         start.json events/ samples/ summary.json controls/ result.json     the attempt's channel: see `store.channel`
-        control.json        how older jobs are told to stop: {"stop": bool, "checkpoint": how many}
-        checkpoints/step-00000120/   COMMIT last: a folder without it does not exist for anybody
-        outputs/            what the job leaves
-        meter               tokens spent and tokens that the step under way may spend, rewritten in place
-        spec.json supervisor.json exit.json log.txt      the local executor's
-        cache/ seccomp.json                              of a job in an image
+        control.json        the stop request for jobs of older releases: {"stop": bool, "checkpoint": how many}
+        checkpoints/step-00000120/   COMMIT is written last: every reader ignores a folder without it
+        outputs/            the job's outputs
+        meter               tokens spent and tokens that the current step may spend, rewritten in place
+        spec.json supervisor.json exit.json log.txt      files of the local executor
+        cache/ seccomp.json                              files of a job in an image
 
-Imports no database; an object store only where the workspace keeps its channels in one.
+The module imports no database, and an object store only if the workspace keeps its channels in one.
 
 Files that supervisors rely on are written before an attempt is claimed, never after: `with unclaimed(folder) as free:`.
-A container sees nothing of such files because others lie over them; a file that is replaced is covered no more. So
-whoever writes holds `supervisor.lock`, which supervisors hold from before their claim until the end of their job.
+A container cannot see such files because other files are mounted over them; a file that is replaced is no longer
+covered. So the writer holds `supervisor.lock`, which supervisors hold from before their claim until their job ends.
 
-On the job's side of its channel, facts are buffered and written as segments. What a running job has spent is written
-beside its facts, at once, and within one line.
+On its side of the channel, the job buffers facts and writes them as segments. It writes the tokens that it has spent
+next to its facts, immediately and in one line.
 """
 
 import functools
@@ -76,10 +76,10 @@ class AttemptFolder:
     """One attempt's folder at `path`. Making the object touches nothing.
 
     Args:
-        channel: URL of its channel, as the ledger has it; empty: the folder itself; None: its order says, which its
-            job may have rewritten. Only jobs, and whoever looks at an attempt of a release before, do not know it.
-        otherwise: the same, where there is no order either.
-        job: whoever looks is the attempt's job, which has no key to a store if its server launched it.
+        channel: URL of its channel, from the ledger; empty: the folder itself; None: read it from the order, which the
+            job may have rewritten. Only jobs, and readers of an attempt of an earlier release, pass None.
+        otherwise: the URL to use if there is no order either.
+        job: the caller is the attempt's job, which has no key to a store if its server launched it.
     """
 
     def __init__(self, path: Path, channel: str | None = None, *, otherwise: str = "", job: bool = False) -> None:
@@ -95,25 +95,25 @@ class AttemptFolder:
         """The attempt's channel; it is in the folder unless a URL is named.
 
         Raises:
-            InputError: nothing of that kind can be opened here.
+            InputError: a channel of that kind cannot be opened here.
         """
         url, order = self._channel, None
         if url is None:
-            with suppress(IntegrityError):  # whoever reads the order says so
+            with suppress(IntegrityError):  # `read_order` reports it
                 order = read_json(self.path / "job.json")
             url = str(order.get("channel", "")) if isinstance(order, Mapping) else self._otherwise
         if url and self._job and isinstance(order, Mapping) and order.get("served"):
-            from posttrain.store.channels.served import ServedObjects  # who uses folders need not load HTTP
+            from posttrain.store.channels.served import ServedObjects  # users of folders need not load HTTP
 
             return AttemptChannel(ServedObjects(self.path))
         if not url:
             return AttemptChannel(FolderObjects(self.path))
-        from posttrain.store.channels.objects import object_store  # who uses folders need not load an object store
+        from posttrain.store.channels.objects import object_store  # users of folders need not load an object store
 
         return AttemptChannel(object_store(url))
 
     def write_order(self, order: JobOrder) -> None:
-        """Create the folder and its `job.json`.
+        """Create the folder and write its `job.json`.
 
         Raises:
             WorkspaceError: the disk is full or read-only.
@@ -145,14 +145,14 @@ class AttemptFolder:
         if self.stop_requested():
             return
         self.channel.order(ControlKind.STOP)
-        if self.channel.started() is None:  # it may be a job of before, which hears nothing else
+        if self.channel.started() is None:  # a job of an older release reads this file only
             path, said = self.path / "control.json", None
             with suppress(FileNotFoundError):
                 said = _json_of(path, SMALL)
             write_json(path, {"checkpoint": 0, **(said if isinstance(said, dict) else {}), "stop": True})
 
     def stop_requested(self) -> bool:
-        """Whether somebody asked the job to stop."""
+        """Whether a stop of the job was requested."""
         return any(control.kind is ControlKind.STOP for control in self.channel.controls())
 
     def request_checkpoint(self) -> None:
@@ -160,31 +160,31 @@ class AttemptFolder:
         self.channel.order(ControlKind.CHECKPOINT)
 
     def checkpoints_requested(self) -> int:
-        """How many checkpoints have been asked for so far: a job that served fewer owes one."""
+        """The number of checkpoints requested so far: a job that wrote fewer owes one."""
         return sum(control.kind is ControlKind.CHECKPOINT for control in self.channel.controls())
 
     def acknowledge(self, kind: ControlKind, count: int | None = None) -> None:
-        """Say that the job carried out the first `count` orders of this kind; None: all that were given."""
+        """Record that the job carried out the first `count` orders of this kind; None: all orders so far."""
         for control in [one for one in self.channel.controls() if one.kind is kind][:count]:
             self.channel.acknowledge(control.number)
 
     def write_result(self, result: JobResult) -> None:
-        """Say how the job ended. The last thing a job does.
+        """Write how the job ended, as its last action.
 
         Raises:
             WorkspaceError: the disk is full or read-only; there is no result then.
-            ConflictError: another job of this attempt said how it ended.
+            ConflictError: another job of this attempt wrote its result already.
         """
         self.channel.answer(result.to_json())
 
     def read_result(self) -> JobResult | None:
-        """How the job ended by its own word; None while there is none.
+        """How the job ended, by its own report; None while there is no report.
 
         Raises:
             IntegrityError: it cannot be read.
         """
         raw = self.channel.answered()
-        if raw is None:  # who refuses an environment leaves this file, for it imports nothing that knows channels
+        if raw is None:  # a job that refuses its environment writes this file: it imports no channel code
             with suppress(FileNotFoundError):
                 raw = _json_of(self.path / "result.json", ANSWER)
         if raw is None:
@@ -197,10 +197,10 @@ class AttemptFolder:
     def facts(
         self, after_segment: int = 0, unreadable: Callable[[IntegrityError], None] = refuse
     ) -> tuple[list[Fact], int]:
-        """Facts of the segments behind `after_segment`, in the order they were said, and the last segment read.
+        """Facts of the segments after `after_segment`, in the order of their reports, and the last segment read.
 
         Args:
-            unreadable: told of a segment that cannot be read, which is then left out; without it that raises.
+            unreadable: called for a segment that cannot be read, which is then left out; the default raises.
 
         Raises:
             IntegrityError: a segment cannot be read.
@@ -208,7 +208,7 @@ class AttemptFolder:
         return self._said(EVENTS, after_segment, unreadable)
 
     def recorded_samples(self, unreadable: Callable[[IntegrityError], None] = refuse) -> list[Sample]:
-        """The samples whose way was recorded, in the order they were said; none where the job recorded none.
+        """The samples whose path was recorded, in the order of their reports; empty if the job recorded none.
 
         Args:
             unreadable: as `facts`.
@@ -220,10 +220,10 @@ class AttemptFolder:
         return [fact for fact in said if isinstance(fact, Sample)]
 
     def some_samples(self, segments: int) -> list[Sample]:
-        """Recorded samples of at most so many segments, evenly from the first to the last.
+        """Recorded samples of at most `segments` segments, evenly spaced from the first to the last.
 
-        What a job of a million steps recorded does not fit a memory: this reads what a person would look at. Segments
-        that cannot be read are passed over.
+        The records of a job of a million steps do not fit in memory: this reads as many as a person would inspect.
+        Segments that cannot be read are skipped.
         """
         found = self.channel.numbers(SAMPLES)
         if len(found) > segments:
@@ -235,7 +235,7 @@ class AttemptFolder:
         return [fact for fact in said if isinstance(fact, Sample)]
 
     def last_progress(self) -> Progress | None:
-        """The newest `Progress` the job said.
+        """The newest `Progress` that the job reported.
 
         Raises:
             IntegrityError: a segment cannot be read.
@@ -247,10 +247,10 @@ class AttemptFolder:
         return None
 
     def metered(self) -> int | None:
-        """The most tokens that the lineage can have spent by what the job said last; None: it said nothing.
+        """The most tokens that the lineage can have spent, by the job's last record; None: there is no record.
 
         Raises:
-            IntegrityError: what lies there is no plain file.
+            IntegrityError: the meter is not a plain file.
         """
         try:
             spent, reserved = (count(int(one)) for one in read_left(self.path / METER, _METER_BYTES).split())
@@ -259,9 +259,9 @@ class AttemptFolder:
         return spent + reserved
 
     def spent(self) -> int:
-        """The most tokens that its lineage can have spent by what the job says while it runs; cheap, and never raises.
+        """The most tokens that the lineage can have spent, by the records of the running job; cheap, never raises.
 
-        What cannot be read says nothing.
+        A record that cannot be read counts as absent.
         """
         metered = None
         with suppress(IntegrityError):
@@ -270,7 +270,7 @@ class AttemptFolder:
         return max(metered or 0, said.tokens if said else 0)
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps of what may be a committed checkpoint, oldest first; its shards were not looked at."""
+        """Steps of folders with a COMMIT, oldest first; their shards are not verified."""
         names = sorted(path.parent.name.removeprefix("step-") for path in self.checkpoints.glob("step-*/COMMIT"))
         return [int(name) for name in names if name.isascii() and name.isdecimal() and len(name) < _DIGITS]
 
@@ -287,7 +287,7 @@ class AttemptFolder:
             return None
 
     def _said(self, stream: str, after: int, unreadable: Callable[[IntegrityError], None]) -> tuple[list[Fact], int]:
-        """Facts of a stream's segments behind number `after`, and the number of the last one."""
+        """Facts of a stream's segments after number `after`, and the number of the last one."""
         found: list[Fact] = []
         last = after
         for facts, number in self.segments(after, unreadable, stream):
@@ -298,9 +298,9 @@ class AttemptFolder:
     def segments(
         self, after: int, unreadable: Callable[[IntegrityError], None], stream: str = EVENTS
     ) -> Iterator[tuple[list[Fact], int]]:
-        """As `facts`, a segment at a time with its number: the facts of a million steps fill a memory.
+        """As `facts`, one segment at a time with its number: the facts of a million steps do not fit in memory.
 
-        Of a segment that cannot be read there are none.
+        A segment that cannot be read yields no facts.
         """
         for number, data in self.channel.segments(stream, after, unreadable):
             facts: list[Fact] = []
@@ -319,7 +319,7 @@ def _json_of(path: Path, most: int) -> Any:
     """The JSON that a job wrote.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no file.
         IntegrityError: it cannot be read.
     """
     try:
@@ -354,10 +354,10 @@ def _verified_commit(folder: Path) -> CheckpointCommit | None:
 
 @contextmanager
 def unclaimed(folder: Path) -> Iterator[bool]:
-    """Keep supervisors of an attempt's folder from claiming it; False: one has, or holds the lock for ever.
+    """Keep supervisors from claiming an attempt's folder; False: one has claimed it, or does not release the lock.
 
     Raises:
-        OSError: the folder is not there, or the lock can be neither made nor opened.
+        OSError: the folder does not exist, or the lock cannot be made or opened.
     """
     lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -368,12 +368,12 @@ def unclaimed(folder: Path) -> Iterator[bool]:
 
 
 class EventWriter(AbstractContextManager["EventWriter"]):
-    """The job's fact sink: buffers facts and writes them as segments, samples into a folder of their own.
+    """The job's fact sink: buffers facts and writes them as segments, samples into a separate folder.
 
-    A segment is due after `most` facts, or when a `Progress` or `Note` comes `seconds` after the last one that was
-    told; what is left is written by `close`. Metrics and samples do not make one due: they come just before the
-    progress of their step. A span does `phases` seconds after the last segment, whatever is told of progress then. Use
-    it as a context manager. Numbering goes on from the segments that are there.
+    A segment is due after `most` facts, or at a `Progress` or `Note` at least `seconds` after the last one that made a
+    segment due; `close` writes the rest. Metrics and samples make none due: they come just before the progress of
+    their step. A span makes one due `phases` seconds after the last segment, and does not delay the next progress. Use
+    it as a context manager. Numbering continues from the existing segments.
 
     Raises:
         WorkspaceError: the disk is full or read-only; the facts stay buffered, so a later call tries again.
@@ -386,12 +386,12 @@ class EventWriter(AbstractContextManager["EventWriter"]):
         make_folder(attempt.events)
         self._channel = attempt.channel
         self._facts, self._samples = _Segments(self._channel, EVENTS, packed=True), _Segments(self._channel, SAMPLES)
-        self._told, self._flushed = float("-inf"), time.monotonic()  # of progress or a note; of anything
+        self._told, self._flushed = float("-inf"), time.monotonic()  # times of progress or a note, and of any segment
         self._progress: Progress | None = None
         self._phases = 0
 
     def __call__(self, fact: Fact) -> None:
-        """Say a fact."""
+        """Buffer a fact, and write a segment if one is due."""
         (self._samples if isinstance(fact, Sample) else self._facts).waiting.append(fact)
         now = time.monotonic()
         late = isinstance(fact, Progress | Note) and now - self._told >= self._seconds
@@ -406,7 +406,7 @@ class EventWriter(AbstractContextManager["EventWriter"]):
             self._told = now
 
     def flush(self) -> None:
-        """Write what is buffered. Samples come first: whoever sees a step's progress finds its samples."""
+        """Write the buffered facts. Samples come first: a reader of a step's progress finds its samples."""
         self._samples.write()
         for stream in (self._samples, self._facts):
             self._facts.waiting += stream.too_large
@@ -420,7 +420,7 @@ class EventWriter(AbstractContextManager["EventWriter"]):
         self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining facts."""
         self.flush()
 
     def __exit__(self, *failure: object) -> None:
@@ -428,20 +428,20 @@ class EventWriter(AbstractContextManager["EventWriter"]):
 
 
 class _Segments:
-    """The write-once segments of one stream, and what waits to be written.
+    """The write-once segments of one stream, and the facts that wait to be written.
 
     Args:
-        packed: many small ones become few; samples are large, and some of them are read by number.
+        packed: pack many small segments into few; samples are large, and some are read by number.
     """
 
     def __init__(self, channel: AttemptChannel, stream: str, packed: bool = False) -> None:
         self._channel, self._stream, self._packed = channel, stream, packed
         self.waiting: list[Fact] = []
-        self.too_large: list[Fact] = []  # what is said instead
+        self.too_large: list[Fact] = []  # notes that replace facts above the limit
         self._next = 1 + channel.last(stream)
 
     def write(self) -> int:
-        """Write what waits as one segment, or several where it is large; the number of the newest."""
+        """Write the waiting facts as one segment, or several if they are large; return the newest number."""
         while self.waiting:
             data, taken = self._piece()
             self._channel.append(self._stream, self._next, data)
@@ -452,7 +452,7 @@ class _Segments:
         return self._next - 1
 
     def _piece(self) -> tuple[bytes, int]:
-        """The next segment, and of how many facts it is: as large as one may be read at once."""
+        """The next segment and its number of facts: as large as a reader accepts in one read."""
         data, taken = bytearray(), 0
         for fact in self.waiting:
             line = (json.dumps(fact_to_json(fact), sort_keys=True, ensure_ascii=False) + "\n").encode()
@@ -468,10 +468,10 @@ class _Segments:
 
 
 class SpendingMeter(AbstractContextManager["SpendingMeter"]):
-    """Where a job says what it spent, and before each step what that may cost: a kill in the middle loses neither.
+    """The record of a job's tokens spent, and before each step of its possible cost: a kill mid-step loses neither.
 
-    The record is one line that is rewritten in place: it survives the death of the process at once, a power cut to
-    within `seconds`. Use it as a context manager.
+    The record is one line that is rewritten in place: it survives the death of the process without loss, and a power
+    cut with a loss of at most `seconds`. Use it as a context manager.
 
     Raises:
         OSError: the disk is full or read-only.
@@ -483,7 +483,7 @@ class SpendingMeter(AbstractContextManager["SpendingMeter"]):
         self._seconds, self._synced = seconds, float("-inf")
 
     def __call__(self, spent: int, reserved: int) -> None:
-        """Say what the lineage has spent, and what it may spend until the next call."""
+        """Record the tokens that the lineage has spent, and those that it may spend until the next call."""
         os.pwrite(self._file, f"{spent:020d} {reserved:020d}\n".encode(), 0)
         if time.monotonic() - self._synced >= self._seconds:
             os.fsync(self._file)

@@ -1,22 +1,22 @@
-"""The attempt channel: what one attempt's job and the control side say to each other, over objects with names.
+"""The attempt channel: messages between one attempt's job and the control side, as named objects.
 
 ::
 
-    start.json              the job's first act, or a tombstone: created once, so exactly one process begins
+    start.json              the job's first write, or a tombstone: created once, so exactly one process begins
     events/000001.jsonl     facts up: write-once segments, numbered without gaps; samples/ likewise
-    events/packs/000001     64 of them in one object, written before they are removed: no reader misses or doubles one
-    summary.json            how far the job is: replaced with every segment, read without reading any
+    events/packs/000001     64 segments in one object, written before their removal: readers see each exactly once
+    summary.json            the job's progress: replaced with every segment, so that readers need not read those
     controls/000001.json    orders down: numbered, typed, write-once
-    controls/acks/000001.json   the job's word that it carried one out
-    result.json             how the job ended: last, and once
+    controls/acks/000001.json   the job's acknowledgement of an order
+    result.json             how the job ended: written last, and once
 
-Where the objects are is the port `ChannelObjects`; a back-end each in `store.channels`. Nothing here lists what it can
-count, and nothing but `summary.json` is ever replaced. An answer that got lost (a PUT that went through and said
-nothing) is resolved by what is there afterwards: no fact, order or start is doubled by trying again. Only the standard
-library: jobs import this.
+The port `ChannelObjects` hides where the objects are; `store.channels` has its back-ends. This module does not list
+what it can count, and replaces no object except `summary.json`. A lost answer (a PUT that succeeded without a response)
+is resolved by reading the object afterwards: a retry never duplicates a fact, an order or a start. Jobs import this
+module, so it uses only the standard library.
 """
 
-from __future__ import annotations  # `shaped` reads the types of its forms as they are written
+from __future__ import annotations  # `shaped` reads the annotations of its forms as text
 
 import itertools
 import json
@@ -42,24 +42,24 @@ T = TypeVar("T")
 
 
 def refuse(error: IntegrityError) -> None:
-    """Raise what cannot be read: for whoever is not told of it and goes on."""
+    """Raise the error of an unreadable segment: the default for callers that do not handle it."""
     raise error
 
 
 class ChannelObjects(Protocol):
     """Small objects of one attempt by key (`events/000001.jsonl`). Every implementation:
 
-    - reads what was acknowledged before, from any process;
-    - shows an object whole or not at all;
-    - when a request gets no answer, raises `InfrastructureError`: it may have gone through or not.
+    - reads every acknowledged write, from any process;
+    - shows an object complete or not at all;
+    - raises `InfrastructureError` for a request without an answer, which may have succeeded or not.
     """
 
     @property
     def place(self) -> str:
-        """How errors call it."""
+        """The name of the place in errors."""
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write where nothing is yet, durably; False where there is something, which stays. One of several wins.
+        """Write an object durably if none exists; False: one exists, and stays. Of several writers one wins.
 
         Raises:
             WorkspaceError: the disk is full or read-only.
@@ -74,24 +74,24 @@ class ChannelObjects(Protocol):
         """
 
     def get(self, key: str) -> bytes | None:
-        """The bytes; None where there is nothing.
+        """The bytes of an object; None: it does not exist.
 
         Raises:
             InfrastructureError: no answer.
         """
 
     def remove(self, key: str) -> None:
-        """Take an object away; nothing happens where there is none."""
+        """Remove an object; a missing one is no error."""
 
     def numbers(self, folder: str) -> list[int]:
-        """Of the objects `FOLDER/NUMBER.…` directly below a folder, in order."""
+        """The numbers of the objects `FOLDER/NUMBER.…` directly below a folder, in order."""
 
 
 class ControlKind(StrEnum):
-    """What a job may be told."""
+    """The kinds of orders to a job."""
 
     STOP = "stop"  # write a checkpoint and end
-    CHECKPOINT = "checkpoint"  # write one and go on
+    CHECKPOINT = "checkpoint"  # write a checkpoint and continue
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,57 +105,57 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Who begins an attempt, by the `start` object: a job, or nobody any more where `cancelled` says why."""
+    """The process that begins an attempt, by the `start` object; with a reason in `cancelled`, no job may begin it."""
 
     epoch: int  # the attempt's
     host: str
     pid: int
-    process: str  # its identity: a pid alone may stand for another process tomorrow
-    token: str  # random: tells whose create went through when its answer was lost
+    process: str  # its identity: a pid alone may be reused by another process
+    token: str  # random: identifies the successful create when its answer was lost
     at: float
     cancelled: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """How far a job is."""
+    """The progress of a job."""
 
     step: int
     total: int
     phase: str
     tokens: int
-    segment: int  # the newest of its facts
+    segment: int  # the newest segment of its facts
     at: float
-    phases: int = 0  # spans that have ended: within a long step, what shows that it goes on
+    phases: int = 0  # ended spans, which show progress within a long step
 
 
 class AttemptChannel:
-    """One attempt's channel over `objects`. Making it touches nothing.
+    """One attempt's channel over `objects`. Making the object touches nothing.
 
     Args:
-        pause: how long-lasting silence is waited out.
+        pause: waits so many seconds between retries.
     """
 
     def __init__(self, objects: ChannelObjects, pause: Callable[[float], None] = time.sleep) -> None:
         self._objects, self._pause = objects, pause
 
     def start(self, epoch: int, process: str) -> Start | None:
-        """Begin the attempt: a job's first act. None: this process has it; else who has, and the job must end."""
+        """Begin the attempt, as a job's first act. None: this process has it; else its holder, and the job must end."""
         mine = _start(epoch, process)
         held = self._held(mine)
         return None if held.token == mine.token else held
 
     def bury(self, epoch: int, why: str) -> Start | None:
-        """Leave a tombstone, so that a job which comes late computes nothing.
+        """Leave a tombstone, so that a late job computes nothing.
 
         Returns:
-            None: no job of this attempt has begun, and none will; else who began before.
+            None: no job of this attempt has begun, and none will; else the start of the job that began before.
         """
         held = self.started() or self._held(_start(epoch, cancelled=why))
         return None if held.cancelled else held
 
     def started(self) -> Start | None:
-        """Who has the attempt; None while nobody has.
+        """The start of the process that has the attempt; None: no process has it.
 
         Raises:
             IntegrityError: the object cannot be read.
@@ -164,7 +164,7 @@ class AttemptChannel:
         return None if data is None else self._read(_START, data, Start)
 
     def order(self, kind: ControlKind) -> int:
-        """Give the job an order; its number. Of several that give one at once, each gets a number of its own."""
+        """Give the job an order and return its number. Concurrent callers get different numbers."""
         number = 1
         while True:
             mine = _json({**asdict(Control(number, kind, time.time())), "token": secrets.token_hex(8)})
@@ -173,10 +173,10 @@ class AttemptChannel:
             number += 1
 
     def controls(self, after: int = 0) -> list[Control]:
-        """The orders behind number `after`.
+        """The orders after number `after`.
 
         Raises:
-            IntegrityError: one cannot be read.
+            IntegrityError: an order cannot be read.
         """
         found: list[Control] = []
         while (data := self._objects.get(_control(after := after + 1))) is not None:
@@ -188,7 +188,7 @@ class AttemptChannel:
         return found
 
     def acknowledge(self, number: int) -> None:
-        """Say that the job carried out an order; saying it again changes nothing."""
+        """Record that the job carried out an order; recording it again changes nothing."""
         if not self.acknowledged(number):
             self._create(_ack(number), _json({"at": time.time()}))
 
@@ -217,17 +217,17 @@ class AttemptChannel:
         return self._objects.numbers(stream)
 
     def segment(self, stream: str, number: int) -> bytes:
-        """One segment that was not packed; empty where there is none."""
+        """One segment that was not packed; empty: there is no such segment."""
         return self._objects.get(_segment(stream, number)) or b""
 
     def segments(
         self, stream: str, after: int = 0, unreadable: Callable[[IntegrityError], None] = refuse
     ) -> Iterator[tuple[int, bytes]]:
-        """(number, bytes) of the segments behind `after`, in order, each once, whoever packs them meanwhile.
+        """(number, bytes) of the segments after `after`, in order, each once, even if they are packed meanwhile.
 
         Args:
-            unreadable: told of a pack that cannot be read, which is then left out, or of a segment that is no file,
-                where reading ends; without it that raises.
+            unreadable: called for a pack that cannot be read, which is then left out, or for a segment that is not a
+                file, where reading ends; the default raises.
 
         Raises:
             IntegrityError: a pack cannot be read.
@@ -245,7 +245,7 @@ class AttemptChannel:
                 yield number, data
                 number += 1
                 continue
-            # a segment is removed after its pack was written: looked for in this order, it is in one of them
+            # a segment is removed after its pack was written, so a lookup in this order finds it
             whole = whole if whole is not None else self._objects.get(_pack(stream, group))
             if whole is None:
                 return
@@ -259,7 +259,7 @@ class AttemptChannel:
             number = first + PACK
 
     def backwards(self, stream: str) -> Iterator[bytes]:
-        """Segments from the newest on; one that is packed meanwhile may come twice."""
+        """Segments from the newest to the oldest; a segment that is packed meanwhile may come twice."""
         for number in reversed(self._objects.numbers(stream)):
             data = self._objects.get(_segment(stream, number))
             if data is not None:
@@ -269,7 +269,7 @@ class AttemptChannel:
             yield from reversed(self._unpacked(stream, group, whole) if whole is not None else [])
 
     def pack(self, stream: str, number: int) -> None:
-        """Put a whole group of segments, of which `number` is the last, into one object. Only who writes them does."""
+        """Pack a complete group of segments, of which `number` is the last, into one object. For their writer only."""
         if number % PACK:
             return
         group, members = _group(number), range(number - PACK + 1, number + 1)
@@ -283,29 +283,29 @@ class AttemptChannel:
             self._objects.remove(_segment(stream, member))
 
     def summarise(self, summary: Summary) -> None:
-        """Say how far the job is; what does not get through is said with the next."""
+        """Write the job's progress; the next call makes up for a write without an answer."""
         with suppress(InfrastructureError):
             self._objects.overwrite(_SUMMARY, _json(asdict(summary)))
 
     def summary(self) -> Summary | None:
-        """How far the job is; None while it said nothing, or what it said was lost in a power cut."""
+        """The job's progress; None: it reported none yet, or a power cut lost the report."""
         with suppress(IntegrityError):
             data = self._objects.get(_SUMMARY)
             return None if data is None else self._read(_SUMMARY, data, Summary)
         return None
 
     def answer(self, result: Mapping[str, Any]) -> None:
-        """Say how the job ended, once.
+        """Write the job's result, once.
 
         Raises:
-            ConflictError: it was said, and otherwise.
+            ConflictError: another result exists.
         """
         data = _json(result)
         if self._create(_RESULT, data) != data:
             raise ConflictError(f"{self._objects.place} has another result; another job of this attempt answered")
 
     def answered(self) -> dict[str, Any] | None:
-        """How the job ended by its own word; None while there is none.
+        """The job's result, as it reported it; None: there is no result yet.
 
         Raises:
             IntegrityError: it is not JSON.
@@ -317,11 +317,11 @@ class AttemptChannel:
         return self._read(_START, self._create(_START, _json(asdict(wanted))), Start)
 
     def _create(self, key: str, data: bytes) -> bytes:
-        """Write where nothing is; what is there afterwards. Tried again while nobody answers.
+        """Write an object if none exists; return the bytes that exist afterwards. Retries while there is no answer.
 
         Raises:
             WorkspaceError: the disk is full or read-only.
-            InfrastructureError: nobody answered.
+            InfrastructureError: there was no answer.
         """
         for wait in (*_WAITS, None):
             try:

@@ -1,9 +1,9 @@
-"""Erasing words: what people wrote, or who they are, goes; that something happened stays, and is proved as before.
+"""Erasure of words: people's texts and names are deleted; the record of each event stays and verifies as before.
 
-The words of an event lie in a payload of their own, which its envelope names by a salted digest. Erasing deletes the
-payload with its salt, empties the same words in the rows, and tells in an event of its own which payloads are gone and
-what the words of every row that they told are from now on. All of it is one transaction. States, numbers, digests, ids
-and names of runs, assets and channels are kept for ever.
+The words of an event are in a separate payload, which its envelope names by a salted digest. An erasure deletes the
+payload with its salt, empties the same words in the rows, and appends events that list the deleted payloads and the
+remaining words of every affected row. All of it is one transaction. States, numbers, digests, ids and names of runs,
+assets and channels are kept for ever.
 """
 
 import json
@@ -37,7 +37,7 @@ from posttrain.store.schema import (
 )
 from posttrain.store.writing import end_access
 
-_KEPT: Mapping[str, set[str]] = {  # words without which nothing could be read or computed
+_KEPT: Mapping[str, set[str]] = {  # words that reading and computing require
     "attempts": {"folder", "handle"},
     "holds": {"reason"},
     "assets": {
@@ -54,26 +54,26 @@ _KEPT: Mapping[str, set[str]] = {  # words without which nothing could be read o
         VERSION,
     },
 }
-_NEVER = ("workspace.bound", ERASED)  # whose database it is; why words were erased
+_NEVER = ("workspace.bound", ERASED)  # the owner of the database; the reasons of erasures
 _GOING_ON = (RunState.PENDING, RunState.RUNNING, RunState.STOPPING)
 _EVENTS, _ROWS = 1000, 200  # of one event
 _Row = tuple[str, tuple[Any, ...]]  # table and key
-_Left = Callable[[_Row, str, Any], Any]  # a row, a column, its value → what is left of it
+_Left = Callable[[_Row, str, Any], Any]  # a row, a column, its value → the remaining value
 
 
 @dataclass(frozen=True, slots=True)
 class Erased:
-    """What an erasure did."""
+    """The result of an erasure."""
 
-    subject: str  # that the event tells it of
-    events: int  # whose words are gone
-    rows: int  # whose words became fewer
-    overwritten: bool  # nothing of them is left in the database's file
+    subject: str  # of the erasure's event
+    events: int  # whose words were deleted
+    rows: int  # that lost words
+    overwritten: bool  # no erased word is left in the database's file
 
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """An event that has words, and the rows whose words it tells."""
+    """An event that has words, and the rows whose words it records."""
 
     id: int
     words: str
@@ -84,7 +84,7 @@ def erase_subject(ledger: Ledger, actor: str, subject: str, reason: str) -> Eras
     """Erase the words of a run with its stages and attempts, or of a version of an asset.
 
     Raises:
-        InputError: a run that has not ended.
+        InputError: the run has not ended.
         WorkspaceError: the ledger is of a newer release.
     """
     mine = events.c.project == ledger.project
@@ -112,13 +112,13 @@ def erase_subject(ledger: Ledger, actor: str, subject: str, reason: str) -> Eras
 
 
 def erase_principal(ledger: Ledger, actor: str, name: str, reason: str) -> Erased:
-    """Erase a principal's name (`user:ada`: `ada`) wherever an event or a row says it as a word.
+    """Erase a principal's name (`user:ada`: `ada`) wherever an event or a row contains it as a word.
 
-    Their roles and tokens end with it: a name that nobody has any more must not be able to do anything.
+    It also withdraws their roles and revokes their tokens: an erased name must not keep any access.
 
     Raises:
         NotFoundError: there is no principal of that name.
-        InputError: the reason says it.
+        InputError: the reason contains it.
         ConflictError: they are the last admin of a project.
         WorkspaceError: the ledger is of a newer release.
     """
@@ -151,7 +151,7 @@ def erase_principal(ledger: Ledger, actor: str, name: str, reason: str) -> Erase
 
 
 def _refuse_newer(connection: Connection) -> None:
-    """A newer release may keep words in tables that this one does not know.
+    """Refuse a ledger of a newer release, which may keep words in tables that this release does not have.
 
     Raises:
         WorkspaceError: the ledger is of a newer release.
@@ -169,12 +169,12 @@ def _below(column: Any, subject: str) -> Any:
 
 
 def _empty_answers(connection: Connection) -> None:
-    """Answers that were kept for whoever asks again may say anything; their requests are not carried out again."""
+    """Empty the answers kept for repeated requests, which may contain any word; the requests are not repeated."""
     connection.execute(update(requests).where(requests.c.answer.is_not(None)).values(answer=None))
 
 
 def _empty_work(connection: Connection, where: Any) -> None:
-    """What the work queue says of failures; no event tells of it."""
+    """Empty the errors and tracebacks in the work queue; no event records them."""
     connection.execute(update(work).where(where).values(error="", traceback=""))
 
 
@@ -189,7 +189,7 @@ def _journal(connection: Connection, ledger: Ledger, actor: str) -> Journal:
 
 
 def _told(connection: Connection, where: Any = None) -> Iterator[tuple[_Told, str]]:
-    """Events with words that may be erased, with what they say."""
+    """Events with words that may be erased, each with the text of its payload."""
     columns = (events.c.id, events.c.words, type_coerce(events.c.audited, Text), type_coerce(payloads.c.body, Text))
     query: Select[Any] = select(*columns).join(payloads, payloads.c.event == events.c.id)
     query = query.where(events.c.kind.not_in(_NEVER), *([] if where is None else [where]))
@@ -222,7 +222,7 @@ def _belongs(row: _Row, subject: str) -> bool:
 def _erase(
     connection: Connection, journal: Journal, subject: str, reason: str, found: Sequence[_Told], left: _Left
 ) -> tuple[int, int]:
-    """Delete payloads, empty rows, and tell of both; how many events and rows those were."""
+    """Delete payloads, empty rows, and record both in events; return the numbers of events and rows."""
     changes: list[Change] = []
     fewer = 0
     for table in TABLES:
@@ -242,7 +242,7 @@ def _erase(
 
 
 def _empty_rows(connection: Connection, rows: Sequence[_Row], left: _Left) -> tuple[int, list[Change]]:
-    """Rows of one table: what is left of their words, written and to be told; how many have fewer now."""
+    """Write the remaining words of rows of one table; return how many rows lost words, and the changes to record."""
     spec = TABLES[rows[0][0]]
     table, columns = spec.table, sorted(spec.words)
     here = tuple_(*table.primary_key.columns).in_([key for _, key in rows])
@@ -262,7 +262,7 @@ def _empty_rows(connection: Connection, rows: Sequence[_Row], left: _Left) -> tu
 
 
 def _functional(table: str, column: str, value: Any) -> Any:
-    """What is left where nothing needs to be: numbers, and what is needed to go on."""
+    """The value to keep of a column that is emptied: its numbers, and the words that later work requires."""
     kept = _KEPT.get(table, set())
     if isinstance(value, Mapping):
         return {name: one for name, one in value.items() if name in kept or isinstance(one, (int, float))}
@@ -270,7 +270,7 @@ def _functional(table: str, column: str, value: Any) -> Any:
 
 
 def _without(word: re.Pattern[str], table: str, column: str, value: Any) -> Any:
-    """What is left of a column where one word goes."""
+    """The value to keep of a column from which one word is erased."""
     kept = _KEPT.get(table, set())
     if isinstance(value, Mapping):
         said = {name: json.dumps(one, ensure_ascii=False) for name, one in value.items()}

@@ -1,20 +1,21 @@
 """The ledger, its hosts, the store lock that they share, and the state of a ledger in numbers.
 
-A host is a workspace folder whose drivers share the ledger, with the jobs that run beside it.
+A host is a workspace folder whose drivers share the ledger, with the jobs that run on it.
 
-A job runs where its attempt was planned, and only that host's drivers look at its run (`work.affinity`). A host reports
-now and then that it is there. The runs of a host that is silent for long go on elsewhere, if no job of theirs may live.
+A job runs on the host on which its attempt was planned, and only that host's drivers drive its run (`work.affinity`). A
+host sends periodic heartbeats. The runs of a host that is silent for long continue on other hosts, if none of their
+jobs can still be alive.
 
-Times are the database's own on PostgreSQL, whose hosts need not agree on one.
+Times are those of the database on PostgreSQL, whose hosts' clocks need not agree.
 
 The lock covers an artifact store that several hosts of a ledger share.
 
-The numbers describe a ledger as a whole, for whoever watches a server: of all projects, and without their names. They
-take three statements, whose price does not grow with what happened so far: what may be many is counted up to `MOST`.
+The numbers describe a ledger as a whole, for the monitoring of a server: over all projects, and without their names.
+They take three statements, whose cost does not grow with the history: large sets are counted up to `MOST`.
 
-The ledger has runs, stages, attempts, assets, releases, and the events that record how they came about.
+The ledger contains runs, stages, attempts, assets, releases, and the events that record their changes.
 
-Reading: each method of `Ledger` is a snapshot of its own; `snapshot()` asks several questions of one moment.
+Reading: each method of `Ledger` reads its own snapshot; `snapshot()` gives several reads of one moment.
 Writing: `transaction(actor)`. Keep it short and do no work inside: on SQLite it holds the only write lock.
 """
 
@@ -46,8 +47,8 @@ from posttrain.store.schema import attempts, cursors, events, hosts, runs, sinks
 from posttrain.store.snapshot import Snapshot
 from posttrain.store.transaction import Transaction
 
-BEAT_SECONDS = 10.0  # between two words of a host
-GONE_SECONDS = 60.0  # of silence after which a host is taken for gone: what none of its jobs holds goes on elsewhere
+BEAT_SECONDS = 10.0  # between two heartbeats of a host
+GONE_SECONDS = 60.0  # of silence after which a host counts as dead: its runs without a live job continue elsewhere
 _SAY = (
     "INSERT INTO hosts (id, name, url, server, version, seen_at) "
     "VALUES (:id, :name, :url, :server, :version, {now}) "
@@ -67,23 +68,23 @@ _WRITTEN: ContextVar[list[Any] | None] = ContextVar("posttrain_written", default
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One of them."""
+    """One host."""
 
     id: str
     name: str  # HOSTNAME:FOLDER
-    url: str  # of its server, for the others; empty: it has none
-    server: str  # the process of that, HOSTNAME:PID:START
+    url: str  # of its server, for other servers; empty: it has no server
+    server: str  # the process of its server, HOSTNAME:PID:START
     version: str
-    silent: float  # seconds since it was last heard of
+    silent: float  # seconds since its last heartbeat
 
     @property
     def gone(self) -> bool:
-        """Whether it is taken for gone."""
+        """Whether the host counts as dead."""
         return self.silent > GONE_SECONDS
 
 
 class Hosts:
-    """The hosts of one ledger, as one of them sees them."""
+    """The hosts of one ledger, from the view of one host."""
 
     def __init__(self, database: Database, clock: Clock, identity: str, name: str) -> None:
         self._database, self._clock, self.id, self.name = database, clock, identity, name
@@ -91,7 +92,7 @@ class Hosts:
         self._lock = threading.Lock()
 
     def beat(self) -> None:
-        """Say that this one is there, where it is time; and let go on elsewhere what hosts held that are gone."""
+        """Write this host's heartbeat, if one is due, and release the runs of dead hosts."""
         with self._lock:
             now = self._clock.now()
             if 0 <= now - self._said < BEAT_SECONDS:
@@ -102,12 +103,12 @@ class Hosts:
             self._let_go(connection)
 
     def announce(self, url: str, server: str) -> None:
-        """Say where the others reach the server of this one, and which process that is; empty: it has none any more."""
+        """Record the URL and process of this host's server, for other servers; empty: it has no server any more."""
         with self._database.write() as connection:
             self._say(connection, (url, server))
 
     def all(self) -> list[Host]:
-        """Every host that was ever heard of, this one among them, by name."""
+        """Every host that ever sent a heartbeat, including this one, by name."""
         with self._database.read() as connection:
             query = select(hosts, (now_in(connection, self._clock) - hosts.c.seen_at).label("silent")).order_by(
                 hosts.c.name, hosts.c.id
@@ -125,7 +126,7 @@ class Hosts:
         connection.execute(text(_SAY.format(now=now) + ("" if serving is None else _AND_SERVER)), values)
 
     def _let_go(self, connection: Connection) -> None:
-        """Runs are anybody's again whose host is gone, and of which no job may live there."""
+        """Release the runs whose host is dead and that have no attempt that may still be alive."""
         gone = select(hosts.c.id).where(hosts.c.seen_at < now_in(connection, self._clock) - GONE_SECONDS)
         live = exists().where(attempts.c.run_id == work.c.object, attempts.c.state.not_in(_ENDED))
         theirs = (work.c.kind == journal.RUN, work.c.affinity.in_(gone), ~live)
@@ -134,7 +135,7 @@ class Hosts:
 
 
 def server_lives(database: Database, clock: Clock, process: str) -> bool:
-    """Whether a server's process of another machine may still live: its host was heard of, and has no other one since.
+    """Whether a server's process on another machine may still be alive: it is the latest server of a live host.
 
     Args:
         process: HOSTNAME:PID:START.
@@ -145,7 +146,7 @@ def server_lives(database: Database, clock: Clock, process: str) -> bool:
 
 
 def host_of(database: Database, project: str, run_id: str) -> str | None:
-    """The host that has the jobs of a run of this project; None: none has, or there is no such run."""
+    """The host that has the newest job of a run of this project; None: no host has one, or there is no such run."""
     mine = (runs.c.project == project) & (runs.c.id == run_id)
     query = select(attempts.c.host).join(runs, runs.c.id == attempts.c.run_id).where(mine, attempts.c.host.is_not(None))
     newest = query.order_by(attempts.c.created_at.desc(), attempts.c.stage, attempts.c.number.desc()).limit(1)
@@ -154,9 +155,9 @@ def host_of(database: Database, project: str, run_id: str) -> str | None:
 
 
 class LedgerLock:
-    """Of all hosts of a ledger in PostgreSQL: each one's file, and a lock of the server, which a lost session gives up.
+    """The lock of all hosts of a ledger in PostgreSQL: each host's file, and a server lock, freed with its session.
 
-    A thread that holds it already shares it with itself.
+    A thread that holds it may take it shared again.
     """
 
     def __init__(self, path: Path, database: Database) -> None:
@@ -185,23 +186,23 @@ class LedgerLock:
 
 @dataclass(frozen=True, slots=True)
 class SinksStanding:
-    """Sinks of one kind."""
+    """The numbers of the sinks of one kind."""
 
     states: Mapping[str, int]
-    behind: int  # events that the one which is furthest behind has not seen
-    failures: int  # most failures in a row of one that is not paused
+    behind: int  # events that the slowest sink has not received
+    failures: int  # most consecutive failures of a sink that is not paused
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How a ledger stands."""
+    """The state of a ledger in numbers."""
 
     runs: Mapping[str, int]  # by state
     due: int  # objects that wait for a driver
-    oldest_due: float  # seconds that the first of those has waited which were due at a time
-    at_once: frozenset[int]  # those that were due at once: nothing says since when, but whoever saw them before
+    oldest_due: float  # longest wait in seconds of those with a due time
+    at_once: frozenset[int]  # those due immediately: the ledger does not record since when; the caller may
     leased: int
-    expired: int  # leases that nobody renewed and nobody took
+    expired: int  # leases that were not renewed or taken over
     dead: int  # set aside until a person looks
     sealed: int  # events
     unsealed: int
@@ -210,14 +211,14 @@ class Standing:
 
 
 def standing(database: Database, clock: Clock) -> Standing:
-    """How it stands now.
+    """The current numbers of a ledger.
 
     Raises:
         WorkspaceError: it cannot be reached. DeadlineError: it answers too late.
     """
     here = clock.now()
     with database.read(across="numbers of the whole server") as connection:
-        of_server = connection.dialect.name == "postgresql"  # whose own clock the queue's times are of
+        of_server = connection.dialect.name == "postgresql"  # the queue's times are of the server's clock
         now: ColumnElement[float] = SERVER_TIME if of_server else literal(here, Float(53))
         row = connection.execute(select(*_runs(), *_queue(now), *_log())).one()._mapping
         waiting = select(work.c.id).where(*_due(now), work.c.due_at == 0.0).order_by(work.c.id).limit(_AT_ONCE)
@@ -254,7 +255,7 @@ def _runs() -> list[ColumnElement[int]]:
 
 
 def _queue(now: ColumnElement[float]) -> list[ColumnElement[float]]:
-    """Rows of the queue are of what has not ended."""
+    """The columns that count rows of the queue, which has rows of unfinished objects only."""
     held = work.c.lease_owner.is_not(None)
     wanted = {
         "due": (select(func.count()), _due(now)),
@@ -303,7 +304,7 @@ def numbered(request: str, number: int) -> str:
 
 
 def _read(query: Callable[Concatenate[Snapshot, P], R]) -> Callable[Concatenate[Ledger, P], R]:
-    """The method of `Ledger` that asks one question of a snapshot of its own."""
+    """The method of `Ledger` that runs one read in its own snapshot."""
 
     def asked(self: Ledger, /, *words: P.args, **options: P.kwargs) -> R:
         with self.snapshot() as now:
@@ -320,11 +321,11 @@ class Ledger:
     Every method raises WorkspaceError (read-only, disk full, damaged) and DeadlineError (locked for too long).
 
     Args:
-        project: what is read and written belongs to it; nothing of another is seen.
-        auth: how whoever acts through it was known, as events say it.
-        entropy: so many random bytes, for ids and salts.
-        request: what asks; its transactions have numbered ids, so that events and logs tell which they were. Empty:
-            each transaction has an id of its own.
+        project: all reads and writes are limited to it.
+        auth: how the actor was authenticated, as events record it.
+        entropy: returns so many random bytes, for ids and salts.
+        request: id of the request; its transactions have numbered ids, so that events and logs identify them. Empty:
+            each transaction has a random id.
     """
 
     def __init__(
@@ -341,21 +342,21 @@ class Ledger:
         self.clock: Clock = clock or SystemClock()
         self.project, self.entropy, self.auth = project, entropy, auth
         self._request, self._numbers = request, itertools.count()
-        self._principals: dict[str, str] = {}  # whose name acted through it before → their id
+        self._principals: dict[str, str] = {}  # name of an earlier actor → their id
 
     @contextmanager
     def transaction(self, actor: str) -> Iterator[Transaction]:
         """One write transaction. It commits when the block ends and leaves nothing when the block raises.
 
-        A lost answer to the commit is resolved by what is there afterwards.
+        A lost answer to the commit is resolved by reading the ledger afterwards.
 
         Args:
             actor: whose principal is named in every event, e.g. `user:ann` or `reconciler`.
 
         Raises:
             InfrastructureError: the connection was lost and nothing was written.
-            ConflictError: somebody wrote what this was to write; or the name of whoever acts was erased by another
-                process since they acted last, and whoever has it now is somebody else: do it again.
+            ConflictError: another process wrote the same rows; or another process erased the actor's name since their
+                last transaction, and the name is of another principal now: try again.
         """
         request = numbered(self._request, next(self._numbers)) if self._request else new_request(self.entropy)
         author = Author(actor, request, self.auth, self.entropy, self._principals)
@@ -382,10 +383,10 @@ class Ledger:
 
     @contextmanager
     def untold(self) -> Iterator[Connection]:
-        """A write transaction over rows of which no event tells.
+        """A write transaction over rows that no event records.
 
         Raises:
-            InfrastructureError: the answer to its commit was lost: whoever wrote looks again.
+            InfrastructureError: the answer to its commit was lost: the caller must read again.
         """
         try:
             with self.database.write() as connection:
@@ -406,11 +407,11 @@ class Ledger:
                 outer += found
 
     def forget_principals(self) -> None:
-        """Look up the ids of principals anew: a name was erased, and whoever has it from now on is somebody else."""
+        """Drop the cached ids of principals: a name was erased, and its next user is another principal."""
         self._principals.clear()
 
     def _committed(self, request: str) -> bool:
-        """Whether a transaction whose answer was lost is there."""
+        """Whether a transaction whose answer was lost was committed."""
         with self.snapshot() as now:
             return now.has_request(request)
 

@@ -1,22 +1,23 @@
 """Operations, repeated requests, parts of uploads and sent bytes, shared by every server of a ledger.
 
-An operation records how it stands, who carries it out, and whether somebody still asks. The server that carries one out
-reports how it stands when that changes, and that it lives every `BEAT_SECONDS`. Silence for `SILENT_SECONDS`, or the
-known death of that process, means that nobody carries it out any more; until then nobody takes its place.
+An operation records its status, the server that carries it out, and the time of the last client request for it. That
+server reports each change of the status, and reports that it is alive every `BEAT_SECONDS`. After `SILENT_SECONDS`
+without a report, or the known death of that process, the operation counts as lost; until then no other server takes it
+over.
 
-A request that carries a key and is sent again is answered again, and not carried out again.
+A request with a key that is sent again gets the same answer, and is not carried out again.
 
-Parts of uploads that are under way are objects in the store, and rows that name them. Any server goes on with them:
+Parts of unfinished uploads are objects in the store, and rows that name them. Any server can continue an upload:
 
 ::
 
-    uploads/PROJECT/HEX.START.RANDOM    what came from START on
+    uploads/PROJECT/HEX.START.RANDOM    the bytes received from offset START
 
-An upload is a digest with a size: whoever names another size for the same digest has another upload, and takes nothing
-from the first. A part counts once its row is there. Of two requests that send the same part one gets the row; the
-object of the other is deleted. Objects without a row, as a killed process leaves them, are deleted by `posttrain gc`.
+An upload is a digest with a size: a request with another size for the same digest is another upload and shares no
+parts. A part counts once its row exists. Of two requests that send the same part, one gets the row; the object of the
+other is deleted. Objects without a row, left by a killed process, are deleted by `posttrain gc`.
 
-Bytes in the store that a project sent are noted though no row names them yet, so every server of the ledger finds them.
+Bytes that a project sent are noted even before a row names them, so every server of the ledger finds them.
 """
 
 import itertools
@@ -41,48 +42,48 @@ from posttrain.store.hosts import Ledger
 from posttrain.store.schema import hosts, keyed, operations, parts, requests, uploads
 from posttrain.store.trees import file_digest
 
-SILENT_SECONDS = 60.0  # after which nobody is taken to carry it out
-BEAT_SECONDS = 15.0  # within which whoever carries it out says so, though nothing changed
-FORGOTTEN_SECONDS = 3600.0  # without a look
-_LOOKED_SECONDS = 2.0  # a look is written down once in so many: whoever carries it out hears soon enough
+SILENT_SECONDS = 60.0  # after which an operation counts as lost
+BEAT_SECONDS = 15.0  # between two reports of a server on an operation, even without a change
+FORGOTTEN_SECONDS = 3600.0  # without a request for its status
+_LOOKED_SECONDS = 2.0  # least interval between two records of a look: recent enough for the server
 BEGUN, DONE = "begun", "done"
-_NOBODY = "nobody"  # in the place of a process
+_NOBODY = "nobody"  # in place of a process
 PART = 8 << 20  # bytes of a part that is not the last one of its request
-LEAST = 256 << 10  # bytes that a request brings unless it brings the last one: what it leaves costs a row and an object
+LEAST = 256 << 10  # bytes of a request that does not end its upload: each part costs a row and an object
 _UPLOADS = "uploads"
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """One of them."""
+    """One operation."""
 
     id: str
     project: str
     principal: str  # pseudonymous id
     verb: str
-    body: str  # digest of what was asked
+    body: str  # digest of the request
     server: str  # process that carries it out, HOSTNAME:PID:START
-    document: str  # how it stood when that was last said, as JSON
-    ago: float  # seconds since then
+    document: str  # the status last reported, as JSON
+    ago: float  # seconds since that report
     over: bool
-    lost: bool  # nobody carries it out any more, and nothing says what came of it
+    lost: bool  # no server carries it out any more, and its result is unknown
 
 
 class Operations:
-    """Of every project of a ledger.
+    """The operations of every project of a ledger.
 
     Args:
         server: this process, HOSTNAME:PID:START.
-        alive: whether such a process may still live, as far as this machine knows.
+        alive: whether such a process may still be alive, as far as this machine can check.
     """
 
     def __init__(self, database: Database, clock: Clock, server: str, alive: Callable[[str], bool]) -> None:
         self._database, self._clock, self._server, self._alive = database, clock, server, alive
 
     def begin(self, number: str, project: str, principal: str, verb: str, body: str, document: str) -> Begun | None:
-        """This server carries it out, unless one stands under this id that somebody carries out: that one, then.
+        """Record that this server carries out an operation; return the existing one if a server carries it out.
 
-        What nobody looks at any more is forgotten.
+        Operations that no client asks about any more are deleted.
         """
         row = {"id": number, "project": project, "principal": principal, "verb": verb, "body": body}
         fresh = {"server": self._server, "document": document, "over": 0, "ending": 0}
@@ -93,7 +94,7 @@ class Operations:
                 known = self._read(connection, operations.c.id == number)
                 if known is not None and not (known.over or known.lost):
                     return known
-                if known is not None:  # as it was read, and not what another one put there meanwhile
+                if known is not None:  # only the row that was read, not one that another server inserted since
                     connection.execute(delete(operations).where(*keyed(operations, id=number, server=known.server)))
                 try:
                     with connection.begin_nested():
@@ -103,13 +104,13 @@ class Operations:
                     continue
 
     def tell(self, number: str, document: str, *, over: bool) -> None:
-        """Say how it stands, and that this server lives."""
+        """Report the status of an operation, and that this server is alive."""
         with self._database.write(across="a server has operations of every project") as connection:
             told = {"document": document, "over": int(over), "told_at": now_in(connection, self._clock)}
             connection.execute(update(operations).where(*self._mine(number)).values(told))
 
     def heard(self, number: str) -> tuple[float, bool]:
-        """Seconds since somebody looked, and whether somebody cancelled it. Of one that is not this server's: never."""
+        """Seconds since a client asked for it, and whether it was cancelled; infinity and False if it is another's."""
         with self._database.read(across="a server has operations of every project") as connection:
             now = now_in(connection, self._clock)
             row = connection.execute(
@@ -118,12 +119,12 @@ class Operations:
             return (math.inf, False) if row is None else (float(row[0]), bool(row[1]))
 
     def forget(self, number: str) -> None:
-        """This server does not carry it out after all."""
+        """Delete an operation that this server does not carry out after all."""
         with self._database.write(across="a server has operations of every project") as connection:
             connection.execute(delete(operations).where(*self._mine(number)))
 
     def find(self, number: str, project: str, principal: str) -> Begun | None:
-        """Somebody's operation that this server does not carry out, at which they look now; None: they have none."""
+        """A principal's operation that another server carries out, recording this look; None: no such operation."""
         mine = _of(number, project, principal)
         with self._database.of(project).read() as connection:
             found = self._read(connection, mine)
@@ -135,7 +136,7 @@ class Operations:
         return found
 
     def cancel(self, number: str, project: str, principal: str) -> None:
-        """Ask whoever carries it out to carry it out no further."""
+        """Ask the server that carries out an operation to end it."""
         with self._database.of(project).write() as connection:
             connection.execute(update(operations).where(_of(number, project, principal)).values(ending=1))
 
@@ -154,8 +155,8 @@ class Operations:
         return keyed(operations, id=number, server=self._server)
 
     def _is_dead(self, server: str, known: bool) -> bool:
-        """Whether a server is known to be gone: its process is on this machine, or its host has another one."""
-        if server == self._server:  # it asks only for what it does not carry out
+        """Whether a server is known to be dead: its process on this machine has ended, or its host has another one."""
+        if server == self._server:  # a server calls this only for operations that it does not carry out
             return True
         near = server.partition(":")[0] == self._server.partition(":")[0]
         return not self._alive(server) or not (near or known)
@@ -168,18 +169,18 @@ def _of(number: str, project: str, principal: str) -> ColumnElement[bool]:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A request that was seen before."""
+    """A request that was received before."""
 
-    body: str  # digest of what was asked
+    body: str  # digest of the request
     state: str  # begun | done
     owner: str  # process that began it
     status: int | None
-    answer: str | None  # None: it is not kept
+    answer: str | None  # None: it was not kept
     at: float
 
 
 class Repeats:
-    """Of one principal in one project.
+    """The keyed requests of one principal in one project.
 
     Args:
         principal: pseudonymous id.
@@ -189,7 +190,7 @@ class Repeats:
         self._ledger, self._key = ledger, {"project": ledger.project, "principal": principal}
 
     def begin(self, key: str, verb: str, body: str, owner: str) -> Known | None:
-        """Note that a request is being answered; what is known of it if it was seen before."""
+        """Record that a request is being answered; return its record if it was received before."""
         row = {**self._key, "key": key, "verb": verb, "body": body, "state": BEGUN, "owner": owner}
         with self._ledger.database.write() as connection:
             try:
@@ -201,20 +202,20 @@ class Repeats:
                 return Known(**connection.execute(known).one()._mapping)
 
     def take_over(self, key: str, before: str, owner: str) -> bool:
-        """Answer what a process began that is gone; False: another one does so."""
+        """Take over a request whose process has ended; False: another process took it over."""
         with self._ledger.database.write() as connection:
             mine = update(requests).where(*self._of(key), requests.c.state == BEGUN, requests.c.owner == before)
             return connection.execute(mine.values(owner=owner, at=self._ledger.clock.now())).rowcount == 1
 
     def done(self, key: str, status: int, answer: str | None) -> None:
-        """It is answered."""
+        """Record the answer to a request."""
         with self._ledger.database.write() as connection:
             connection.execute(update(requests).where(*self._of(key)).values(state=DONE, status=status, answer=answer))
 
     def leave(self, key: str, owner: str) -> None:
-        """Who began it carries it out no further, and something of it was written: the next one may go on.
+        """Give up a request that was partly written, so that another process can continue it.
 
-        Nothing happens where another one has taken it over meanwhile: a server that was suspended is taken for gone.
+        This does nothing if another process has taken it over: a suspended server counts as dead.
         """
         with self._ledger.database.write() as connection:
             connection.execute(
@@ -222,7 +223,7 @@ class Repeats:
             )
 
     def forget(self, key: str, owner: str) -> None:
-        """It was not carried out by who began it, and may be tried again; as `leave` where another one is at it."""
+        """Delete a request that `owner` did not carry out, so that it can be retried; a new owner keeps it."""
         with self._ledger.database.write() as connection:
             connection.execute(delete(requests).where(*self._of(key), requests.c.owner == owner))
 
@@ -231,16 +232,16 @@ class Repeats:
 
 
 def forget_before(ledger: Ledger, moment: float) -> None:
-    """Forget requests of every project that were begun before a moment (seconds since the epoch)."""
+    """Delete requests of every project that began before a moment (seconds since the epoch)."""
     with ledger.database.write(across="garbage of every project") as connection:
         connection.execute(delete(requests).where(requests.c.at < moment))
 
 
 class PartStore:
-    """Where the parts lie: beside the blobs of a store, by the URL of which it is opened.
+    """The store of the parts, next to the blobs of the artifact store with this URL.
 
     Raises:
-        InputError: the URL is none.
+        InputError: the URL is not valid.
     """
 
     def __init__(self, url: str) -> None:
@@ -249,49 +250,49 @@ class PartStore:
         self._store = self._backend.open()
 
     def put(self, name: str, data: bytes) -> None:
-        """Write one. Raises as the methods of `BlobStore`."""
+        """Write a part. Raises as the methods of `BlobStore`."""
         with answering(self.url, name):
             obstore.put(self._store, f"{_UPLOADS}/{name}", data)
             self._backend.settle(f"{_UPLOADS}/{name}")
 
     def pieces(self, name: str) -> Iterator[bytes]:
-        """The bytes of one.
+        """The bytes of a part.
 
         Raises:
-            NotFoundError: it is not there. UnavailableError: the store does not answer.
+            NotFoundError: it does not exist. UnavailableError: the store does not answer.
         """
         with answering(self.url, name):
             yield from self._backend.pieces(self._store, f"{_UPLOADS}/{name}")
 
     def drop(self, name: str) -> None:
-        """Delete one; one that is gone already is no error."""
+        """Delete a part; a part that was already deleted is no error."""
         with suppress(FileNotFoundError, NotFoundError), answering(self.url, name):
             obstore.delete(self._store, f"{_UPLOADS}/{name}")
 
     def stored(self) -> dict[str, float]:
-        """All that there are, and what clients sent directly: name → when it was written (seconds since the epoch)."""
+        """All parts, and objects that clients sent directly: name → time of writing (seconds since the epoch)."""
         with answering(self.url, _UPLOADS):
             every = [one for some in obstore.list(self._store, prefix=_UPLOADS) for one in some]
         return {str(one["path"]).removeprefix(f"{_UPLOADS}/"): one["last_modified"].timestamp() for one in every}
 
 
 class Parts:
-    """Of one project's uploads."""
+    """The parts of one project's uploads."""
 
     def __init__(self, ledger: Ledger, store: PartStore) -> None:
         self._ledger, self._store = ledger, store
 
     def sizes(self, digest: str) -> dict[int, int]:
-        """How many bytes have come of each upload of a digest, by its size."""
+        """The number of bytes received of each upload of a digest, by the size of the upload."""
         with self._ledger.database.read() as connection:
             query = select(parts.c.total, func.sum(parts.c.size)).where(*self._of(digest)).group_by(parts.c.total)
             return {int(total): int(have) for total, have in connection.execute(query)}
 
     def add(self, digest: str, total: int, start: int, data: bytes) -> None:
-        """Keep what came from `start` on of an upload of `total` bytes: where the part before it ends.
+        """Store the bytes from `start` on of an upload of `total` bytes; `start` must be the end of the last part.
 
         Raises:
-            ConflictError: another request was quicker.
+            ConflictError: another request was faster.
         """
         blob_key(digest)
         project = self._ledger.project
@@ -313,11 +314,11 @@ class Parts:
             raise
 
     def whole(self, digest: str, total: int, path: Path) -> str:
-        """Write all `total` bytes that came to a file; its digest. Empty: other bytes came, or another server, which
-        had all of them as well, has made an end of it.
+        """Write all `total` received bytes to a file; its digest. Empty: the parts do not add up to `total`, or
+        another server, which had all of them too, has finished the upload.
 
         Raises:
-            ConflictError: something of it is gone, so all of it is; it is sent again.
+            ConflictError: a part was deleted, so all parts are deleted; the client must send the upload again.
         """
         with self._ledger.database.read() as connection:
             query = select(parts.c.object, parts.c.size).where(*self._of(digest, total)).order_by(parts.c.start)
@@ -333,7 +334,7 @@ class Parts:
         return file_digest(path)
 
     def forget(self, digest: str, total: int | None = None) -> None:
-        """Delete what came of an upload; without its size, of all that are of the digest."""
+        """Delete the parts of an upload; without `total`, of all uploads of the digest."""
         with self._ledger.database.write() as connection:
             names = list(connection.execute(select(parts.c.object).where(*self._of(digest, total))).scalars())
             connection.execute(delete(parts).where(*self._of(digest, total)))
@@ -346,7 +347,7 @@ class Parts:
 
 
 def forget_parts(ledger: Ledger, before: float, *, dry_run: bool = False) -> list[str]:
-    """Forget uploads of every project to which nothing was added since a moment; the objects that they had."""
+    """Delete the rows of uploads of every project that got no part since a moment; return their objects."""
     upload = parts.c.project, parts.c.digest, parts.c.total
     late = select(*upload).group_by(*upload)
     with ledger.database.write(across="garbage of every project") as connection:
@@ -360,7 +361,7 @@ def forget_parts(ledger: Ledger, before: float, *, dry_run: bool = False) -> lis
 
 
 def named_parts(ledger: Ledger) -> frozenset[str]:
-    """The objects of uploads that are under way, in every project."""
+    """The objects of unfinished uploads, in every project."""
     with ledger.database.read(across="garbage of every project") as connection:
         return frozenset(connection.execute(select(parts.c.object)).scalars())
 
@@ -370,16 +371,16 @@ def _quicker(digest: str) -> ConflictError:
 
 
 class Noted:
-    """Of one project."""
+    """The sent bytes of one project."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
     def add(self, digest: str, *, shown: bool = False) -> None:
-        """These bytes are the project's, from now on.
+        """Note that these bytes are the project's.
 
         Args:
-            shown: whoever may look may have them.
+            shown: every viewer of the project may read them.
         """
         row = {"project": self._ledger.project, "digest": digest}
         now = self._ledger.clock.now()
@@ -392,11 +393,11 @@ class Noted:
                 connection.execute(update(uploads).where(*self._of(digest)).values(young))
 
     def has(self, digest: str) -> bool:
-        """Whether they are the project's."""
+        """Whether these bytes are the project's."""
         return self._shown(digest) is not None
 
     def shown(self, digest: str) -> bool:
-        """Whether whoever may look may have them."""
+        """Whether every viewer of the project may read them."""
         return bool(self._shown(digest))
 
     def _shown(self, digest: str) -> int | None:
@@ -408,7 +409,7 @@ class Noted:
 
 
 def forget_noted(ledger: Ledger, needed: Container[str], before: float) -> None:
-    """Forget, in every project, what was sent before a moment and is not needed."""
+    """Delete, in every project, the notes of bytes that were sent before a moment and are not needed."""
     with ledger.database.write(across="garbage of every project") as connection:
         old = connection.execute(select(uploads.c.project, uploads.c.digest).where(uploads.c.at < before)).all()
         for project, digest in old:

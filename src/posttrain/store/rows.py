@@ -1,8 +1,8 @@
 """Conversion between ledger rows and the values of `domain.records`, and reads of parts of the ledger.
 
-The reads cover who may do what (roles in the project, and tokens for it); sinks, how far each has come, and the sealed
-events that they get; channels (what is live, what was, what may not come back) and how often items were evaluated;
-approvals, and which runs wait for one.
+The reads cover access (roles in the project, and tokens for it); sinks, their cursors, and the sealed events that they
+receive; channels (live release, history, quarantine) and how often items were evaluated; approvals, and the runs that
+wait for one.
 """
 
 import operator
@@ -58,12 +58,12 @@ Record = TypeVar("Record")
 _ROLES = select(principals.c.name, roles.c.role).join(principals, principals.c.id == roles.c.principal)
 _ROLES = _ROLES.where(roles.c.project == bindparam("of_project")).order_by(principals.c.name)
 SINK_ADDED = "sink.added"  # the event
-_NAMES = 500  # of one statement
-LIVE = "live"  # the role of what a channel points at
+_NAMES = 500  # in one statement
+LIVE = "live"  # the role of a channel's live release
 
 
 def acted(table: Table, *columns: Any, called: str = "actor") -> Select[Any]:
-    """Rows of a table, and further columns, with the name of the principal that each row names."""
+    """Select rows of a table, and further columns, with the name of each row's principal."""
     named = select(table, principals.c.name.label(called), *columns)
     return named.join(principals, principals.c.id == table.c.principal)
 
@@ -78,7 +78,7 @@ def names_of(record: Any) -> tuple[str, ...]:
 
 
 def to_record(kind: type[Record], row: Row[*tuple[Any, ...]]) -> Record:
-    """The row as a `kind`: columns and fields have the same names."""
+    """Return the row as a `kind`: columns and fields have the same names."""
     found = row._mapping
     values = {name: found[name] for name in names_of(kind)}
     if kind is Asset:
@@ -89,7 +89,7 @@ def to_record(kind: type[Record], row: Row[*tuple[Any, ...]]) -> Record:
 
 
 def to_records(kind: type[Record], found: Result[*tuple[Any, ...]]) -> list[Record]:
-    """All rows of an answer, as `to_record` each: where the columns stand is looked up once."""
+    """Return all rows of a result, each as by `to_record`: the positions of columns are looked up once."""
     if kind in (Asset, ChannelRecord):
         return [to_record(kind, row) for row in found]
     columns = list(found.keys())
@@ -98,7 +98,7 @@ def to_records(kind: type[Record], found: Result[*tuple[Any, ...]]) -> list[Reco
 
 
 def to_event(row: Row[*tuple[Any, ...]]) -> Event:
-    """An envelope with its words, place and actor's name, as readers know it: what changed is `payload["changes"]`."""
+    """Return an envelope with its words, sequence and actor's name, as an `Event`: `payload["changes"]` has changes."""
     values = dict(row._mapping)
     audited = dict(values["audited"])
     body = values["body"] or {}
@@ -117,14 +117,14 @@ def to_event(row: Row[*tuple[Any, ...]]) -> Event:
 
 
 def to_columns(record: Any) -> dict[str, Any]:
-    """The record's fields as column values."""
+    """Return the record's fields as column values."""
     return {name: plain(getattr(record, name)) for name in names_of(type(record))}
 
 
 def plain(value: Any) -> Any:
-    """Mappings and tuples as the dictionaries and lists that JSON gives back: equal stays equal on the round trip.
+    """Return mappings and tuples as the dictionaries and lists that JSON returns: a round trip keeps values equal.
 
-    A job may say anything: NUL, which PostgreSQL refuses in any text, becomes U+FFFD, half a surrogate pair `?`.
+    A job may report any text: NUL, which PostgreSQL refuses, becomes U+FFFD, half a surrogate pair `?`.
     """
     if type(value) is str:
         whole = value if value.isascii() else value.encode("utf-8", "replace").decode()
@@ -135,7 +135,7 @@ def plain(value: Any) -> Any:
 
 
 def batches(names: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Each name once, as many at a time as one statement takes."""
+    """Yield each name once, in batches that fit one statement."""
     whole = list(dict.fromkeys(names))
     yield from (whole[start : start + _NAMES] for start in range(0, len(whole), _NAMES))
 
@@ -150,7 +150,7 @@ class Reading:
         return to_records(kind, self._connection.execute(query, values))
 
     def _one(self, kind: type[Record], query: Select[Any]) -> Record | None:
-        """The first row; None: there is none."""
+        """The first row; None: there is no row."""
         return next(iter(self._all(kind, query)), None)
 
     def _each(
@@ -161,25 +161,25 @@ class Reading:
         names: Sequence[str],
         values: Mapping[str, Any] | None = None,
     ) -> list[Record]:
-        """Rows whose column is one of these, asked for many at a time."""
+        """Rows whose column has one of these values, read in batches."""
         return [one for part in batches(names) for one in self._all(kind, query.where(column.in_(part)), values)]
 
 
 class PrincipalReading(Reading):
-    """The part of a snapshot that is about access."""
+    """The part of a snapshot that reads access rights."""
 
     def roles(self) -> dict[str, Role]:
-        """Principal → role in this project; empty: nobody was given one."""
+        """Principal → role in this project; empty: no role was ever given."""
         return {name: Role(role) for name, role in self._connection.execute(_ROLES, {"of_project": self._project})}
 
     def people(self) -> set[str]:
-        """Principals who have a role in this project, or did something there. Reads who wrote every event."""
+        """Principals who have a role in this project, or wrote an event there. Reads the author of every event."""
         wrote = select(events.c.principal).where(events.c.project == self._project).distinct()
         named = self._connection.execute(select(principals.c.name).where(principals.c.id.in_(wrote)))
         return {*named.scalars(), *self.roles()}
 
     def principal_of(self, name: str) -> str | None:
-        """The pseudonymous id of whoever is called so; None: nobody is."""
+        """The pseudonymous id of the principal of this name; None: there is no such principal."""
         return self._connection.execute(select(principals.c.id).where(principals.c.name == name)).scalar()
 
     def projects(self) -> list[str]:
@@ -187,33 +187,33 @@ class PrincipalReading(Reading):
         return list(self._connection.execute(select(projects.c.id).order_by(projects.c.id)).scalars())
 
     def images(self) -> list[str] | None:
-        """The images that runs of this project may name; None: nobody said."""
+        """The images that runs of this project may name; None: never set."""
         return self._connection.execute(select(projects.c.images).where(projects.c.id == self._project)).scalar()
 
     def roles_of(self, name: str) -> dict[str, Role]:
-        """Project → the role that a principal was given there."""
+        """Project → the role of a principal there."""
         query = select(roles.c.project, roles.c.role).join(principals, principals.c.id == roles.c.principal)
         query = query.where(principals.c.name == name).order_by(roles.c.project)
         found = self._connection.execute(across(query, "a principal has roles in several projects"))
         return {project: Role(role) for project, role in found}
 
     def tokens(self) -> list[Token]:
-        """Every token that is for this project, oldest first."""
+        """Every token for this project, oldest first."""
         every = self._all(Token, _TOKENS.order_by(tokens.c.created_at, tokens.c.id))
         return [one for one in every if self._project in one.scopes]
 
     def token_behind(self, session: str, moment: float) -> Token | None:
-        """The token behind a browser's session of this digest; None: there is none, or it is over."""
+        """The token behind a browser's session of this digest; None: no such session, or it has expired."""
         query = _TOKENS.join(sessions, sessions.c.token == tokens.c.id)
         return self._one(Token, query.where(sessions.c.digest == session, sessions.c.expires_at > moment))
 
     def token_of(self, secret_digest: str) -> Token | None:
-        """The token whose secret has this digest; None: there is none."""
+        """The token whose secret has this digest; None: no such token."""
         return self._one(Token, _TOKENS.where(tokens.c.secret_digest == secret_digest))
 
 
 class SinkReading(Reading):
-    """The part of a snapshot that is about sinks."""
+    """The part of a snapshot that reads sinks."""
 
     def sinks(self) -> list[SinkRecord]:
         """Every sink, by name."""
@@ -223,7 +223,7 @@ class SinkReading(Reading):
         """The sink of this name.
 
         Raises:
-            NotFoundError: there is none.
+            NotFoundError: no such sink.
         """
         row = self._connection.execute(self._my_sinks().where(sinks.c.name == name)).one_or_none()
         if row is None:
@@ -232,11 +232,11 @@ class SinkReading(Reading):
         return _sink(row)
 
     def cursors(self) -> dict[str, Cursor]:
-        """Of each sink that has one."""
+        """The cursor of each sink that has one."""
         return {one.sink: one for one in self._all(Cursor, select(cursors).where(cursors.c.project == self._project))}
 
     def sinks_standing(self) -> list[tuple[SinkRecord, Cursor | None, int]]:
-        """Every sink with its cursor, and how many events are sealed; one statement."""
+        """Every sink with its cursor and the number of sealed events; one statement."""
         columns = [cursors.c[name] for name in Cursor.__dataclass_fields__]
         here = (cursors.c.project == sinks.c.project) & (cursors.c.sink == sinks.c.name)
         query = self._my_sinks().add_columns(*columns, select(tree_head.c.size).scalar_subquery().label("size"))
@@ -249,11 +249,11 @@ class SinkReading(Reading):
         return set(self._connection.execute(across(query, "one driver delivers for every project")).scalars())
 
     def sealed(self) -> int:
-        """How many events are sealed."""
+        """The number of sealed events."""
         return int(self._connection.execute(select(tree_head.c.size)).scalar_one())
 
     def events_after(self, after: int) -> tuple[int, float | None]:
-        """How many sealed events of this project come after a place, and when the first of them was."""
+        """The number of sealed events of this project after a position, and the time of the first."""
         count, first = self._connection.execute(
             select(func.count(), func.min(leaves.c.sequence))
             .select_from(leaves)
@@ -269,7 +269,7 @@ class SinkReading(Reading):
         """Sealed events with `sequence > after`, in order.
 
         Args:
-            words: their free text too, where it was not erased.
+            words: include their free text, unless it was erased.
         """
         query: Select[Any] = select(events, leaves.c.sequence).join(leaves, leaves.c.event == events.c.id)
         if words:
@@ -279,13 +279,13 @@ class SinkReading(Reading):
         return [_envelope(row, words) for row in rows]
 
     def run_facts(self, run_id: str) -> tuple[str, str]:
-        """Name and owner of a run; empty where there is none."""
+        """Name and owner of a run; empty: no such run."""
         query = select(runs.c.name, runs.c.owner).where(runs.c.project == self._project, runs.c.id == run_id)
         row = self._connection.execute(query).one_or_none()
         return ("", "") if row is None else (str(row.name), str(row.owner))
 
     def sink_added_at(self, name: str) -> int:
-        """The place in the log where a sink was added last; 0: it is not sealed."""
+        """The position in the log at which a sink was last added; 0: that event is not sealed."""
         query = select(func.max(leaves.c.sequence)).join(events, events.c.id == leaves.c.event)
         mine = (events.c.project == self._project, events.c.kind == SINK_ADDED, events.c.subject == name)
         return int(self._connection.execute(query.where(*mine)).scalar() or 0)
@@ -306,16 +306,16 @@ def _envelope(row: Row[*tuple[Any, ...]], words: bool) -> Envelope:
 
 
 class ChannelReading(Reading):
-    """The part of a snapshot that is about channels."""
+    """The part of a snapshot that reads channels."""
 
     def channel(self, name: str) -> ReleaseEntry | None:
-        """What is live on a channel; None for a channel that nothing was ever released to."""
+        """The live release of a channel; None: it never had a release."""
         here = (deployments.c.project == releases.c.project) & (deployments.c.channel == releases.c.channel)
         here &= (deployments.c.release_sequence == releases.c.sequence) & (deployments.c.role == LIVE)
         return self._one(ReleaseEntry, self._releases().join(deployments, here).where(releases.c.channel == name))
 
     def channel_record(self, name: str) -> ChannelRecord:
-        """What holds for a channel; one that nobody has used yet has generation 0."""
+        """The settings of a channel; an unused channel has generation 0."""
         query = select(channels).where(channels.c.project == self._project, channels.c.name == name)
         return self._one(ChannelRecord, query) or ChannelRecord(name)
 
@@ -326,21 +326,21 @@ class ChannelReading(Reading):
         )
 
     def deployments(self, name: str) -> list[Deployment]:
-        """What a channel serves, by role."""
+        """The deployments of a channel, by role."""
         query = select(deployments).where(deployments.c.project == self._project, deployments.c.channel == name)
         return self._all(Deployment, query.order_by(deployments.c.role))
 
     def history(self, name: str) -> list[ReleaseEntry]:
-        """Every release of a channel, oldest first; `channel` has the one that is live."""
+        """Every release of a channel, oldest first; `channel` returns the live one."""
         return self._all(ReleaseEntry, self._releases().where(releases.c.channel == name).order_by(releases.c.sequence))
 
     def last_release(self, name: str) -> int:
-        """The highest sequence of a channel's entries, whatever their action; 0: it has none."""
+        """The highest sequence of a channel's entries, whatever their action; 0: no entries."""
         query = select(func.max(releases.c.sequence)).where(releases.c.project == self._project)
         return int(self._connection.execute(query.where(releases.c.channel == name)).scalar() or 0)
 
     def released(self, *run_ids: str) -> dict[str, str]:
-        """The last release of each of these runs that has one: `channel@sequence`."""
+        """The last release of each of these runs that has a release: `channel@sequence`."""
         query = (
             select(releases.c.run_id, releases.c.channel, releases.c.sequence)
             .order_by(releases.c.at)
@@ -360,7 +360,7 @@ class ChannelReading(Reading):
         return self._all(Quarantine, query.order_by(quarantine.c.release.desc(), quarantine.c.model_digest))
 
     def looks(self, items: str) -> list[Look]:
-        """Stages that computed something from these items, oldest first; what the stage cache answered is none.
+        """Stages that computed from these items, oldest first; stages answered by the stage cache do not count.
 
         Args:
             items: digest of a data set.
@@ -378,13 +378,13 @@ class ChannelReading(Reading):
         return sorted(mine, key=lambda look: (look.at, look.run_id, look.stage))
 
     def measured(self, slots: str, output: str) -> list[Measured]:
-        """What stages measured on data: every file that they left for a set of items and its slot.
+        """The measurements of stages on data: every result file for a set of items and its slot.
 
         Args:
-            slots: how the slots of the data begin.
+            slots: prefix of the slots of the data.
             output: of those stages, with the measurements.
         """
-        # distinct, so that it is read once: joined to itself, SQLite reads every edge of the project for each result
+        # DISTINCT makes SQLite read it once: a self-join would read every edge of the project for each result
         left = select(edges.c.producer, edges.c.digest).where(edges.c.project == self._project).distinct()
         made = left.where(edges.c.consumer == "", edges.c.output == output).subquery("made")
         of_slots = edges.c.slot.startswith(slots, autoescape=True)
@@ -397,7 +397,7 @@ class ChannelReading(Reading):
         return self._all(Measured, query.order_by("items", edges.c.slot, "results"))
 
     def channels(self) -> list[str]:
-        """The names of channels with a history."""
+        """The names of channels with a release."""
         query = select(releases.c.channel).where(releases.c.project == self._project).distinct()
         return list(self._connection.execute(query.order_by(releases.c.channel)).scalars())
 
@@ -406,12 +406,12 @@ class ChannelReading(Reading):
 
 
 class ApprovalReading(Reading):
-    """The part of a snapshot that is about approvals."""
+    """The part of a snapshot that reads approvals."""
 
     def approval_requests(
         self, channel: str | None = None, run_id: str | None = None, prefix: str | None = None
     ) -> list[ApprovalRequest]:
-        """What was asked for, oldest first: of a channel, for a run, or of which the digest begins like this."""
+        """Approval requests, oldest first: of a channel, for a run, or with this prefix of the digest."""
         known = {"project": self._project, "channel": channel, "run_id": run_id}
         wanted = {name: value for name, value in known.items() if value is not None}
         query = _ASKED.where(*keyed(approval_requests, **wanted))
@@ -420,15 +420,15 @@ class ApprovalReading(Reading):
         return self._all(ApprovalRequest, query.order_by(approval_requests.c.at, approval_requests.c.digest))
 
     def approvals(self, request: str) -> list[Approval]:
-        """What was said of a request, oldest first."""
+        """The answers to a request, oldest first."""
         query = _SAID.where(approvals.c.project == self._project, approvals.c.request == request)
         return self._all(Approval, query.order_by(approvals.c.at, approvals.c.principal))
 
     def submitter(self, run_id: str) -> str:
-        """Who submitted a run, by the event of its submission.
+        """The submitter of a run, by the event of its submission.
 
         Raises:
-            IntegrityError: no event tells.
+            IntegrityError: no event records it.
         """
         found = self.known_submitter(run_id)
         if found is None:
@@ -436,7 +436,7 @@ class ApprovalReading(Reading):
         return found
 
     def known_submitter(self, run_id: str) -> str | None:
-        """Who submitted a run; None: a version without such events recorded it."""
+        """The submitter of a run; None: a version without such events recorded the run."""
         told = select(principals.c.name).join(events, events.c.principal == principals.c.id)
         told = told.where(events.c.project == self._project, events.c.subject == run_id, events.c.kind == "run.pending")
         return self._connection.execute(told.order_by(events.c.id).limit(1)).scalar()

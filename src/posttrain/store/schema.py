@@ -1,12 +1,12 @@
 """The ledger's tables.
 
-Plain SQL types only, so that SQLite and PostgreSQL hold the same thing: times are doubles (seconds since the epoch),
-mappings are JSON text. `generation` is the compare-and-set counter of a row; leases live in columns of their own and
-do not touch it.
+Only plain SQL types, so that SQLite and PostgreSQL store the same values: times are 64-bit floats (seconds since the epoch),
+mappings are JSON text. `generation` is the compare-and-set counter of a row; leases are in separate columns and do not
+change it.
 
-A release works beside the one before it. So a revision adds only: tables, and columns that may be NULL or whose default
-is the empty value of their type. `schema_version.usable_since` says which revision's code may still use the ledger; one
-that does more than add writes itself.
+A release works together with the previous one. So a revision only adds tables, and columns that may be NULL or whose
+default is the empty value of their type. `schema_version.usable_since` is the oldest revision whose code may still use
+the ledger; a revision that does more than add sets it to itself.
 """
 
 import json
@@ -39,14 +39,14 @@ USABLE_SINCE = "0002"  # the oldest revision whose code may use a ledger of this
 
 
 class UnreadableColumnError(IntegrityError, ValueError):
-    """A column that holds JSON was altered, and cannot be read."""
+    """A JSON column was altered and cannot be read."""
 
 
 class JsonText(TypeDecorator[Any]):
     """A JSON value as text.
 
-    Not the databases' own JSON types: those differ from each other, and PostgreSQL's refuses the NaN that a diverged
-    stage reports.
+    It does not use the databases' JSON types: they differ, and PostgreSQL's refuses the NaN that a diverged stage
+    reports.
     """
 
     impl = Text
@@ -60,12 +60,12 @@ class JsonText(TypeDecorator[Any]):
 
 
 def read_json_text(value: str | None) -> Any:
-    """The value of a column of `JsonText`.
+    """Return the value of a column of `JsonText`.
 
     Raises:
         UnreadableColumnError: it is not JSON.
     """
-    if value == "{}":  # of most rows
+    if value == "{}":  # the most frequent value
         return {}
     try:
         return None if value is None else json.loads(value)
@@ -76,7 +76,7 @@ def read_json_text(value: str | None) -> Any:
 
 
 def keyed(table: Table, **key: Any) -> list[ColumnElement[bool]]:
-    """The conditions that columns of a table have these values."""
+    """Return the conditions that columns of a table have these values."""
     return [table.c[name] == value for name, value in key.items()]
 
 
@@ -155,9 +155,9 @@ attempts = Table(
     Column("launched_at", Float(53)),
     Column("finished_at", Float(53)),
     Column("seconds", Float(53), nullable=False),
-    Column("host", String(32)),  # whose drivers alone can reach its job; NULL: the ledger has one
-    Column("channel", Text),  # URL of its channel; empty: its folder; NULL: a release of before, whose order says it
-    Column("resumed_from", Text),  # RUN/STAGE that wrote the checkpoint `resume`; NULL: none, or as above
+    Column("host", String(32)),  # the only one whose drivers can reach its job; NULL: the ledger has one
+    Column("channel", Text),  # URL of its channel; empty: its folder; NULL: an older release, whose order has it
+    Column("resumed_from", Text),  # RUN/STAGE that wrote the checkpoint `resume`; NULL: no checkpoint, or as above
     Column("resumed_step", Integer),
     Column("resumed_tokens", BigInteger),
     Column("reserved_tokens", BigInteger),  # of the run's budget while it lives; NULL: no such limit
@@ -202,7 +202,7 @@ releases = Table(
     metadata,
     Column("project", String(63), primary_key=True),
     Column("channel", String(128), primary_key=True),
-    Column("sequence", Integer, primary_key=True),  # 1, 2, … within the channel: two writers cannot both be the next
+    Column("sequence", Integer, primary_key=True),  # 1, 2, … within the channel: two writers cannot use the same
     Column("model_digest", String(71), nullable=False),
     Column("run_id", String(64)),
     Column("action", String(32), nullable=False),
@@ -215,11 +215,11 @@ channels = Table(
     metadata,
     Column("project", String(63), primary_key=True),
     Column("name", String(128), primary_key=True),
-    Column("policy", String(71)),  # digest of the document that says what a release must pass; NULL: there is none
+    Column("policy", String(71)),  # digest of the document with the gates of a release; NULL: no policy
     Column("protected", Integer, nullable=False),  # 1: its policy and its quarantine are changed by approval only
-    Column("frozen", String(16), nullable=False),  # what may not move it: empty | releases | all
-    Column("revision", Integer, nullable=False),  # every change of its policy or protection is one
-    Column("generation", Integer, nullable=False),  # every release and every change of the columns before is one
+    Column("frozen", String(16), nullable=False),  # the moves that are refused: empty | releases | all
+    Column("revision", Integer, nullable=False),  # counts changes of its policy or protection
+    Column("generation", Integer, nullable=False),  # counts releases and changes of the columns above
 )
 deployments = Table(
     "deployments",
@@ -251,8 +251,8 @@ approval_requests = Table(
     Column("digest", String(71), primary_key=True),  # of `asked`
     Column("channel", String(128), nullable=False),
     Column("run_id", String(64)),
-    Column("asked", JsonText, nullable=False),  # what is to be done, with everything that it would touch
-    Column("principal", String(32), nullable=False),  # whose request it is
+    Column("asked", JsonText, nullable=False),  # the requested action, with everything that it would change
+    Column("principal", String(32), nullable=False),  # who requested it
     Column("at", Float(53), nullable=False),
     Index("approval_requests_by_channel", "project", "channel"),
     Index("approval_requests_by_run", "run_id"),
@@ -268,13 +268,13 @@ approvals = Table(
     Column("reason", Text, nullable=False),
     ForeignKeyConstraint(["project", "request"], ["approval_requests.project", "approval_requests.digest"]),
 )
-looks = Table(  # of older versions, which counted judgements; `ChannelReading.looks` counts evaluations
+looks = Table(  # written by older releases, which counted judgements; `ChannelReading.looks` counts evaluations
     "looks",
     metadata,
     Column("project", String(63), primary_key=True),
     Column("channel", String(128), primary_key=True),
     Column("number", Integer, primary_key=True),  # 1, 2, … of the channel
-    Column("items", String(71), nullable=False),  # digest of what its gates were judged on: suites and evaluators
+    Column("items", String(71), nullable=False),  # digest of the suites and evaluators of its gates
     Column("lineage", String(71), nullable=False),  # base model of the candidate
     Column("candidate", String(71), nullable=False),
     Column("run_id", String(64), nullable=False),
@@ -299,7 +299,7 @@ assets = Table(
     CheckConstraint("version >= 1", name="asset_versions_start_at_1"),
     Index("assets_by_digest", "digest"),
 )
-asset_status = Table(  # what people think of a version, which itself never changes
+asset_status = Table(  # people's judgement of a version, which itself never changes
     "asset_status",
     metadata,
     Column("project", String(63), primary_key=True),
@@ -307,7 +307,7 @@ asset_status = Table(  # what people think of a version, which itself never chan
     Column("name", String(256), primary_key=True),
     Column("version", Integer, primary_key=True),
     Column("status", String(16), nullable=False),  # approved | recalled | nothing
-    Column("principal", String(32), nullable=False),  # who said so
+    Column("principal", String(32), nullable=False),  # who set it
     Column("at", Float(53), nullable=False),
     Column("reason", Text, nullable=False),
 )
@@ -317,11 +317,11 @@ artifacts = Table(
     Column("project", String(63), primary_key=True),
     Column("digest", String(71), primary_key=True),
     Column("form", String(16), nullable=False),
-    Column("bytes", BigInteger),  # NULL: noted by a ledger of before
-    Column("class", String(16), nullable=False),  # as what it came first
+    Column("bytes", BigInteger),  # NULL: written by an older release
+    Column("class", String(16), nullable=False),  # its class when it was first stored
     Column("created_at", Float(53), nullable=False),
 )
-edges = Table(  # its ends are named as in domain/records.py
+edges = Table(  # domain/records.py defines the names of its ends
     "edges",
     metadata,
     Column("project", String(63), primary_key=True),
@@ -344,7 +344,7 @@ holds = Table(
     Column("released_at", Float(53)),  # NULL: it may not be deleted
 )
 
-# the log, what a crash may leave in any state, and who there is
+# the log, tables that a crash may leave in any state, and principals
 
 events = Table(
     "events",
@@ -354,11 +354,11 @@ events = Table(
     Column("kind", String(64), nullable=False),
     Column("subject", Text, nullable=False),
     Column("principal", String(32), nullable=False),
-    Column("auth", String(16), nullable=False),  # how the principal was known: os | token | …
+    Column("auth", String(16), nullable=False),  # how the principal was authenticated: os | token | …
     Column("request", String(32), nullable=False),  # of the transaction that wrote it
     Column("at", Float(53), nullable=False),
     Column("audited", JsonText, nullable=False),  # values of audited columns, and other states, numbers, digests
-    Column("words", String(71)),  # salted digest of its row in `payloads`; NULL: it has none
+    Column("words", String(71)),  # salted digest of its row in `payloads`; NULL: no words
     Column("leaf", LargeBinary(32), nullable=False),
     Index("events_by_place", "subject", "at"),
     Index("events_by_request", "request"),
@@ -400,7 +400,7 @@ tree_head = Table(
     Column("peaks", LargeBinary, nullable=False),  # roots of the perfect subtrees, the largest first
     CheckConstraint("id = 1", name="one_tree_head"),
 )
-# --- empty in every ledger: they stand in those of this schema, until the next one takes them away --------------------
+# --- empty in every ledger: tables of this schema that the next one removes -------------------------------------------
 
 events_before = Table(
     "events_before",
@@ -438,10 +438,10 @@ work = Table(
     Column("project", String(63), nullable=False),
     Column("kind", String(16), nullable=False),  # run | stage | sweep
     Column("object", Text, nullable=False),
-    Column("affinity", Text),  # the host that alone may look at it
+    Column("affinity", Text),  # the only host that may observe it
     Column("due_at", Float(53), nullable=False),
     Column("priority", Integer, nullable=False),
-    Column("wanted_version", BigInteger, nullable=False),  # counts who woke it
+    Column("wanted_version", BigInteger, nullable=False),  # counts how often it was scheduled
     Column("lease_owner", Text),
     Column("lease_token", String(32)),
     Column("lease_until", Float(53)),
@@ -453,7 +453,7 @@ work = Table(
     Index("work_by_object", "project", "kind", "object", unique=True),
     Index("work_by_time", "project", "due_at"),
 )
-watches = Table(  # of jobs: how long they have been silent
+watches = Table(  # how long jobs have been silent
     "watches",
     metadata,
     Column("attempt", Text, primary_key=True),  # its name
@@ -463,24 +463,24 @@ watches = Table(  # of jobs: how long they have been silent
     Column("at", Float(53), nullable=False),
     Index("watches_by_run", "run_id"),
 )
-hosts = Table(  # of a ledger that several have
+hosts = Table(  # the hosts that share a ledger
     "hosts",
     metadata,
     Column("id", String(32), primary_key=True),  # the identity of its workspace folder
     Column("name", Text, nullable=False),  # HOSTNAME:FOLDER
-    Column("url", Text, nullable=False),  # where the other servers reach the one that it has; empty: none
-    Column("server", Text, nullable=False),  # process of that server, HOSTNAME:PID:START; empty: none
-    Column("version", Text, nullable=False),  # of the Posttrain that said so
+    Column("url", Text, nullable=False),  # of its server, for the other servers; empty: no server
+    Column("server", Text, nullable=False),  # process of that server, HOSTNAME:PID:START; empty: no server
+    Column("version", Text, nullable=False),  # of the Posttrain that wrote the row
     Column("seen_at", Float(53), nullable=False),
 )
-requests = Table(  # what was answered, for whoever asks the same again because they heard nothing
+requests = Table(  # answers to requests, for clients that repeat a request because no answer arrived
     "requests",
     metadata,
     Column("project", String(63), primary_key=True),
     Column("principal", String(32), primary_key=True),
-    Column("key", String(64), primary_key=True),  # given by whoever asks
+    Column("key", String(64), primary_key=True),  # chosen by the client
     Column("verb", String(64), nullable=False),
-    Column("body", String(71), nullable=False),  # digest of what was asked
+    Column("body", String(71), nullable=False),  # digest of the request
     Column("state", String(16), nullable=False),  # begun | done
     Column("owner", Text, nullable=False),  # process that began it
     Column("status", Integer),
@@ -488,44 +488,44 @@ requests = Table(  # what was answered, for whoever asks the same again because 
     Column("at", Float(53), nullable=False),
     Index("requests_by_time", "at"),
 )
-operations = Table(  # requests that are answered by and by, for whichever server is asked about one
+operations = Table(  # requests with a later answer, which any server can return
     "operations",
     metadata,
     Column("id", String(26), primary_key=True),  # of its request
     Column("project", String(63), nullable=False),
     Column("principal", String(32), nullable=False),
     Column("verb", String(64), nullable=False),
-    Column("body", String(71), nullable=False),  # digest of what was asked
+    Column("body", String(71), nullable=False),  # digest of the request
     Column("server", Text, nullable=False),  # process that carries it out, HOSTNAME:PID:START
-    Column("document", Text, nullable=False),  # how it stands, as JSON
-    Column("over", Integer, nullable=False),  # 1: it ended, and the document says how
-    Column("ending", Integer, nullable=False),  # 1: somebody cancelled it
-    Column("told_at", Float(53), nullable=False),  # by that process
+    Column("document", Text, nullable=False),  # its status, as JSON
+    Column("over", Integer, nullable=False),  # 1: it ended, and the document has the result
+    Column("ending", Integer, nullable=False),  # 1: it was cancelled
+    Column("told_at", Float(53), nullable=False),  # last report of that process
     Column("looked_at", Float(53), nullable=False),
     Index("operations_by_time", "looked_at"),
 )
-uploads = Table(  # bytes that a project sent, in the store, though no row names them yet
+uploads = Table(  # bytes in the store that a project sent, even if no row names them yet
     "uploads",
     metadata,
     Column("project", String(63), primary_key=True),
     Column("digest", String(71), primary_key=True),
-    Column("shown", Integer, nullable=False),  # 1: a page, made for whoever may look
+    Column("shown", Integer, nullable=False),  # 1: a page, which every viewer may read
     Column("at", Float(53), nullable=False),
     Index("uploads_by_time", "at"),
 )
-parts = Table(  # of an upload that is under way: objects in the store
+parts = Table(  # of unfinished uploads: objects in the store
     "parts",
     metadata,
     Column("project", String(63), primary_key=True),
     Column("digest", String(71), primary_key=True),  # of the whole
-    Column("total", BigInteger, primary_key=True),  # bytes of the whole, as its sender says
+    Column("total", BigInteger, primary_key=True),  # bytes of the whole, as declared by its sender
     Column("start", BigInteger, primary_key=True),
     Column("size", BigInteger, nullable=False),
     Column("object", Text, nullable=False),  # its name
     Column("at", Float(53), nullable=False),
     Index("parts_by_time", "at"),
 )
-grants = Table(  # of running jobs: which attempt stands behind the secret that one shows
+grants = Table(  # of running jobs: the attempt to which a job's secret gives access
     "grants",
     metadata,
     Column("digest", String(71), primary_key=True),  # of the secret
@@ -536,7 +536,7 @@ grants = Table(  # of running jobs: which attempt stands behind the secret that 
     Column("put_bytes", BigInteger, nullable=False),  # into its channel
     Index("grants_by_attempt", "run_id", "stage", "number"),
 )
-sessions = Table(  # of browsers: which token stands behind the secret that one shows
+sessions = Table(  # of browsers: the token behind a session's secret
     "sessions",
     metadata,
     Column("digest", String(71), primary_key=True),  # of the secret
@@ -544,7 +544,7 @@ sessions = Table(  # of browsers: which token stands behind the secret that one 
     Column("expires_at", Float(53), nullable=False),
     Index("sessions_by_time", "expires_at"),
 )
-cursors = Table(  # how far each sink is
+cursors = Table(  # the position of each sink in the log
     "cursors",
     metadata,
     Column("project", String(63), primary_key=True),
@@ -563,12 +563,12 @@ projects = Table(
     metadata,
     Column("id", String(63), primary_key=True),
     Column("created_at", Float(53), nullable=False),
-    Column("images", JsonText),  # that its runs may name; null: nobody said
+    Column("images", JsonText),  # that its runs may name; NULL: never set
 )
 principals = Table(
     "principals",
     metadata,
-    Column("id", String(32), primary_key=True),  # random: what events and rows name, so that a name can be erased
+    Column("id", String(32), primary_key=True),  # random: events and rows use it, so that a name can be erased
     Column("kind", String(16), nullable=False),  # user | service
     Column("name", Text, nullable=False, unique=True),
     Column("created_at", Float(53), nullable=False),
@@ -593,15 +593,15 @@ tokens = Table(
     Column("replaces", String(32)),  # the token that this one was rotated from
     Index("tokens_by_principal", "principal"),
 )
-sinks = Table(  # where events are sent on to
+sinks = Table(  # destinations of events
     "sinks",
     metadata,
     Column("project", String(63), primary_key=True),
     Column("name", String(63), primary_key=True),
     Column("kind", String(16), nullable=False),  # webhook | jsonl | email
-    Column("settings", JsonText, nullable=False),  # of a secret only where it is: an environment variable, a file
-    Column("rules", JsonText, nullable=False),  # which events
+    Column("settings", JsonText, nullable=False),  # of a secret only its place: an environment variable, a file
+    Column("rules", JsonText, nullable=False),  # that select events
     Column("created_at", Float(53), nullable=False),
     Column("principal", String(32), nullable=False),
-    Column("paused", String(16), nullable=False),  # why nothing is sent: empty: it is | person | failing
+    Column("paused", String(16), nullable=False),  # why deliveries stopped: empty: they did not | person | failing
 )

@@ -1,18 +1,18 @@
-"""The sealer, which gives committed events their place in the Merkle tree, and heads that detect a lost tail.
+"""The sealer, which assigns committed events their place in the Merkle tree, and heads that detect a lost tail.
 
 Writers append events with their leaves and no number, so nothing serialises them; afterwards one sealer at a time
-numbers what is committed, without gaps. It only inserts: leaves, complete tiles, and a new head. The row `tree_head` is
-both the lock (whoever seals holds it for the length of its transaction) and the proof of the tail: without it, cutting
-off the last events would leave a valid, shorter log.
+numbers the committed events, without gaps. It inserts leaves and complete tiles, and updates the head. The row
+`tree_head` is both the lock (the sealer holds it for the length of its transaction) and the proof of the tail: without
+it, cutting off the last events would leave a valid, shorter log.
 
 Heads of the event log are also kept outside the ledger: in the artifact store and in the orders of attempts. A ledger
-that lost its tail (its write-ahead log was removed) or that was replaced by an older copy is whole and its log holds:
-only what lies elsewhere shows the loss. The store has one small object, `heads/LOG/SIZE-ROOT`, written when a command
-or a run ends; each of several counts, so no writer takes the log back. An order (`job.json`) holds the head at its
-launch. A job owns its folder, so an order's content raises suspicion and never lowers it. The run folders themselves
-show runs and attempts that the ledger lacks.
+that lost its tail (its write-ahead log was removed) or that was replaced by an older copy is complete and its log
+verifies: only records outside it show the loss. The store has one small object, `heads/LOG/SIZE-ROOT`, written when a
+command or a run ends; if there are several, each counts, so no writer can shorten the log. An order (`job.json`)
+contains the head at its launch. A job owns its folder, so an order's content raises suspicion and never lowers it. The
+run folders themselves show runs and attempts that the ledger lacks.
 
-A loss that somebody meant is accepted with a reason, by an event that names what is missed no more.
+A user accepts an intended loss with a reason, by an event that names the heads and attempts to ignore.
 """
 
 import functools
@@ -50,13 +50,13 @@ from posttrain.store.schema import attempts, events, leaves, payloads, tiles, tr
 from posttrain.store.trees import LEVELS, Tree
 
 _BATCH = 4096
-_WAITING = (  # what somebody else put into `unsealed` is for `verify` to tell
+_WAITING = (  # foreign rows in `unsealed` are left for `verify` to report
     select(events.c.id, events.c.leaf)
     .join(unsealed, unsealed.c.event == events.c.id)
     .outerjoin(leaves, leaves.c.event == events.c.id)
     .where(leaves.c.event.is_(None))
 )
-_AS_WRITTEN = (  # an event and its words, as text: what cannot be read is told, and raises nothing
+_AS_WRITTEN = (  # an event and its words, as text: an unreadable value is reported and does not raise
     events.c.leaf.label("written"),
     *(type_coerce(events.c[name], Text) if name == "audited" else events.c[name] for name in FIELDS),
     payloads.c.retention,
@@ -67,7 +67,7 @@ ACCEPTED, SUBJECT = "ledger.loss_accepted", "ledger"
 _FOLDER, _DIGITS, _SHOWN = "heads", 16, 10
 _HEAD = re.compile(rf"[0-9]{{{_DIGITS}}}-[0-9a-f]{{64}}")
 _ATTEMPT = (
-    re.compile(  # RUN/STAGE/NUMBER as submission makes them: what else lies below runs/ is a copy or somebody's own
+    re.compile(  # RUN/STAGE/NUMBER as submission makes them: other folders below runs/ are copies or a user's files
         rf"(?=[^/]+-[a-z0-9]{{8}}/){TYPES['RunId'].pattern}/{TYPES['StageName'].pattern}/[0-9]{{3,9}}"
     )
 )
@@ -77,16 +77,16 @@ _REMEDY = "restore the newest copy of the ledger, or accept the loss: posttrain 
 
 @dataclass(frozen=True, slots=True)
 class TreeReport:
-    """A log that holds: `sealed` events under `root`, and `pending` ones that the sealer has not passed yet."""
+    """A valid log: `sealed` events under `root`, and `pending` ones that the sealer has not reached yet."""
 
     sealed: int
     root: str
     pending: int
-    erased: int = 0  # events whose words were erased, as later events say
+    erased: int = 0  # events whose words were erased, by the record of later events
 
 
 def seal(ledger: Ledger) -> int:
-    """Seal everything committed so far; how many events that were. Safe to call from anywhere, at any time."""
+    """Seal all events committed so far and return their number. Safe to call from anywhere, at any time."""
     total = 0
     while _waits(ledger):
         with ledger.database.write(across="the log is of every project") as connection:
@@ -120,7 +120,7 @@ def _seal_batch(connection: Connection) -> int:
 
 
 class _Erasures:
-    """Which words the log itself says are gone, read when some are, and how many of them were met."""
+    """The words that the log records as erased, read at the first missing words, and how many were found missing."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self.met = connection, 0
@@ -132,18 +132,18 @@ class _Erasures:
         for audited in self._connection.execute(query).scalars():
             try:
                 found |= set(json.loads(audited).get("erased", ()))
-            except (ValueError, TypeError, AttributeError):  # an event that cannot be read is found in its place
+            except (ValueError, TypeError, AttributeError):  # the check of that event reports it
                 continue
         return found
 
     def has(self, words: str) -> bool:
-        """Whether these words may be gone."""
+        """Whether these words may be missing."""
         self.met += words in self._words
         return words in self._words
 
 
 def root_at(connection: Connection, size: int) -> bytes | None:
-    """The root over the first `size` leaves, from tiles and the leaves behind them; None: there are fewer."""
+    """The root over the first `size` leaves, from tiles and the leaves after them; None: there are fewer."""
     peaks, at = list[bytes](), 0
     for level in reversed(range(-(-size.bit_length() // LEVELS))):
         wanted = size >> LEVELS * level & (1 << LEVELS) - 1
@@ -158,9 +158,9 @@ def root_at(connection: Connection, size: int) -> bytes | None:
 
 
 def _hashes(connection: Connection, level: int, first: int, number: int) -> list[bytes]:
-    """Roots over 256^level leaves each, `number` of them from the one at place `first` on, as far as they are there."""
+    """Roots over 256^level leaves each, `number` of them from place `first` on, as far as they exist."""
     place, kept = (leaves.c.sequence, leaves.c.leaf) if level == 0 else (tiles.c.position, tiles.c.hash)
-    first += level == 0  # sequences begin with 1
+    first += level == 0  # sequences start at 1
     query = select(kept).where(place >= first, place < first + number).order_by(place)
     query = query.where(tiles.c.level == level - 1) if level else query
     return list(connection.execute(query).scalars())
@@ -170,8 +170,8 @@ def verify_chain(ledger: Ledger) -> TreeReport:
     """Recompute every leaf from its envelope and words, every tile, and the head.
 
     Raises:
-        IntegrityError: an event was changed, moved, removed or cut off, or words, a leaf, a tile or the head were;
-            names the first bad sequence.
+        IntegrityError: an event, words, a leaf, a tile or the head was changed, moved, removed or cut off; names the
+            first bad sequence.
     """
     with ledger.database.read(across="the log is of every project") as connection:
         tree, erased = Tree(), _Erasures(connection)
@@ -189,10 +189,10 @@ def verify_chain(ledger: Ledger) -> TreeReport:
 
 
 def verify_part(ledger: Ledger, names: Collection[str]) -> TreeReport:
-    """Verify the events of some runs and assets alone: each is what its leaf says, and its leaf is in the tree.
+    """Verify only the events of some runs and assets: each matches its leaf, and its leaf is in the tree.
 
-    What it reads depends on them and on the logarithm of the log. That no event of them was cut out, with its leaf,
-    only the whole log shows.
+    The number of rows read grows with these events and with the logarithm of the log. Only `verify_chain` shows that
+    no event of theirs was cut out together with its leaf.
 
     Args:
         names: ids of runs and refs of assets.
@@ -215,7 +215,7 @@ def verify_part(ledger: Ledger, names: Collection[str]) -> TreeReport:
 
 def of_subjects(connection: Connection, project: str, names: Collection[str]) -> ColumnElement[bool]:
     """The events of runs with their stages and attempts, and of assets, in one project."""
-    subject = events.c.subject  # in order of code points, by the index where the database has one
+    subject = events.c.subject  # order of code points, so that PostgreSQL can use the index
     ordered = collate(subject, "C") if connection.dialect.name == "postgresql" else subject
     runs = [name for name in sorted(names) if ":" not in name]
     below = (and_(ordered >= f"{run}/", ordered < f"{run}0") for run in runs)  # 0 follows /
@@ -223,9 +223,9 @@ def of_subjects(connection: Connection, project: str, names: Collection[str]) ->
 
 
 def _prove(connection: Connection, sequences: Iterable[int], size: int) -> None:
-    """Hash the blocks of leaves and of tiles that complete tiles stand for, from these leaves upwards.
+    """Hash the blocks of leaves and of tiles that complete tiles cover, from these leaves upwards.
 
-    What no complete tile stands for is part of the head.
+    Leaves that no complete tile covers are part of the head.
     """
     level, wanted = 0, {sequence - 1 for sequence in sequences}
     while wanted := {place >> LEVELS for place in wanted if (place >> LEVELS) + 1 << LEVELS * (level + 1) <= size}:
@@ -240,7 +240,7 @@ def _prove(connection: Connection, sequences: Iterable[int], size: int) -> None:
 
 
 def _sealed(connection: Connection, *where: ColumnElement[bool]) -> Iterator[Mapping[str, Any]]:
-    """Every leaf with its event and words; what is missing is None."""
+    """Every leaf with its event and words, with None for missing values."""
     query = select(leaves.c.sequence, leaves.c.event, leaves.c.leaf, *_AS_WRITTEN)
     query = query.outerjoin(events, events.c.id == leaves.c.event).outerjoin(payloads, payloads.c.event == events.c.id)
     rows = connection.execute(query.where(*where).order_by(leaves.c.sequence).execution_options(yield_per=_BATCH))
@@ -258,7 +258,7 @@ def _check(sequence: int, row: Mapping[str, Any], erased: _Erasures) -> None:
 
 
 def _check_event(row: Mapping[str, Any], erased: _Erasures, broken: Callable[[str], IntegrityError]) -> None:
-    """Whether an event is what its leaf says, and its words what it says."""
+    """Check that an event matches its leaf, and its words match the event."""
     try:
         found = envelope_leaf({**row, "audited": json.loads(row["audited"])})
     except (ValueError, TypeError, InputError, RecursionError) as error:
@@ -282,7 +282,7 @@ def _check_event(row: Mapping[str, Any], erased: _Erasures, broken: Callable[[st
 
 
 def _check_beginning(first: Mapping[str, Any]) -> None:
-    """A log that goes on from one of schema 0001 leans on events that this does not verify."""
+    """Refuse a log that continues one of schema 0001: it depends on events that this module does not verify."""
     if first["kind"] != CREATED:
         raise _broken(1, f"a log must begin with {CREATED}, got {first['kind']}")
 
@@ -300,7 +300,7 @@ def _check_head(connection: Connection, tree: Tree, kept: Mapping[tuple[int, int
 
 
 def _check_pending(connection: Connection, size: int, erased: _Erasures, *where: ColumnElement[bool]) -> int:
-    """Events that wait to be sealed are what their leaves say, and every event is either sealed or waits."""
+    """Check that each unsealed event matches its leaf, and that each event is sealed or waits; return how many wait."""
     query = select(events.c.id, unsealed.c.event.label("waits"), *_AS_WRITTEN)
     query = query.outerjoin(leaves, leaves.c.event == events.c.id).outerjoin(unsealed, unsealed.c.event == events.c.id)
     query = query.outerjoin(payloads, payloads.c.event == events.c.id).where(leaves.c.event.is_(None), *where)
@@ -329,13 +329,13 @@ def _broken(sequence: int, what: str) -> IntegrityError:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """What is kept elsewhere and missing in the ledger: heads as `SIZE-ROOT`, attempts as `RUN/STAGE/NUMBER`."""
+    """Records outside the ledger that the ledger lacks: heads as `SIZE-ROOT`, attempts as `RUN/STAGE/NUMBER`."""
 
     size: int  # of the ledger's log
     heads: tuple[str, ...] = ()
     attempts: tuple[str, ...] = ()
     kept: int = 0  # heads in the store, of any log
-    named: bool = True  # whether lines name runs: not to members of one project where there are several
+    named: bool = True  # whether lines name runs: not for members of one project among several
 
     def __bool__(self) -> bool:
         return bool(self.heads or self.attempts)
@@ -361,15 +361,15 @@ def _present(connection: Connection) -> str:
 
 
 def head_name(size: int, root: bytes) -> str:
-    """A head as `SIZE-ROOT`, the size with leading zeros: of two names the greater has the larger size."""
+    """A head as `SIZE-ROOT`, the size with leading zeros, so that names sort by size."""
     return f"{size:0{_DIGITS}d}-{root.hex()}"
 
 
 def keep_head(ledger: Ledger, blobs: ObjectBlobs, log: str) -> None:
-    """Keep the head in the store, and drop smaller ones that it contains; others stay, whatever their size.
+    """Keep the head in the store, and drop smaller heads that the log contains; all others stay.
 
     Args:
-        log: what tells this ledger from others that keep heads in the same store.
+        log: identifies this ledger among others that keep heads in the same store.
 
     Raises:
         UnavailableError, WorkspaceError: the store cannot be written.
@@ -386,12 +386,12 @@ def keep_head(ledger: Ledger, blobs: ObjectBlobs, log: str) -> None:
 
 
 def find_lost(ledger: Ledger, blobs: ObjectBlobs, log: str, root: Path, run_id: str = "*") -> Lost:
-    """Compare the ledger with what is kept elsewhere.
+    """Compare the ledger with the heads and run folders outside it.
 
     Args:
         log: as `keep_head`.
         root: the workspace folder.
-        run_id: the only run whose folder is looked at; `*`: all.
+        run_id: the only run whose folder is read; `*`: all.
     """
     folders = dict(_folders(root, run_id))  # first of all: the log only grows
     kept = _kept(blobs, log)
@@ -407,7 +407,7 @@ def find_lost(ledger: Ledger, blobs: ObjectBlobs, log: str, root: Path, run_id: 
 
 
 def accept_loss(ledger: Ledger, blobs: ObjectBlobs, log: str, root: Path, actor: str, reason: str) -> Lost:
-    """Say that what is missing is missed no more, and drop the heads of what was lost from the store.
+    """Record the current loss as accepted, and drop the lost heads from the store.
 
     Raises:
         InputError: nothing is missing, or there is no reason.
@@ -427,12 +427,12 @@ def accept_loss(ledger: Ledger, blobs: ObjectBlobs, log: str, root: Path, actor:
 
 
 def _kept(blobs: ObjectBlobs, log: str) -> set[str]:
-    """The heads in the store; objects of other names there are somebody else's."""
+    """The heads in the store; objects of other names are ignored."""
     return set(filter(_HEAD.fullmatch, blobs.notes(f"{_FOLDER}/{log}")))
 
 
 def _contains(connection: Connection, head: str) -> bool:
-    """Whether the ledger's log begins with the log that this head is of."""
+    """Whether the ledger's log begins with the log of this head."""
     size, _, root = head.partition("-")
     found = root_at(connection, int(size))
     return found is not None and found.hex() == root
@@ -444,13 +444,13 @@ def _accepted(connection: Connection, what: str) -> set[str]:
 
 
 def _folders(root: Path, run_id: str) -> Iterator[tuple[str, str]]:
-    """Every attempt that has a folder, and the head that its order names; empty: it names none."""
+    """Every attempt that has a folder, and the head in its order; empty: the order has no valid head."""
     for path in (root / "runs").glob(f"{run_id}/*/[0-9]*/job.json"):
         run, stage, number = path.parts[-4:-1]
         if not _ATTEMPT.fullmatch(f"{run}/{stage}/{number}"):
             continue
         said: object = ""
-        # its job may write anything there
+        # the job can write anything there
         with suppress(OSError, ValueError, IntegrityError, AttributeError, RecursionError):
             said = json.loads(read_left(path, ANSWER)).get("log_head", "")
         yield f"{run}/{stage}/{int(number)}", said if isinstance(said, str) and _HEAD.fullmatch(said) else ""

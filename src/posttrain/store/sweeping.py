@@ -1,16 +1,15 @@
-"""Sweep of the artifact store: which blobs are needed, and deletion of those that nobody needs.
+"""Sweep of the artifact store: marks the needed blobs and deletes the others.
 
-A sweep marks what is needed, and deletes what is not marked and has lain there for long. Whoever records blobs that
-they put, or found, holds the store's lock shared from the one to the other (`store.atomic`). A sweep takes it alone for
-one batch at a time, marks again if anything was recorded since, looks at the age of each blob again, records in the
-ledger what it is about to delete, and deletes. So nothing is lost that is recorded under the lock, whatever the grace;
-and nothing that is recorded later, as after an upload, within the grace. Killed anywhere, it leaves blobs that the next
-sweep deletes.
+A sweep marks the needed blobs, and deletes those that are unmarked and old. A process that records blobs that it put,
+or found, holds the store's lock shared from the put to the record (`store.atomic`). A sweep takes the lock alone for
+one batch at a time, marks again if anything was recorded since, checks the age of each blob again, records in the
+ledger what it is about to delete, and deletes. So a blob that is recorded under the lock is never lost, whatever the
+grace period; a blob that is recorded later, as after an upload, is safe within the grace period. A sweep that is killed
+at any point leaves blobs that the next sweep deletes.
 
-Needed is whatever a row names, what those documents and trees name, and so on. Marking errs on the side of keeping.
-Every digest in any column of any project's rows counts, with these exceptions: what `artifacts` lists (it lists what
-there is), checkpoints that attempts of runs resumed from which have succeeded or were rejected, and what only versions
-name that were erased.
+A blob is needed if a row names it, or a needed document or tree does. Marking errs on the side of keeping. Every digest
+in any column of any project's rows counts, with these exceptions: the list `artifacts` (it lists all that exist),
+checkpoints that attempts of succeeded or rejected runs resumed from, and digests that only erased versions name.
 """
 
 import json
@@ -49,50 +48,50 @@ from posttrain.store.writing import POLICY_SET
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _AT_ONCE = 1000
-_LOOKED_INTO = 16 << 20  # bytes of a blob of which no row says what it is
+_LOOKED_INTO = 16 << 20  # bytes of a blob of unknown class that is searched for digests
 _OF_VERSIONS = (assets.name, edges.name)
 _DOCUMENTS = (MANIFEST, "record")  # classes of artifacts that name others
-_NO_BLOBS = ("cache_key", "secret_digest")  # digests of what lies in no store
-ENDED = (RunState.SUCCEEDED, RunState.REJECTED)  # which no retry brings back
+_NO_BLOBS = ("cache_key", "secret_digest")  # digests of values that are in no store
+ENDED = (RunState.SUCCEEDED, RunState.REJECTED)  # no retry restarts these
 SWEPT = "gc.swept"
-_DONE = "done"  # of a request that was answered
+_DONE = "done"  # the state of an answered request
 _BATCH = 200
-PATIENCE = 600.0  # seconds to wait for somebody who stores a large model
+PATIENCE = 600.0  # seconds to wait for a process that stores a large model
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What is needed, at one moment."""
+    """The needed digests at one moment."""
 
     needed: frozenset[str]
-    erased: Mapping[str, float]  # what only erased versions name → when they were erased
-    moment: tuple[int, int]  # newest event, and how many there are: every change of rows is an event
+    erased: Mapping[str, float]  # digests that only erased versions name → time of the erasure
+    moment: tuple[int, int]  # newest event, and number of events: every change of rows is an event
 
 
 @dataclass
 class _Roots:
-    """What the rows say."""
+    """The digests that the rows contain."""
 
     named: set[str] = field(default_factory=set)
     erased: dict[str, float] = field(default_factory=dict)
     trees: set[str] = field(default_factory=set)
     documents: set[str] = field(default_factory=set)
-    known: set[str] = field(default_factory=set)  # of which a row says what it is
+    known: set[str] = field(default_factory=set)  # digests whose class a row records
     moment: tuple[int, int] = (0, 0)
 
 
 class Marker:
-    """Marks what is needed, again and again: what stands in a blob is read once."""
+    """Marks the needed digests, repeatedly; it reads the content of each blob once."""
 
     def __init__(self, ledger: Ledger, blobs: BlobStore) -> None:
         self._ledger, self._blobs = ledger, blobs
         self._inside: dict[str, frozenset[str]] = {}
 
     def mark(self) -> Marks:
-        """What is needed now.
+        """Return the digests needed now.
 
         Raises:
-            IntegrityError: a tree or a document that is needed is missing or corrupt: nobody can say what it names.
+            IntegrityError: a needed tree or document is missing or corrupt, so the digests in it are unknown.
             WorkspaceError: the ledger is of a newer release, whose tables may name more.
         """
         with self._ledger.database.read(across="garbage of every project") as connection:
@@ -105,7 +104,7 @@ class Marker:
         return Marks(frozenset(needed), gone, roots.moment)
 
     def moment(self) -> tuple[int, int]:
-        """Whether anything was changed since some marks were made: their moment is another."""
+        """The current moment: it differs from that of marks if anything changed since they were made."""
         with self._ledger.database.read(across="garbage of every project") as connection:
             return _moment(connection)
 
@@ -140,7 +139,7 @@ class Marker:
 
 
 def erased_versions(connection: Connection, project: str = "") -> dict[tuple[str, str], float]:
-    """Versions of assets whose words were erased, of one project or all: (project, `dataset:NAME@VERSION`) → when."""
+    """Versions of assets whose words were erased, of one project or all: (project, `dataset:NAME@VERSION`) → time."""
     told = select(events.c.project, events.c.subject, events.c.at).where(events.c.kind == ERASED)
     told = told.where(events.c.project == project) if project else told
     return {
@@ -149,7 +148,7 @@ def erased_versions(connection: Connection, project: str = "") -> dict[tuple[str
 
 
 def ended_runs(ledger: Ledger, before: float) -> list[str]:
-    """Runs of every project that no retry brings back, and that ended before this moment."""
+    """Runs of every project that no retry can restart, and that ended before this moment."""
     query = select(runs.c.id).where(runs.c.state.in_(ENDED), runs.c.finished_at < before).order_by(runs.c.id)
     with ledger.database.read(across="garbage of every project") as connection:
         return list(connection.execute(query).scalars())
@@ -186,7 +185,7 @@ def _roots(connection: Connection) -> _Roots:
 
 
 def _version_of(table: str, row: Mapping[Any, Any]) -> str:
-    """The version of an asset that a row is of, in as far as nobody used it."""
+    """The version of an asset that a row describes; for an edge its consumer, or its producer if it has none."""
     if table == assets.name:
         return f"{row['kind']}:{row['name']}@{row['version']}"
     return str(row["producer"] if not row["consumer"] else row["consumer"])
@@ -209,7 +208,7 @@ def _say_what_they_are(connection: Connection, roots: _Roots) -> None:
         if isinstance(report, Mapping):
             roots.documents.add(str(report.get("digest")))
     told = select(type_coerce(events.c.audited, Text)).where(events.c.kind == POLICY_SET)
-    for audited in connection.execute(told).scalars():  # also policies that another took the place of
+    for audited in connection.execute(told).scalars():  # including replaced policies
         rows = [row[3] for row in json.loads(audited).get("rows", ()) if row[1] == channels.name]
         policies = {str(row["policy"]) for row in rows if row.get("policy")}
         roots.named |= policies
@@ -218,7 +217,7 @@ def _say_what_they_are(connection: Connection, roots: _Roots) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SweptBlobs:
-    """What a sweep found and deleted."""
+    """The blobs that a sweep found and deleted."""
 
     deleted: int = 0
     deleted_bytes: int = 0
@@ -234,17 +233,17 @@ def sweep(
     """Delete every blob that no row of any project needs and that is older than `older_than` seconds.
 
     Args:
-        lock: of the store; everybody who records what lies in it holds it.
-        dry_run: delete nothing, and say what would be.
+        lock: of the store; every process that records stored blobs holds it.
+        dry_run: delete nothing, and return the result of a real sweep.
 
     Raises:
-        IntegrityError: what is needed cannot be told, since a tree or a document is missing or corrupt.
+        IntegrityError: the needed blobs are unknown, since a tree or a document is missing or corrupt.
         WorkspaceError: the ledger is of a newer release.
-        DeadlineError: somebody stored artifacts for longer than ten minutes; what was deleted so far is gone.
+        DeadlineError: a process stored artifacts for longer than ten minutes; earlier batches stay deleted.
     """
     marker = Marker(ledger, blobs)
-    before = time.time() - older_than  # as the store counts, whatever clock the ledger has
-    found = list(blobs.stored())  # first: what comes later is not looked at
+    before = time.time() - older_than  # by the clock of the store, not of the ledger
+    found = list(blobs.stored())  # first: later blobs are not considered
     marks = marker.mark()
     done, old = SweptBlobs(), []
     for blob in found:
@@ -272,7 +271,7 @@ def sweep(
 
 
 def forget_answers(ledger: Ledger, before: float, *, dry_run: bool = False) -> int:
-    """Delete answers to requests of before this moment, which nobody repeats any more; how many they are."""
+    """Delete answers to requests before this moment, which no client repeats any more; return their number."""
     old = (requests.c.state == _DONE) & (requests.c.at < before)
     if dry_run:
         with ledger.database.read(across="garbage of every project") as connection:
@@ -282,12 +281,12 @@ def forget_answers(ledger: Ledger, before: float, *, dry_run: bool = False) -> i
 
 
 def _kept(modified: float, digest: str, marks: Marks, before: float) -> bool:
-    """Whether it is too young: what was put again after it was erased is somebody's again."""
+    """Whether a blob is too young to delete: a blob put again after its erasure may be in use again."""
     return modified >= min(before, marks.erased.get(digest, before))
 
 
 def _still(blobs: ObjectBlobs, blob: StoredBlob, marks: Marks, before: float) -> bool:
-    """Whether it may be deleted, looked at under the lock."""
+    """Whether a blob may still be deleted, checked under the lock."""
     try:
         modified = blobs.modified(blob.digest)
     except NotFoundError:  # another sweep was faster
@@ -296,7 +295,7 @@ def _still(blobs: ObjectBlobs, blob: StoredBlob, marks: Marks, before: float) ->
 
 
 def _tell(ledger: Ledger, actor: str, gone: Sequence[StoredBlob]) -> None:
-    """Take them off the list of what there is, and say so, before they are gone."""
+    """Remove blobs from `artifacts` and record their deletion, before they are deleted."""
     if not gone:
         return
     sizes = {blob.digest: blob.bytes for blob in gone}
@@ -311,7 +310,7 @@ def _tell(ledger: Ledger, actor: str, gone: Sequence[StoredBlob]) -> None:
 
 
 def _unlist(connection: Connection, digests: dict[str, int]) -> dict[str, list[Change]]:
-    """Delete their rows of `artifacts`; the changes by project."""
+    """Delete the rows of these digests in `artifacts`; return the changes by project."""
     here = artifacts.c.digest.in_(sorted(digests))
     rows = connection.execute(select(artifacts.c.project, artifacts.c.digest).where(here)).mappings().all()
     connection.execute(delete(artifacts).where(here))

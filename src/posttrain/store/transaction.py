@@ -1,9 +1,9 @@
-"""Writing the ledger: state rows and the events that tell of them commit together or not at all.
+"""Writing the ledger: state rows and the events that record them commit together or not at all.
 
 Every update is a compare-and-set on (id, generation): a writer that decided on an old row gets `StaleWriteError`,
-reads again and decides again; so a driver whose lease ran out is stopped as soon as its successor has written. Events
-are kept back until the end of the block and written at once. Whoever changes a run, or what belongs to it, wakes it in
-the work queue.
+reads again and decides again; so a driver whose lease expired is stopped as soon as its successor has written. Events
+are buffered until the end of the block and written together. A change of a run, or of its rows, schedules it in the
+work queue.
 """
 
 import functools
@@ -53,32 +53,32 @@ _WATCH = sql(
     "WHERE watches.run_id = excluded.run_id"
 )
 _JOINED = frozenset({"lease_owner", "lease_expires"})  # of a run, from its row of the work queue
-_RACES = 20  # that a version may lose to runs of the same name that end at the same moment
+_RACES = 20  # that a version may lose to runs of the same name that end at the same time
 _FIXED = _JOINED | {"id", "run_id", "stage", "number", "state", "generation", "created_at", "project", "repeat"}
 _KEYS = {"run": ("id",), "stage": ("run_id", "name"), "attempt": ("run_id", "stage", "number")}
 _TABLES: Mapping[str, Table] = {"run": runs, "stage": stages, "attempt": attempts}
 
 
 class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
-    """One write transaction of `actor`, open as long as the `with` block of `Ledger.transaction`."""
+    """One write transaction of `actor`, open during the `with` block of `Ledger.transaction`."""
 
     def refuse_repeated(self, request: str) -> None:
-        """Refuse to do again what another process, which nobody waits for any more, did under this id.
+        """Refuse to repeat a request that another process, whose client has left, carried out under this id.
 
         Raises:
-            ConflictError: it did.
+            ConflictError: the request was carried out.
         """
-        if self._connection.dialect.name == "postgresql":  # on SQLite one writes at a time
+        if self._connection.dialect.name == "postgresql":  # SQLite has one writer at a time
             key = int.from_bytes(bytes.fromhex(request[:16]), "big", signed=True)
             self._connection.execute(sql("SELECT pg_advisory_xact_lock(:key)"), {"key": key})
         if self.snapshot.has_request(request):
             raise ConflictError("the request was carried out already; look at what is there before you ask again")
 
     def insert_run(self, run: RunRecord, run_stages: Sequence[StageRecord], artifacts: Sequence[Artifact] = ()) -> None:
-        """A new run and all its stages.
+        """Insert a new run and all its stages.
 
         Args:
-            artifacts: what its submission put into the store.
+            artifacts: those that its submission put into the store.
 
         Raises:
             ConflictError: the id exists, or this repetition of its manifest.
@@ -93,7 +93,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         self._woken.add(run.id)
 
     def insert_attempt(self, attempt: AttemptRecord) -> None:
-        """A new attempt: the intent to launch.
+        """Insert a new attempt: the intent to launch.
 
         Raises:
             ConflictError: the number or the external name is taken.
@@ -113,18 +113,18 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         event_payload: Mapping[str, Any] | None = None,
         **columns: Any,
     ) -> RunRecord:
-        """Change a run, if nobody did since `run` was read.
+        """Change a run, if it did not change since `run` was read.
 
         The event is `run.<state>`, or `run.updated` without a new state.
 
         Args:
             state: the new state; the transition must be in the table.
-            event_payload: said in the event beside the changed columns.
-            columns: fields of `RunRecord` to set. Columns that have these values already are no change: with nothing
-                left to change nothing is written and `run` is returned.
+            event_payload: facts for the event, in addition to the changed columns.
+            columns: fields of `RunRecord` to set. A column that already has its value is no change: without any
+                change nothing is written and `run` is returned.
 
         Returns:
-            The row as it is now, one generation further.
+            The new row, with the next generation.
 
         Raises:
             StaleWriteError: the row changed since it was read.
@@ -144,13 +144,13 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         models: Sequence[Asset] = (),
         **columns: Any,
     ) -> StageRecord:
-        """Change a stage; everything as in `update_run`. Inputs and outputs are edges too.
+        """Change a stage, as `update_run` does. Changed inputs and outputs are written as edges too.
 
         Args:
-            models: those among its outputs, as versions without a number: each is registered as the next version of
-                its name, unless a model has these bytes already, under whatever name.
-            sizes: bytes of the outputs, where they are known.
-            taken: which output of another stage an input is, where that is known; else it is looked up by its bytes.
+            models: the models among its outputs, as versions without a number: each is registered as the next version
+                of its name, unless a model with these bytes exists under any name.
+            sizes: bytes of the outputs, if known.
+            taken: which output of another stage an input is, if known; else it is looked up by its bytes.
         """
 
         def joined(changes: Mapping[str, Any]) -> list[Change]:
@@ -180,17 +180,17 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         event_payload: Mapping[str, Any] | None = None,
         **columns: Any,
     ) -> AttemptRecord:
-        """Change an attempt; everything as in `update_run`."""
+        """Change an attempt, as `update_run` does."""
         return self._update(
             "attempt", attempt, f"{attempt.run_id}/{attempt.stage}/{attempt.number}", state, event_payload, columns
         )
 
     def insert_asset(self, asset: Asset, sizes: Sizes | None = None) -> Asset:
-        """Register a version of an asset. Registering the same thing again gives back what is there.
+        """Register a version of an asset. Registering the same content again returns the existing version.
 
         Args:
-            asset: `version` 0 asks for the next one.
-            sizes: bytes of what it is or names, where they are known.
+            asset: `version` 0 requests the next version.
+            sizes: bytes of its content and of the objects it names, if known.
 
         Returns:
             The latest version (or the one `asset` names) when its digest, form and meta are the same; else the new one.
@@ -214,29 +214,29 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         return new
 
     def lock_recalls(self, *, exclusive: bool = False) -> None:
-        """Lock what is recalled until the end of this transaction: no recall is committed while it looks and acts.
+        """Lock recalls until the end of this transaction: no recall commits while it reads and acts.
 
         Args:
-            exclusive: this one recalls, so it waits for all that look.
+            exclusive: this transaction recalls, so it waits for all that read.
         """
-        if self._connection.dialect.name == "postgresql":  # on SQLite one writes at a time
+        if self._connection.dialect.name == "postgresql":  # SQLite has one writer at a time
             self._connection.execute(
                 select(projects.c.id).where(projects.c.id == self._project).with_for_update(read=not exclusive)
             )
 
     def alone(self) -> None:
-        """One transaction at a time passes here: for what no compare-and-set decides."""
+        """Let one transaction at a time pass, for decisions that no compare-and-set covers."""
         hold_off_others(self._connection)
 
     def leave_to(self, run_id: str, host: str | None) -> None:
-        """Let this host's drivers alone look at a run from now on."""
+        """Let only this host's drivers observe a run from now on."""
         settle_at(self._connection, self._project, run_id, host)
 
     def lock_run(self, run_id: str, slots_of: str | None = None) -> str:
-        """Lock a run's row until the end of this transaction: of several drivers one begins or ends something of it.
+        """Lock a run's row until the end of this transaction: one driver at a time begins or ends its parts.
 
         Args:
-            slots_of: a host whose slots are counted in this transaction: of several drivers one counts at a time.
+            slots_of: a host whose slots are counted in this transaction: one driver at a time counts them.
 
         Returns:
             Its state; empty: there is no such run.
@@ -246,13 +246,13 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
             key = hashlib.sha256(f"slots of {slots_of}".encode()).digest()[:8]
             columns.append(func.pg_advisory_xact_lock(int.from_bytes(key, "big", signed=True)))
         mine = self.snapshot.scope.select(runs, *columns).where(runs.c.id == run_id)
-        return self._connection.execute(mine.with_for_update()).scalar() or ""  # on SQLite one writes at a time
+        return self._connection.execute(mine.with_for_update()).scalar() or ""  # SQLite has one writer at a time
 
     def set_asset_status(self, asset: Asset, status: str, reason: str = "") -> AssetStatus:
-        """Say what is thought of a version; an empty status takes back what was said.
+        """Set the status of a version; an empty status removes it.
 
         Raises:
-            ConflictError: somebody says something of it at this very moment.
+            ConflictError: another process sets it at the same time.
         """
         new = AssetStatus(
             asset.kind, asset.name, asset.version, status, self._journal.author.name, self._clock.now(), plain(reason)
@@ -264,7 +264,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         return new
 
     def put_cache(self, cache_key: str, run_id: str, stage: str) -> None:
-        """Let `cache_key` be answered by this stage, whatever answered it before."""
+        """Let `cache_key` name this stage, replacing any earlier one."""
         key, values = {"project": self._project, "cache_key": cache_key}, {"run_id": run_id, "stage": stage}
         subject = f"{run_id}/{stage}"
         if added := self._edges.add(stage_cache, [{**key, **values}]):
@@ -273,20 +273,20 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
             self._change(stage_cache, key, values, "stage.cached", subject)
 
     def watch(self, watch: Watch) -> None:
-        """Keep what a look at a silent job found. No event tells of it: it is lost with less harm than it is told."""
+        """Store the result of a look at a silent job. No event records it: losing it costs less than recording it."""
         self._connection.execute(_WATCH, to_columns(watch))
         self.written.append(watch)
 
     def look_again(self, run_id: str) -> None:
-        """What was set aside of a run is looked at again: a person asks for it."""
+        """Schedule the objects of a run that were set aside, at a person's request."""
         revive(self._connection, self._project, run_id)
         self._woken.add(run_id)
 
     def send_signal(self, run_id: str, name: str, reason: str = "") -> bool:
-        """Let a run go on where it waits for this; False: somebody sent it before.
+        """Send a signal, so that a stage of the run that waits for it continues; False: it was sent before.
 
         Raises:
-            ConflictError: somebody sends it at this very moment.
+            ConflictError: another process sends it at the same time.
         """
         if any(signal.name == name for signal in self.snapshot.signals(run_id)):
             return False
@@ -296,10 +296,10 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         return True
 
     def note(self, run_id: str, text: str = "", tag: str = "") -> None:
-        """Write a text or a tag down of a run.
+        """Add a text or a tag to a run.
 
         Raises:
-            ConflictError: somebody writes something down of it at this very moment.
+            ConflictError: another process adds one at the same time.
         """
         number = max((one.number for one in self.snapshot.notes(run_id)), default=0) + 1
         note = RunNote(run_id, number, self._journal.author.name, self._clock.now(), plain(text), tag)
@@ -312,7 +312,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         )
 
     def untag(self, note: RunNote) -> None:
-        """Take a tag off a run; one that is gone stays gone."""
+        """Remove a tag from a run; a tag that was already removed is no error."""
         key = {"project": self._project, "run_id": note.run_id, "number": note.number}
         if self._connection.execute(delete(notes).where(*keyed(notes, **key))).rowcount:
             self._journal.tell("run.untagged", note.run_id, Change(REMOVED, notes.name, key, {}))
@@ -320,19 +320,19 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
     def append_event(
         self, kind: str, subject: str, facts: Mapping[str, Any], said: Mapping[str, Any] | None = None
     ) -> None:
-        """Tell of something that has no row of its own.
+        """Append an event about something without a row.
 
         Args:
-            facts: states, numbers, digests: kept for ever. Numbers that canonical JSON cannot hold become words.
+            facts: states, numbers, digests: kept for ever. Numbers that canonical JSON cannot hold become strings.
             said: free text and personal data, which may be erased.
         """
         self._journal.tell(kind, subject, facts=facts, said=said)
 
     def _register(self, wanted: Sequence[Asset]) -> list[tuple[Asset, Change]]:
-        """Add versions of models whose bytes no model has yet, each with what its event tells of its row.
+        """Add versions of models whose bytes no model has yet, each with the change of its row for its event.
 
         Raises:
-            ConflictError: other runs of these names registered versions again and again meanwhile.
+            ConflictError: other runs of these names kept registering versions at the same time.
         """
         made: list[tuple[Asset, Change]] = []
         left, races = list(wanted), _RACES
@@ -389,7 +389,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
         return now
 
     def _followed(self, run_id: str, machine: str, state: str) -> None:
-        """Whether somebody has to look at a run of which a row changed: not where this ended it."""
+        """Schedule a run of which a row changed, or release it if this transaction ended it."""
         if machine == "run" and is_final("run", state):
             self._ended.add(run_id)
             self._woken.discard(run_id)
@@ -400,7 +400,7 @@ class Transaction(ReleaseWriting, ApprovalWriting, GrantWriting, SinkWriting):
 
 @functools.cache
 def _compare_and_set(machine: str, columns: frozenset[str]) -> Update:
-    """What sets these columns where the row is as it was read. Built once: that costs as much as running it."""
+    """The update of these columns if the row is unchanged. Built once: building it costs as much as running it."""
     table = _TABLES[machine]
     was = [table.c[name] == bindparam(f"was_{name}") for name in (*_KEYS[machine], "generation")]
     mine = of_project(table, bindparam("of_project"))
@@ -412,7 +412,7 @@ def _content(asset: Asset) -> tuple[str, str, Any]:
 
 
 def _changes(machine: str, before: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns whose value really changes, as the ledger would give them back."""
+    """The columns whose value really changes, as the ledger would return them."""
     unknown = sorted(name for name in columns if name not in before or name in _FIXED or name in _KEYS[machine])
     if unknown:
         allowed = ", ".join(sorted(set(before) - _FIXED - set(_KEYS[machine])))

@@ -1,14 +1,14 @@
-"""The work queue, and the cursors of sinks: who has to look at what, and when.
+"""The work queue, and the cursors of sinks: which driver observes which object, and when.
 
-A row is one object (`run` of an id, `stage` RUN/NAME, `sweep` of an executor). Writers wake it in the transaction that
-gives it work; a driver claims it with a lease, looks, and gives it back with the time of the next look. What was woken
-meanwhile is looked at again: giving back compares `wanted_version` with what the claim saw. Rows say nothing that the
-ledger's audited rows do not: one that is lost is made again by whoever drives the object.
+A row is one object (`run` of an id, `stage` RUN/NAME, `sweep` of an executor). Writers schedule it in the transaction
+that gives it work; a driver claims it with a lease, observes it, and gives it back with the time of the next look. An
+object that was scheduled meanwhile is observed again: giving back compares `wanted_version` with that of the claim.
+Rows contain nothing that the ledger's audited rows lack: the driver of an object makes a lost row again.
 
-Times are the database's own on PostgreSQL, whose hosts need not agree on one, and the ledger's clock elsewhere.
+Times are those of the database on PostgreSQL, whose hosts' clocks need not agree, and of the ledger's clock elsewhere.
 
-A cursor records how far a sink has come, whose turn it is to deliver to it, and what stands in its way. No event
-records cursors. One that is lost is made again where its sink was added: whoever receives sees events twice, and
+A cursor records the position of a sink, the process that delivers to it, and the last failure. No event records
+cursors. A lost cursor is made again at the position where its sink was added: the receiver gets events twice, and
 misses none.
 """
 
@@ -51,18 +51,18 @@ from posttrain.store.scope import Scope
 from posttrain.store.snapshot import Snapshot, rows_on
 from posttrain.store.writing import FREE, FRESH
 
-NEVER = 1e11  # seconds: until somebody wakes it
+NEVER = 1e11  # seconds: until a writer schedules it
 _TOKEN_BYTES = 16
 _TRACEBACK = 20_000  # characters kept
 LEASE_SECONDS = 120.0  # longer than one delivery; each one renews it
 
 
-_QUEUED = ("Work", "Trouble")  # a run's row of the queue, and one of a stage that is in trouble
+_QUEUED = ("Work", "Trouble")  # a run's row of the queue, and the row of a failing stage
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One object to look at, as its row was when it was read."""
+    """One object to observe, as its row was when it was read."""
 
     id: int
     kind: str
@@ -71,15 +71,15 @@ class Work:
     priority: int
     wanted_version: int
     lease_owner: str | None
-    lease_token: str | None  # of this claim: who finds another one there has lost the object
+    lease_token: str | None  # of this claim: another token means that the object was lost
     lease_until: float | None
-    failures: int  # looks in a row that raised
+    failures: int  # consecutive looks that raised
     failed_since: float | None
     error: str  # of the last one, one line
     traceback: str
     dead_at: float | None  # set aside until a person looks
-    affinity: str | None = None  # the host whose drivers alone may look at it
-    # seconds, by the clock that set these times: hosts need not agree with the database on one
+    affinity: str | None = None  # the only host whose drivers may observe it
+    # seconds, by the clock that set these times: a host's clock may differ from the database's
     due_in: float = field(default=0.0, compare=False)
     failed_for: float | None = field(default=None, compare=False)
     lease_in: float | None = field(default=None, compare=False)
@@ -90,9 +90,9 @@ class WorkQueue:
 
     Args:
         owner: `host:pid:start` of this process.
-        alive: whether another owner still lives, where that can be told: a dead one loses its leases at once.
+        alive: whether another owner may still be alive: a dead one loses its leases immediately.
         lease: seconds that a claim holds without being renewed.
-        host: whose jobs this driver can reach, where a ledger has several; None: it has one.
+        host: whose jobs this driver can reach, if a ledger has several hosts; None: it has one.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class WorkQueue:
         self._ledger, self.owner, self._alive, self.lease, self._host = ledger, owner, alive, lease, host
 
     def due(self, objects: Collection[str] | None = None) -> set[str]:
-        """What `claim` would find of these objects, or of all; one statement, which writes nothing."""
+        """The objects that `claim` would find among these, or among all; one statement, which writes nothing."""
         with self._ledger.database.read() as connection:
             now = self._now(connection)
             return set(
@@ -114,14 +114,14 @@ class WorkQueue:
             )
 
     def claim(self, objects: Collection[str] | None = None, limit: int = 1, *, early: bool = False) -> list[Work]:
-        """Take objects that are due and nobody's, or this owner's already; the most urgent first.
+        """Claim due objects that are free or already this owner's; the most urgent first.
 
         Args:
             objects: only these; None: any.
-            early: whether they are due does not matter.
+            early: claim objects that are not due, too.
 
         Raises:
-            InfrastructureError: the answer was lost; what was claimed is this owner's, who may claim it again.
+            InfrastructureError: the answer was lost; the claimed objects are this owner's, who may claim them again.
         """
         token = self._ledger.entropy(_TOKEN_BYTES).hex()
         with self._ledger.untold() as connection:
@@ -136,7 +136,7 @@ class WorkQueue:
         return sorted(rows, key=lambda one: (-one.priority, one.due_at, one.id))
 
     def look(self, kind: str, name: str) -> Work | None:
-        """An object's row as it is; None: it has none."""
+        """The current row of an object; None: it has no row."""
         with self._ledger.database.read() as connection:
             at = self._moment(connection)
             values = {"of_project": self._ledger.project, "of_kind": kind, "of_object": name, **at}
@@ -167,19 +167,19 @@ class WorkQueue:
         return {one.object: one for one in queued if one is not None}, rows
 
     def renew(self) -> None:
-        """Hold everything that is this owner's for another `lease` seconds."""
+        """Renew all leases of this owner for another `lease` seconds."""
         with self._ledger.untold() as connection:
             mine = self._in_order(connection, work.c.lease_owner == self.owner, self._project)
             connection.execute(update(work).where(mine).values(lease_until=self._now(connection) + self.lease))
 
     def give_back(self, one: Work, after: float = NEVER, *, hold: bool = False) -> bool:
-        """An object was looked at without an error, and is due again after so many seconds.
+        """Record a look at an object without an error, and make it due again after `after` seconds.
 
         Args:
             hold: whether it stays this owner's.
 
         Returns:
-            Whether that is so; False: it was woken meanwhile, or is not this owner's any more.
+            Whether it was recorded; False: it was scheduled meanwhile, or is not this owner's any more.
         """
         with self._ledger.untold() as connection:
             at = self._moment(connection)
@@ -191,23 +191,23 @@ class WorkQueue:
         return bool(done)
 
     def finish(self, run_id: str) -> None:
-        """Take the row of a run that has ended out of the queue; whoever lets the run go on meanwhile wins."""
+        """Delete the row of an ended run from the queue, unless another process continues the run meanwhile."""
         with self._ledger.untold() as connection:
             self._finish(connection, run_id)
 
     def failed(
         self, kind: str, name: str, error: str, trace: str, again_after: float | None, held: Work | None = None
     ) -> Work:
-        """A look at an object raised: it is due again after so many seconds, or set aside (None).
+        """Record that a look at an object raised: it is due again after `again_after` seconds, or set aside (None).
 
         Args:
-            held: the claim that it was looked at with; None: it is looked at as a part of another object.
+            held: the claim under which it was observed; None: it was observed as a part of another object.
 
         Returns:
-            Its row, which may have been made for this.
+            Its row, which this call may have made.
 
         Raises:
-            StaleWriteError: it is another owner's by now, whose look counts.
+            StaleWriteError: another owner has it by now, whose look counts.
         """
         with self._ledger.untold() as connection:
             now = self._now(connection)
@@ -232,15 +232,15 @@ class WorkQueue:
             return row
 
     def over(self, kind: str, name: str) -> None:
-        """An object that had raised does not any more."""
+        """Delete the row of an object whose looks do not raise any more."""
         with self._ledger.untold() as connection:
             connection.execute(delete(work).where(self._named(kind, [name])))
 
     def revive(self, kind: str, name: str) -> None:
-        """Look again at an object that was set aside.
+        """Make an object due again that was set aside.
 
         Raises:
-            NotFoundError: none of that name was.
+            NotFoundError: no object of that name was set aside.
         """
         with self._ledger.untold() as connection:
             now = self._now(connection)
@@ -253,7 +253,7 @@ class WorkQueue:
                 wake(connection, self._ledger.project, RUN, [name.partition("/")[0]])
 
     def wake(self, kind: str, names: Collection[str], after: float = 0.0) -> None:
-        """Let objects be looked at, after so many seconds."""
+        """Schedule objects to be observed after `after` seconds."""
         with self._ledger.untold() as connection:
             due = self._ledger.clock.now() + after if after else 0.0
             wake(connection, self._ledger.project, kind, names, due)
@@ -261,20 +261,20 @@ class WorkQueue:
                 self._finish(connection, name)
 
     def leave_to(self, run_id: str, host: str | None) -> None:
-        """Give up a run whose job another host has; None: it is not known which."""
+        """Give up a run whose job is on another host; None: that host is unknown."""
         with self._ledger.untold() as connection:
             settle_at(connection, self._ledger.project, run_id, host)
         self.release([run_id])
 
     def release(self, names: Collection[str] | None = None) -> None:
-        """Give up what is this owner's, so that nobody has to wait until the leases run out."""
+        """Release this owner's objects, so that other drivers need not wait until the leases expire."""
         with self._ledger.untold() as connection:
             named = [] if names is None else [work.c.object.in_(names)]
             mine = self._in_order(connection, work.c.lease_owner == self.owner, self._project, *named)
             connection.execute(update(work).where(mine).values(_FREE))
 
     def succeed_the_dead(self) -> int:
-        """Take their leases from owners that are seen to live no more; how many objects that frees."""
+        """Release the leases of dead owners; return the number of freed objects."""
         with self._ledger.database.read() as connection:
             others = select(work.c.lease_owner).where(self._project, work.c.lease_owner.is_not(None)).distinct()
             owners = connection.execute(others).scalars().all()
@@ -290,7 +290,7 @@ class WorkQueue:
 
         Args:
             within: a run: its stages only.
-            dead: only what was set aside.
+            dead: only objects that were set aside.
         """
         values: dict[str, Any] = {"of_project": self._ledger.project}
         if kind is not None:
@@ -307,7 +307,7 @@ class WorkQueue:
             ]
 
     def _in_order(self, connection: Connection, *where: ColumnElement[bool]) -> ColumnElement[bool]:
-        """These rows, locked in the order in which `wake` takes them, where rows have locks: two never deadlock."""
+        """These rows, locked on PostgreSQL in the order in which `wake` locks them, so that two never deadlock."""
         ids = select(work.c.id).where(*where)
         if connection.dialect.name == "postgresql":
             ids = ids.order_by(work.c.kind, collate(work.c.object, "C")).with_for_update()
@@ -352,11 +352,11 @@ class WorkQueue:
 
 
 def open_runs(database: Database, host: str | None = None, owner: str = "") -> dict[str, list[str]]:
-    """Project → its runs that somebody has to look at now or later, the most urgent first; one statement.
+    """Project → its runs that a driver has to observe now or later, the most urgent first; one statement.
 
     Args:
-        host: without those that only another host's drivers may look at, or that another one is at.
-        owner: of the leases that are the asker's.
+        host: leave out runs that only another host's drivers may observe, or that another owner holds.
+        owner: of the caller's own leases.
     """
     found: dict[str, list[str]] = {}
     query = select(work.c.project, work.c.object).where(work.c.kind == RUN, work.c.dead_at.is_(None), _here(host))
@@ -373,14 +373,14 @@ _FREE: Mapping[str, Any] = {"lease_owner": None, "lease_token": None, "lease_unt
 
 
 def let_go(database: Database) -> None:
-    """Let nobody hold anything: whoever did holds it in the ledger that this one is a copy of."""
+    """Release every lease: their owners hold them in the ledger that this one is a copy of."""
     with database.write(across="a copy of a ledger") as connection:
         connection.execute(update(work).values(**_FREE))
         connection.execute(update(cursors).values(lease_owner=None, lease_until=None))
 
 
 def _here(host: str | None) -> ColumnElement[bool]:
-    """What a host's drivers may look at."""
+    """The condition for objects that a host's drivers may observe."""
     return or_(work.c.affinity.is_(None), work.c.affinity == host)
 
 
@@ -389,7 +389,7 @@ def _held(one: Work) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
 
 
 def _told(now: ColumnElement[float], rows: FromClause = work) -> tuple[Any, ...]:
-    """The columns of a row, and how far its times are."""
+    """The columns of a row, and its times relative to now."""
     far = (rows.c.due_at - now).label("due_in"), (rows.c.lease_until - now).label("lease_in")
     return *rows.c, *far, (now - rows.c.failed_since).label("failed_for")
 
@@ -399,7 +399,7 @@ def _work(row: Any) -> Work:
 
 
 def _queued(row: Mapping[Any, Any], kind: str) -> Work | None:
-    """The row of the queue that stands in the columns `KIND.…`; None: there is none."""
+    """The row of the queue in the columns `KIND.…`; None: there is no such row."""
     if row[f"{kind}.id"] is None:
         return None
     return Work(
@@ -407,7 +407,7 @@ def _queued(row: Mapping[Any, Any], kind: str) -> Work | None:
     )
 
 
-# What a driver asks at every look at a run: built once, which costs more than running it.
+# The statements of every look at a run are built once: building them costs more than running them.
 
 
 def _now_of(server: bool) -> ColumnElement[float]:
@@ -425,7 +425,7 @@ def _about(server: bool) -> CompoundSelect[Any]:
     run = (work.c.kind == RUN) & (work.c.object == bindparam("of_object"))
     stage = (work.c.kind == STAGE) & (func.substr(work.c.object, 1, bindparam("length")) == bindparam("within"))
     mine = work.c.project == bindparam("of_project")
-    # two statements in one: an index finds the run, where OR would go through every run of the project
+    # UNION ALL: an index finds the run, while OR would scan every run of the project
     return union_all(*[select(*_told(_now_of(server))).where(mine, one) for one in (run, stage)])
 
 
@@ -433,7 +433,7 @@ def _about(server: bool) -> CompoundSelect[Any]:
 def _whole(dialect: str, server: bool) -> Select[Any]:
     """The rows of a run with those of the queue, its own (`Work.…`) and its stages' (`Trouble.…`).
 
-    Without tracebacks: each would come with the row of every attempt.
+    Without tracebacks: each would be repeated in the row of every attempt.
     """
     trouble, now = work.alias(), _now_of(server)
     of_stage = (trouble.c.project == bindparam("of_project")) & (trouble.c.kind == STAGE)
@@ -470,11 +470,11 @@ def _giving(server: bool, hold: bool) -> Update:
 
 @dataclass(frozen=True, slots=True)
 class Cursors:
-    """Cursors of one project's sinks, for one process that delivers.
+    """Cursors of one project's sinks, for one delivering process.
 
     Args:
         owner: `host:pid:start` of this process.
-        alive: whether another owner may still live: a dead one loses its leases at once.
+        alive: whether another owner may still be alive: a dead one loses its leases immediately.
     """
 
     ledger: Ledger
@@ -482,10 +482,10 @@ class Cursors:
     alive: Callable[[str], bool]
 
     def claim(self, sink: str) -> Cursor | None:
-        """Take a sink, so that nobody else delivers to it; None: somebody does, or it is not its time yet.
+        """Claim a sink, so that no other process delivers to it; None: another one does, or it is not yet due.
 
         Raises:
-            InfrastructureError: the answer was lost; what was claimed is this owner's.
+            InfrastructureError: the answer was lost; the claimed cursor is this owner's.
         """
         now = self.ledger.clock.now()
         with self.ledger.untold() as connection:
@@ -502,7 +502,7 @@ class Cursors:
             return replace(found, **leased)
 
     def _made(self, connection: Connection, sink: str) -> bool:
-        """Make a lost cursor where the sink was added; False: somebody else does."""
+        """Make a lost cursor at the position where the sink was added; False: another process made it."""
         after = Snapshot(connection, self.ledger.project).sink_added_at(sink)
         values = {"project": self.ledger.project, "sink": sink, "sequence": after, **FRESH, "at": None, **FREE}
         with suppress(exc.IntegrityError), connection.begin_nested():
@@ -511,14 +511,14 @@ class Cursors:
         return False
 
     def move(self, held: Cursor, sequence: int, *, delivered: bool, keep: bool) -> Cursor:
-        """The sink has everything up to a place.
+        """Advance the cursor: the sink has every event up to `sequence`.
 
         Args:
-            delivered: it was told of something; else nothing of it was for this sink.
-            keep: go on holding it.
+            delivered: the sink received an event; False: no event was for this sink.
+            keep: keep the lease.
 
         Raises:
-            StaleWriteError: it is another's by now, who delivers from where the cursor stood.
+            StaleWriteError: another process has it by now, and delivers from the old position.
         """
         now = self.ledger.clock.now()
         values: dict[str, Any] = {"sequence": sequence, **(FRESH | {"at": now} if delivered else {})}
@@ -526,14 +526,14 @@ class Cursors:
         return self._set(held, values)
 
     def failed(self, held: Cursor, error: str, wait: float) -> Cursor:
-        """A delivery failed: the next is after so many seconds. Raises as `move`."""
+        """Record a failed delivery; the next one is due after `wait` seconds. Raises as `move`."""
         now = self.ledger.clock.now()
         since = now if held.failed_since is None else held.failed_since
         values = {"failures": held.failures + 1, "error": plain(error), "failed_since": since, "not_before": now + wait}
         return self._set(held, values | FREE)
 
     def release(self, held: Cursor) -> None:
-        """Let somebody else deliver. Raises as `move`."""
+        """Release the lease, so that another process can deliver. Raises as `move`."""
         self._set(held, FREE)
 
     def _set(self, held: Cursor, values: dict[str, Any]) -> Cursor:

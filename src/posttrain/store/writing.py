@@ -1,13 +1,13 @@
 """The base of write transactions, and the writing of access rights, sinks, channels and approvals.
 
-Rows are added and changed, and each change is recorded. Events about access name principals by their ids, and tokens by
-the digests of their secrets. Events about sinks record their rows; a cursor belongs to whoever delivers
+Each added or changed row is recorded in an event. Events about access name principals by their ids, and tokens by
+the digests of their secrets. Events about sinks record their rows; the delivering process owns the cursor
 (`store/work.py`).
 
-A channel records what is live, what may become it, and what every judgement counts. Whatever touches a channel is a
-compare-and-set on its row: a release and a change of its policy never pass each other unseen, on no database.
+A channel records the live release, the models that may become live, and the inputs of every gate. Every change of a
+channel is a compare-and-set on its row: a release and a change of its policy always conflict, on every database.
 
-An approval records what is asked for, and what people answer.
+An approval records the requested action and the answers of people.
 """
 
 from collections.abc import Callable, Mapping
@@ -59,14 +59,14 @@ _SHOWN = 19  # characters of a digest in an error
 
 
 class Writing:
-    """One open write transaction, and the events that it will tell."""
+    """One open write transaction, and the events that it will append."""
 
     def __init__(self, connection: Connection, author: Author, clock: Clock, project: str) -> None:
         self._connection = connection
         self._clock = clock
         self._project = project
-        self._woken: set[str] = set()  # runs that somebody has to look at
-        self._ended: set[str] = set()  # runs that nobody has to look at any more
+        self._woken: set[str] = set()  # runs that a driver has to observe
+        self._ended: set[str] = set()  # runs that no driver has to observe any more
         self.written: list[Any] = []  # records of runs, stages and attempts as they are now, in the order of changes
         self._journal = Journal(connection, author, clock, project)
         self._edges = EdgeWriter(connection, project)
@@ -74,18 +74,18 @@ class Writing:
 
     @property
     def principals(self) -> Mapping[str, str]:
-        """Name → id of whoever this transaction named for the first time."""
+        """Name → id of each principal that this transaction named for the first time."""
         return self._journal.found
 
     def flush(self) -> None:
-        """Write the events of what was changed so far, and wake the runs whose rows changed, or let go of them."""
+        """Write the events of all changes so far, schedule the runs whose rows changed, and release ended ones."""
         self._journal.flush(self._woken)
         settle(self._connection, self._project, self._ended)
         self._woken.clear()
         self._ended.clear()
 
     def _owned(self, record: Any, field: str) -> dict[str, Any]:
-        """The record's columns: its project, and who is named in `field` as a principal."""
+        """The record's columns, with its project, and the name in `field` as a principal id."""
         columns = to_columns(record)
         return {"project": self._project, "principal": self._journal.principal(columns.pop(field)), **columns}
 
@@ -99,22 +99,22 @@ class Writing:
         noted: Callable[[], list[Change]] = list,
         **facts: Any,
     ) -> None:
-        """Add a row, and what `noted` writes beside it, in one event."""
+        """Add a row, and the rows that `noted` writes with it, in one event."""
         self._journal.tell(kind, subject, self._added(table, columns, what), *noted(), facts=facts)
 
     def _added(self, table: Table, columns: Mapping[str, Any], what: str) -> Change:
         """Add a row and return the change for its event. If its key is taken, the transaction stays usable.
 
         Raises:
-            ConflictError: its key, or a name or number that it must have for itself, is taken; or it names a row that
-                is not there, which ends the transaction.
+            ConflictError: its key, or a unique name or number, is taken; or it references a row that does not exist,
+                which ends the transaction.
         """
         try:
             added = (
                 self._connection.execute(addition(self._connection.dialect.name, table), dict(columns)).first()
                 is not None
             )
-        except exc.IntegrityError as error:  # it names a row that is not there
+        except exc.IntegrityError as error:  # it references a row that does not exist
             said = " ".join(str(error.orig).split())
             raise ConflictError(f"{what} cannot be added: {said}; read what is there and decide again") from error
         if not added:
@@ -122,37 +122,37 @@ class Writing:
         return Change(ADDED, table.name, {column.name: columns[column.name] for column in table.primary_key}, columns)
 
     def _change(self, table: Table, key: Mapping[str, Any], values: Mapping[str, Any], kind: str, subject: str) -> bool:
-        """Set columns of a row without a generation, and tell; False: there is no such row."""
+        """Set columns of a row without a generation and record it; False: there is no such row."""
         if not self._connection.execute(update(table).where(*keyed(table, **key)).values(**values)).rowcount:
             return False
         self._journal.tell(kind, subject, Change(CHANGED, table.name, key, values))
         return True
 
     def _moved(self, table: Table, key: Mapping[str, Any], was: int, values: Mapping[str, Any]) -> Change | None:
-        """Set columns of a row that is still of generation `was`; what an event is to tell of it. None: it is not."""
+        """Set columns of a row that is still of generation `was`; the change for its event. None: it is not."""
         values = {**values, "generation": was + 1}
         moved = update(table).where(*keyed(table, **key, generation=was)).values(**values)
         return Change(CHANGED, table.name, key, values) if self._connection.execute(moved).rowcount else None
 
 
 class GrantWriting(Writing):
-    """The part of a transaction that is about access."""
+    """The part of a transaction that writes access rights."""
 
     def add_project(self) -> None:
-        """Make this transaction's project, with whoever makes it as its admin.
+        """Make this transaction's project, with its author as its admin.
 
         Raises:
-            ConflictError: there is one of that name.
+            ConflictError: a project of that name exists.
         """
         self._insert(projects, {"id": self._project, "created_at": self._clock.now()}, f"project {self._project}",
             "project.added", self._project)  # fmt: skip
         self.set_role(self._journal.author.name, Role.ADMIN)
 
     def allow_image(self, rule: str) -> None:
-        """Let runs of this project name an image (`domain.requests`); saying it again changes nothing.
+        """Allow runs of this project to name an image (`domain.requests`); allowing it again changes nothing.
 
         Raises:
-            InputError: the project allows as many as it may.
+            InputError: the project already allows the maximum number of images.
         """
         _lock(self._connection, self._project)
         known = self.snapshot.images() or []
@@ -166,10 +166,10 @@ class GrantWriting(Writing):
         self._set_images([*known, rule])
 
     def remove_image(self, rule: str) -> None:
-        """Let no new run of this project name an image any more.
+        """Forbid new runs of this project to name an image.
 
         Raises:
-            NotFoundError: it allows others, and not this one.
+            NotFoundError: the project does not allow this image.
         """
         _lock(self._connection, self._project)
         known = self.snapshot.images()
@@ -184,13 +184,13 @@ class GrantWriting(Writing):
         self._change(projects, {"id": self._project}, {"images": sorted(images)}, "project.images", self._project)
 
     def set_role(self, name: str, role: Role | None) -> None:
-        """Give a principal a role in this project, another one, or none.
+        """Give a principal a role in this project, change it, or withdraw it.
 
-        Whoever gives the first one becomes an admin: until then everybody who could open the ledger was.
+        The author of the first role becomes an admin: until then everyone who could open the ledger was.
 
         Raises:
-            ConflictError: nobody would be an admin any more.
-            InputError: a name that no policy could name either.
+            ConflictError: the project would have no admin any more.
+            InputError: a name that no policy could contain.
         """
         if role is not None and not is_principal(name):
             raise InputError(f"role {role}: must be of {FORM}, got {name!a}")
@@ -204,7 +204,7 @@ class GrantWriting(Writing):
                 self._set_role(self._journal.principal(one), wanted)
 
     def _set_role(self, principal: str, role: Role | None) -> None:
-        self._woken |= set(self.snapshot.runs_that_wait_for_approval())  # whose approvals count is another now
+        self._woken |= set(self.snapshot.runs_that_wait_for_approval())  # the set of valid approvers changes
         key = {"project": self._project, "principal": principal}
         if role is None:
             self._connection.execute(delete(roles).where(*keyed(roles, **key)))
@@ -213,7 +213,7 @@ class GrantWriting(Writing):
             self._insert(roles, {**key, "role": str(role)}, f"role of {principal}", "role.granted", principal)
 
     def add_token(self, token: Token, secret_digest: str) -> None:
-        """A token that was issued; of its secret nothing but the digest is known here."""
+        """Add an issued token; the ledger stores only the digest of its secret."""
         columns = {
             "id": token.id,
             "principal": self._journal.principal(token.actor),
@@ -227,7 +227,7 @@ class GrantWriting(Writing):
         self._insert(tokens, columns, f"token {token.id}", "token.issued", token.id)
 
     def revoke_token(self, token_id: str) -> bool:
-        """Let a token be good for nothing from now on; False: it was revoked before, or the project has none."""
+        """Revoke a token; False: it was revoked before, or the project has no such token."""
         if all(one.id != token_id for one in self.snapshot.tokens()):
             return False
         live = select(tokens.c.id).where(tokens.c.id == token_id, tokens.c.revoked_at.is_(None))
@@ -263,8 +263,8 @@ def end_access(connection: Connection, author: Author, clock: Clock, principal: 
 
 
 def _lock(connection: Connection, project: str) -> None:
-    """Lock a project's roles until the end of the transaction, and who begins to wait for an approval meanwhile."""
-    if connection.dialect.name == "postgresql":  # on SQLite one writes at a time
+    """Lock a project's roles until the end of the transaction, and its channels, on which new approvals wait."""
+    if connection.dialect.name == "postgresql":  # SQLite has one writer at a time
         connection.execute(select(projects.c.id).where(projects.c.id == project).with_for_update())
         connection.execute(
             select(channels.c.name).where(channels.c.project == project).order_by(channels.c.name).with_for_update()
@@ -272,16 +272,16 @@ def _lock(connection: Connection, project: str) -> None:
 
 
 class SinkWriting(Writing):
-    """The part of a transaction that is about sinks."""
+    """The part of a transaction that writes sinks."""
 
     def add_sink(self, sink: SinkRecord, after: int) -> SinkRecord:
-        """A new sink.
+        """Add a sink.
 
         Args:
-            after: it is told of events after this place in the log.
+            after: it receives events after this position in the log.
 
         Raises:
-            ConflictError: there is one of this name.
+            ConflictError: a sink of this name exists.
         """
         columns = {
             "project": self._project,
@@ -291,23 +291,23 @@ class SinkWriting(Writing):
             "settings": plain(sink.settings),
             "rules": {
                 str(number): rule.to_json() for number, rule in enumerate(sink.rules, 1)
-            },  # an erasure takes whole ones
+            },  # an erasure removes whole rules
             "created_at": self._clock.now(),
             "paused": "",
         }
         self._insert(sinks, columns, f"sink {sink.name}", SINK_ADDED, sink.name)
-        self._connection.execute(delete(cursors).where(*self._cursor(sink.name)))  # of one of that name of before
+        self._connection.execute(delete(cursors).where(*self._cursor(sink.name)))  # of an earlier sink of that name
         self._connection.execute(
             insert(cursors).values(project=self._project, sink=sink.name, sequence=after, **FRESH, at=None, **FREE)
         )
         return replace(sink, created_at=columns["created_at"], actor=self._journal.author.name)
 
     def pause_sink(self, name: str, why: str, facts: dict[str, Any] | None = None, error: str = "") -> bool:
-        """Deliver nothing to a sink any more; False: it was paused before, or is gone.
+        """Stop deliveries to a sink; False: it was paused before, or was removed.
 
         Args:
             why: person | failing.
-            error: what stood in the way, in words.
+            error: the message of the failed delivery.
         """
         key = {"project": self._project, "name": name}
         here = keyed(sinks, **key, paused="")
@@ -318,10 +318,10 @@ class SinkWriting(Writing):
         return True
 
     def resume_sink(self, name: str, skip_to: int | None = None) -> None:
-        """Deliver again, at once.
+        """Resume deliveries immediately.
 
         Args:
-            skip_to: from after this place in the log on; None: from where it stands.
+            skip_to: continue after this position in the log; None: continue at the cursor.
         """
         key = {"project": self._project, "name": name}
         here = (sinks.c.project == self._project, sinks.c.name == name, sinks.c.paused != "")
@@ -332,7 +332,7 @@ class SinkWriting(Writing):
         self._connection.execute(update(cursors).where(*self._cursor(name)).values(**FRESH, **moved))
 
     def remove_sink(self, name: str) -> None:
-        """Forget a sink."""
+        """Remove a sink and its cursor."""
         key = {"project": self._project, "name": name}
         if self._connection.execute(delete(sinks).where(*keyed(sinks, **key))).rowcount:
             self._journal.tell(SINK_REMOVED, name, Change(REMOVED, "sinks", key, {}))
@@ -343,7 +343,7 @@ class SinkWriting(Writing):
 
 
 class ReleaseWriting(Writing):
-    """The part of a transaction that is about channels."""
+    """The part of a transaction that writes channels."""
 
     def append_release(
         self,
@@ -360,26 +360,26 @@ class ReleaseWriting(Writing):
         why: str = "",
         requested_by: str = "",
     ) -> ReleaseEntry:
-        """Move a channel to another model: compare-and-set against the release that is live, appended to its history.
+        """Move a channel to another model: compare-and-set against the live release, appended to its history.
 
-        A rollback quarantines the model that it takes off the channel. No promotion of a protected channel is written
-        without an approval.
+        A rollback quarantines the model that it takes off the channel. A promotion of a protected channel requires an
+        approval.
 
         Args:
             action: `promote` or `rollback`; the event is `channel.<action>`.
-            expected: sequence of the release that the caller saw live; 0 for a channel that was empty.
-            lift: why a model that is quarantined comes back.
-            policy: digest of the policy that a promotion was judged under; None: under none.
-            generation: of the channel's row when it was decided that the model may come back; None: nobody asked that.
-            approved: digest of the request that was approved, where one was needed.
-            why: in words that may be erased.
-            requested_by: who wants the release, where that is somebody else than the author of this transaction.
+            expected: sequence of the release that the caller read as live; 0 for an empty channel.
+            lift: the reason for bringing back a quarantined model.
+            policy: digest of the policy that a promotion was judged under; None: no policy.
+            generation: of the channel's row when the return of the model was decided; None: not checked.
+            approved: digest of the approved request, if one was needed.
+            why: the reason, as text that may be erased.
+            requested_by: who requested the release, if that is not the author of this transaction.
 
         Raises:
             QuarantinedError: the model was rolled back from this channel, and `lift` is empty.
             ChannelClosedError: it is frozen, or protected and a quarantine would be lifted without approval.
             PolicyError: the channel has another policy now.
-            ConflictError: something else is live.
+            ConflictError: another release is live, or the row has another generation.
             StaleWriteError: the channel is protected, and the promotion carries no approval.
         """
         record, live = self._as_it_was_seen(channel, action, expected, policy, generation)
@@ -392,7 +392,7 @@ class ReleaseWriting(Writing):
         by = requested_by or self._journal.author.name
         entry = ReleaseEntry(sequence, channel, model_digest, run_id, action, by, self._clock.now(), report_digest)
         what = f"release {sequence} of channel {channel}"
-        touched = self._touched(record)  # first: whoever comes second waits here
+        touched = self._touched(record)  # first: a concurrent writer waits here
         previous = live.model_digest if live else None
         changes = [self._added(releases, self._owned(entry, "actor"), what), self._serve(entry), touched]
         noted = self._edges.release(entry, previous)
@@ -405,7 +405,7 @@ class ReleaseWriting(Writing):
     def _as_it_was_seen(
         self, channel: str, action: str, expected: int, policy: str | None, generation: int | None
     ) -> tuple[ChannelRecord, ReleaseEntry | None]:
-        """A channel and what is live on it, which are what the caller saw. Raises as `append_release`."""
+        """A channel and its live release, if they are those that the caller read. Raises as `append_release`."""
         record, live = self.snapshot.channel_record(channel), self.snapshot.channel(channel)
         found = live.sequence if live else 0
         if found != expected:
@@ -432,17 +432,17 @@ class ReleaseWriting(Writing):
         approved: str = "",
         **columns: Any,
     ) -> ChannelRecord:
-        """Change what holds for a channel, if nobody moved or changed it since `record` was read.
+        """Change the settings of a channel, if it was not moved or changed since `record` was read.
 
         Args:
             kind: of the event.
-            said: why, in words that may be erased.
+            said: the reason, as text that may be erased.
             size: bytes of a policy that is set.
-            approved: digest of the request that was approved, where one was needed.
+            approved: digest of the approved request, if one was needed.
             columns: fields of `ChannelRecord` to set.
 
         Raises:
-            ConflictError: somebody did.
+            ConflictError: it was moved or changed.
         """
         revision = record.revision + int(bool({"policy", "protected"} & columns.keys()))
         new = replace(record, **columns, revision=revision, generation=record.generation + 1)
@@ -460,7 +460,7 @@ class ReleaseWriting(Writing):
         return new
 
     def _touched(self, record: ChannelRecord, new: ChannelRecord | None = None) -> Change:
-        """The channel's row one generation further; made when it is used for the first time."""
+        """Advance the channel's row by one generation; the first use of a channel makes the row."""
         columns = {"policy": (new or record).policy, "protected": int((new or record).protected)}
         columns |= {"frozen": (new or record).frozen, "revision": (new or record).revision}
         key = {"project": self._project, "name": record.name}
@@ -470,12 +470,12 @@ class ReleaseWriting(Writing):
             change = self._added(channels, {**key, **columns, "generation": 1}, f"channel {record.name}")
         if change is None:
             raise ConflictError(f"channel {record.name}: somebody moved or changed it meanwhile; look at it again")
-        # what they wait for is moot; read after the row is written, for whose lock who begins to wait waits
+        # their approvals are moot; read after the write, because a run that starts to wait needs the row's lock
         self._woken |= set(self.snapshot.runs_that_wait_for_approval(record.name))
         return change
 
     def _serve(self, entry: ReleaseEntry) -> Change:
-        """Let the whole traffic of a channel go to a release."""
+        """Route the whole traffic of a channel to a release."""
         served = {one.role: one for one in self.snapshot.deployments(entry.channel)}
         key = {"project": self._project, "channel": entry.channel, "role": LIVE}
         values = {"release_sequence": entry.sequence, "weight": 1.0}
@@ -514,7 +514,7 @@ class ReleaseWriting(Writing):
 
 
 def quarantined(barred: Quarantine, lifts: str = "promote --lift-quarantine REASON") -> QuarantinedError:
-    """The error of whoever brings a quarantined model back without a reason.
+    """Return the error for bringing a quarantined model back without a reason.
 
     Args:
         lifts: the command that brings it back.
@@ -526,7 +526,7 @@ def quarantined(barred: Quarantine, lifts: str = "promote --lift-quarantine REAS
 
 
 def refuse_protected(record: ChannelRecord, what: str) -> None:
-    """Refuse what a protected channel allows by approval only, where nobody else could approve it.
+    """Refuse an action that a protected channel allows by approval only, where no one else could approve it.
 
     Raises:
         ChannelClosedError: it is protected.
@@ -539,10 +539,10 @@ def refuse_protected(record: ChannelRecord, what: str) -> None:
 
 
 def pass_freeze(record: ChannelRecord, action: str) -> None:
-    """Refuse to move a channel that is frozen.
+    """Refuse to move a frozen channel.
 
     Raises:
-        ChannelClosedError: it is.
+        ChannelClosedError: the channel is frozen for this action.
     """
     if record.frozen == "all" or (record.frozen and action == "promote"):
         still = "" if record.frozen == "all" else " (rollbacks go on)"
@@ -556,19 +556,19 @@ def _release(sequence: int) -> str:
 
 
 class ApprovalWriting(Writing):
-    """The part of a transaction that is about approvals."""
+    """The part of a transaction that writes approvals."""
 
     def lock_channel(self, name: str) -> None:
-        """Lock a channel's row until the end of this transaction: no approval is said while a release counts them."""
-        if self._connection.dialect.name == "postgresql":  # on SQLite one writes at a time
+        """Lock a channel's row until the end of this transaction: no approval is added while a release counts them."""
+        if self._connection.dialect.name == "postgresql":  # SQLite has one writer at a time
             row = (channels.c.project == self._project) & (channels.c.name == name)
             self._connection.execute(select(channels.c.name).where(row).with_for_update())
 
     def ask_approval(self, request: ApprovalRequest) -> None:
-        """Ask for approvals. Asking again changes nothing.
+        """Request approvals. Requesting them again changes nothing.
 
         Raises:
-            ConflictError: somebody asks for the same at this very moment.
+            ConflictError: another process adds the same request at the same time.
         """
         if self.snapshot.approval_requests(prefix=request.digest):
             return
@@ -582,10 +582,10 @@ class ApprovalWriting(Writing):
         )
 
     def say_approval(self, request: ApprovalRequest, verdict: str, reason: str = "") -> Approval:
-        """Approve or reject a request, or say something else of it than before; wakes the run that waits for it.
+        """Approve or reject a request, or replace an earlier answer; schedules the run that waits for it.
 
         Raises:
-            ConflictError: the same person says something of it at this very moment.
+            ConflictError: the same person answers it at the same time.
         """
         said = Approval(request.digest, self._journal.author.name, verdict, self._clock.now(), plain(reason))
         columns, subject = self._owned(said, "actor"), request.run_id or request.channel

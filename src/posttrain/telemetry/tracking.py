@@ -1,21 +1,21 @@
 """The port of trackers, the ownership of their targets, the points of a stage, and the progress of a run.
 
-A tracker writes a run's metrics for people's own tools. A tracker's memory is its target. `begin` reads from the target
-itself which points are there, and whoever writes leaves those out; so a process that was killed between any two writes,
-or inside one, is followed by one that neither repeats nor misses a point. Within a (stage, metric) points come by
-ascending step.
+A tracker writes a run's metrics for users' own tools, and keeps no state outside its target. `begin` reads from the
+target which points it has, and the writer skips those; so a process that was killed between any two writes, or inside
+one, is followed by one that neither repeats nor misses a point. Within a (stage, metric) points arrive by ascending
+step.
 
 ::
 
     begin(run) ──▶ log(rows) … flush() … log(rows) ──▶ end(ending) ──▶ close()
-       ▲ mends what was torn, reports what is there       ▲ may be called again after a retry of the run
+              ▲ repairs torn records, returns the points present    ▲ may be called again after a retry of the run
 
 One process at a time writes a run to a tracker's target, and one workspace's run only. Run ids come from manifests, so
-two workspaces may have a run of one id. Beside a target of files lies `.NAME.writer`: locked by whoever writes, its
-line the workspace's identity. The kernel releases it at a kill.
+two workspaces may have a run with the same id. A target of files has a `.NAME.writer` next to it: the writer locks it,
+and its line is the workspace's identity. The kernel releases the lock at a kill.
 
-A stage's points come from the facts of its attempts, in the order in which they are written to trackers. Of a step that
-was lost and redone the first value counts: it may have been written already. A redone step that came out otherwise is
+A stage's points come from the facts of its attempts, in the order in which they are written to trackers. For a step
+that was lost and redone the first value counts: it may have been written already. A redone step with another value is
 reported.
 
 Progress is read from the attempt folders: the live display, `get` and the report show it.
@@ -42,25 +42,25 @@ from posttrain.store.attempts import AttemptFolder
 from posttrain.telemetry.timeline import is_call
 
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
-_REMEMBERED = 10_000  # steps of a metric that a redone one is compared with: more than lie between two checkpoints
-_OF_THE_MACHINE = ("memory/",)  # another process has other values
+_REMEMBERED = 10_000  # steps of a metric that redone ones are compared with: more than between two checkpoints
+_OF_THE_MACHINE = ("memory/",)  # differs between processes
 _CONTROLS = dict.fromkeys((*range(32), *range(127, 160), 8232, 8233, *range(0xD800, 0xE000)), "_")
-_HAND_OFFS = 20_000  # that are kept: of some two thousand steps
+_HAND_OFFS = 20_000  # kept in all: about two thousand steps
 _RATE_WINDOW = 20  # progress facts that tokens/s and the ETA are averaged over
 
 
 class Cursor(dict[tuple[str, str], int]):
-    """What a target has: (stage, metric) → the last step that is there."""
+    """The points of a target: (stage, metric) → the last step present."""
 
     def saw(self, stage: str, step: int, *metrics: str) -> None:
-        """There are these points."""
+        """Record that these points are present."""
         for metric in metrics:
             self[stage, metric] = max(step, self.get((stage, metric), -1))
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a stage said of one step: `Row("sft", 12, 1.7e9, {"loss": 0.4})`."""
+    """The values of one step of a stage: `Row("sft", 12, 1.7e9, {"loss": 0.4})`."""
 
     stage: str
     step: int
@@ -70,7 +70,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """What a tracker is told of a run before its first point."""
+    """The description of a run that a tracker receives before its first point."""
 
     id: str
     name: str
@@ -99,56 +99,56 @@ class Version:
 
     digest: str
     run_id: str | None
-    tags: Mapping[str, str] = field(default_factory=dict)  # lineage, in words
+    tags: Mapping[str, str] = field(default_factory=dict)  # lineage as text
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelState:
-    """A channel's models, oldest first, and the one that is live."""
+    """A channel's models, oldest first, and the live one."""
 
     channel: str
     versions: Sequence[Version]
     live: str  # digest
-    source: str  # of its models, where the artifact store is
+    source: str  # URL of the artifact store with its models
 
 
 class Tracker(ABC):
     """One place that a run's points are written to.
 
     Every implementation: `begin` refuses a run that another workspace wrote there, and, where the target is files, one
-    that another process writes; it leaves a target that a killed writer left torn whole again, and says exactly what is
-    there. Whatever is wrong with the target is an exception of any class, after which a new tracker may begin again.
+    that another process writes; it repairs a target that a killed writer left torn, and returns exactly the points that
+    are present. Any error of the target is an exception of any class, after which a new tracker may begin again.
     """
 
     kind: ClassVar[str]
-    _held: IO[bytes] | None = None  # the mark of whoever writes, where the target is files
+    _held: IO[bytes] | None = None  # the locked `.NAME.writer`, where the target is files
 
     @property
     @abstractmethod
     def where(self) -> str:
-        """For a person: the file, folder or address."""
+        """The file, folder or address, for a person."""
 
     def name(self, metric: str) -> str:
-        """What the target calls a metric; most take any name."""
+        """Return the target's name of a metric; most take any name."""
         return metric
 
     @abstractmethod
     def begin(self, run: TrackedRun) -> Cursor:
-        """Open the run's target, made if it is not there; what it has."""
+        """Open the run's target, made if it does not exist; return its points."""
 
     @abstractmethod
     def log(self, rows: Sequence[Row]) -> None:
-        """Write points that are not there yet."""
+        """Write points that are not present yet."""
 
     def flush(self) -> None:  # noqa: B027
-        """Bring to the target what `log` may have held back."""
+        """Write everything that `log` may have buffered."""
 
     def end(self, ending: Ending) -> None:
-        """Write how the run ended, where the target has a place for it; all points are there afterwards."""
+        """Write how the run ended, where the target has a place for it; all points are present afterwards."""
         self.flush()
 
     def close(self) -> None:
-        """Let go of files and connections."""
+        """Release files and connections."""
         if self._held is not None:
             self._held.close()
 
@@ -170,22 +170,22 @@ class FileTracker(Tracker):
         return str(self._path)
 
     def _own(self, run: TrackedRun, path: Path, mark: str, there: Callable[[], bool] | None = None) -> None:
-        """Write the run to this file from here on. `there`: as in `hold`; None: whether the file is."""
+        """Write the run to this file from now on. `there`: as in `hold`; None: whether the file exists."""
         self._run, self._path = run.id, path
         make_folder(path.parent)
         self._held = hold(path.parent / mark, run, self.where, there or path.exists)
 
 
 class AppendedTracker(FileTracker):
-    """A tracker whose file whole records are added to; one that a kill or a full disk cut short is cut away."""
+    """A tracker that appends whole records to a file; a record that a kill or a full disk cut short is removed."""
 
     _file = -1
 
     def _mend(self, ends: Iterable[int]) -> bool:
-        """Open the file and cut away what is not whole; whether anything is there then.
+        """Open the file and cut away incomplete records; return whether any record is left.
 
         Args:
-            ends: the place behind each whole record; asked once the file is there.
+            ends: the position behind each whole record; read once the file exists.
         """
         with writing(self._path):
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
@@ -194,7 +194,7 @@ class AppendedTracker(FileTracker):
         return end > 0
 
     def _append(self, data: bytes) -> None:
-        """Add records, whatever the operating system takes at a time."""
+        """Append records, in as many writes as the operating system requires."""
         with writing(self._path):
             written = os.write(self._file, data[: len(data) // 2])
             crashpoint("track.inside_log")
@@ -216,14 +216,14 @@ class AppendedTracker(FileTracker):
 
 @runtime_checkable
 class Registry(Protocol):
-    """A tracker that also keeps released models."""
+    """A tracker that also stores released models."""
 
     def follow(self, channel: ChannelState) -> None:
-        """Have every model of the channel as a version, and the channel's name point at the live one."""
+        """Store every model of the channel as a version, and point the channel's name at the live one."""
 
 
 def missing(rows: Iterable[Row], cursor: Cursor) -> Iterator[Row]:
-    """The rows without the values that `cursor` has; it moves along."""
+    """Yield the rows without the values that `cursor` has; `cursor` is updated."""
     for row in rows:
         fresh = {name: value for name, value in row.values.items() if row.step > cursor.get((row.stage, name), -1)}
         cursor.saw(row.stage, row.step, *fresh)
@@ -232,11 +232,11 @@ def missing(rows: Iterable[Row], cursor: Cursor) -> Iterator[Row]:
 
 
 def hold(path: Path, run: TrackedRun, target: str, there: Callable[[], bool]) -> IO[bytes]:
-    """Take a target's `.NAME.writer`, made if it is not there; it is held until it is closed.
+    """Take a target's `.NAME.writer`, made if it does not exist; the lock is held until the file is closed.
 
     Args:
-        target: what is written, for a person.
-        there: whether the target has anything; an identity beside nothing is of one that was taken away.
+        target: the target's name for a person.
+        there: whether the target has any data; an identity without data is left from a target that was removed.
 
     Raises:
         WorkspaceError: another process holds it, another workspace wrote the run there, or it cannot be written.
@@ -260,10 +260,10 @@ def hold(path: Path, run: TrackedRun, target: str, there: Callable[[], bool]) ->
 
 
 def refuse_another(known: str, run: TrackedRun, target: str) -> None:
-    """Refuse a target that another workspace wrote this run to. One without an identity, or half of one, is taken.
+    """Refuse a target that another workspace wrote this run to. One without a whole identity is accepted.
 
     Raises:
-        WorkspaceError: that is so.
+        WorkspaceError: the identity is another workspace's.
     """
     if run.workspace and _IDENTITY.fullmatch(known) and known != run.workspace:
         raise WorkspaceError(
@@ -274,7 +274,7 @@ def refuse_another(known: str, run: TrackedRun, target: str) -> None:
 def _unseen(
     root: Path, attempts: Sequence[AttemptRecord], seen: dict[str, int], unreadable: Callable[[Exception], None]
 ) -> Iterator[tuple[str, Fact]]:
-    """Folder and fact, of segments behind those in `seen` (folder → the last one), which moves along behind each."""
+    """Yield folder and fact of segments after those in `seen` (folder → the last one), and update `seen` after each."""
     for attempt in attempts:
         folder = AttemptFolder(root / attempt.folder, attempt.channel)
         for facts, number in folder.segments(seen.get(attempt.folder, 0), unreadable):
@@ -294,20 +294,20 @@ class StageFeed:
     def __init__(self, root: Path, stage: str) -> None:
         self._root, self._stage = root, stage
         self._seen: dict[str, int] = {}
-        self._last: dict[str, int] = {}  # metric → the last step that was given out
+        self._last: dict[str, int] = {}  # metric → the last step that was yielded
         self._values: dict[str, OrderedDict[int, float]] = {}
-        self.differing = 0  # values of redone steps that were not those of the first time
-        self.difference = ""  # the first of them, in words
+        self.differing = 0  # values of redone steps that differ from the first values
+        self.difference = ""  # a description of the first of them
         self.troubles: list[str] = []  # segments that could not be read
 
     def read(self, attempts: Sequence[AttemptRecord]) -> Iterator[Row]:
-        """Rows of what is new, a segment at a time."""
+        """Yield the new rows, a segment at a time."""
         for _, fact in _unseen(self._root, attempts, self._seen, lambda error: self.troubles.append(str(error))):
             if isinstance(fact, Metric):
                 yield from self.take(fact.step, fact.at, fact.values)
 
     def take(self, step: int, at: float, values: Mapping[str, float]) -> Iterator[Row]:
-        """The row of what is new in `values`, if there is any."""
+        """Yield the row of the new values, if there are any."""
         fresh: dict[str, float] = {}
         for name, value in values.items():
             metric = name.translate(_CONTROLS)
@@ -331,7 +331,7 @@ def _same(one: float, other: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:
-    """One stage as far as its facts tell."""
+    """The progress of one stage according to its facts."""
 
     step: int = 0
     total: int = 0
@@ -340,8 +340,8 @@ class StageProgress:
     eta: float | None = None  # seconds
     latest: dict[str, float] = field(default_factory=dict)  # metric → newest value
     notes: tuple[Note, ...] = ()
-    at: float | None = None  # when the job said how far it is
-    stale: bool = False  # an earlier attempt said so, and the newest one nothing yet
+    at: float | None = None  # when the job reported its progress
+    stale: bool = False  # an earlier attempt reported it, and the newest none yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +360,7 @@ class StageWatcher:
         self._seen: dict[str, int] = {}
         self._last: Progress | None = None
         self._recent: deque[Progress] = deque(maxlen=_RATE_WINDOW)  # of the newest attempt
-        self._by = ""  # folder of the attempt that said them
+        self._by = ""  # folder of the attempt that reported them
         self._latest: dict[str, float] = {}
         self._of_step: frozenset[str] = frozenset()  # metrics of the newest step that updated the weights
         self._notes: deque[Note] = deque(maxlen=5)
@@ -369,7 +369,7 @@ class StageWatcher:
         self.curves: dict[str, dict[int, float]] = {}  # metric → step → value; a redone step overwrites
 
     def read(self, attempts: Sequence[AttemptRecord]) -> StageProgress:
-        """Take in what is new and sum up. A segment that cannot be read becomes a note: watching harms no run."""
+        """Read new facts and return the progress. An unreadable segment becomes a note: watching harms no run."""
         noted = self._notes.append
         told = _unseen(self._root, attempts, self._seen, lambda error: noted(Note(str(error), time.time(), "warning")))
         for folder, fact in told:
@@ -391,7 +391,9 @@ class StageWatcher:
         )
 
     def _pace(self) -> tuple[float | None, float | None]:
-        """Tokens per second, and seconds to the end; None where the newest attempt has not said enough, or is there."""
+        """Return tokens per second, and seconds to the end; None where the newest attempt has too few reports, or no
+        end.
+        """
         first, last = self._recent[0], self._recent[-1]
         seconds = last.at - first.at
         if seconds <= 0:
@@ -401,14 +403,14 @@ class StageWatcher:
         return (last.tokens - first.tokens) / seconds, left / pace if pace > 0 and left > 0 else None
 
     def curve(self, metric: str) -> list[Point]:
-        """A metric by step, without the steps that were lost and redone."""
+        """Return a metric by step; a redone step counts once."""
         return [Point(step, value) for step, value in sorted(self.curves.get(metric, {}).items())]
 
     def _take(self, fact: object, folder: str) -> None:
         if isinstance(fact, Progress):
             if folder != self._by:
                 self._by = folder
-                self._recent.clear()  # what was done in another attempt's time says nothing of this one's pace
+                self._recent.clear()  # another attempt's time does not count for this one's pace
             self._last = fact
             self._recent.append(fact)
         elif isinstance(fact, Metric):

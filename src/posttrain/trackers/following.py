@@ -1,17 +1,17 @@
-"""Whoever writes a run's trackers: one process for each run, started by the run's driver or by `posttrain track`.
+"""The writer of a run's trackers: one process for each run, started by the run's driver or by `posttrain track`.
 
 ::
 
     driver ──starts──▶ posttrain track RUN --follow   holds trackers.lock as long as it lives
-      │ looks now and then whether it      │ a thread for each tracker: one that hangs or fails holds up no other
-      ▼ lives; never waits for it          ▼ reads ledger and event segments ──▶ target; tracking.json: how it stands
+      │ checks now and then that it        │ a thread for each tracker: one that hangs or fails delays no other
+      ▼ lives; never waits for it          ▼ reads ledger and event segments ──▶ target; tracking.json: its state
 
-It ends when every ending is written, when trouble outlasts the run, or when nobody drives the run any more. It may be
-killed anywhere: the next one reads from the targets what is there.
+It ends when every ending is written, when errors outlast the run, or when no process drives the run any more. It may be
+killed anywhere: the next writer reads from each target which points it contains.
 
-`posttrain track RUN --tracker …` writes a run to places beside those that were chosen for it. A tracker of a kind that
-the run lacks is recorded as one of its own, once its place has been opened. Another place of a kind that it has is
-written there and then; where the run's own is stays as it was.
+`posttrain track RUN --tracker …` writes a run to further places. A tracker of a kind that the run lacks is recorded as
+a tracker of the run, once its place has been opened. Another place of a kind that the run has is written immediately
+and not recorded; the run's own place stays as it was.
 """
 
 import fcntl
@@ -60,12 +60,12 @@ from posttrain.workspace.settings import OpenWorkspace
 
 _ROWS = 500  # at a time
 _MORE = "more.lock"  # in a run's folder: one process at a time adds places
-_POLL = 1.0  # seconds between looks at a run that goes on
-_ALONE = 60.0  # seconds without a driver of the run, after which nobody need follow it
+_POLL = 1.0  # seconds between checks of a run that has not ended
+_ALONE = 60.0  # seconds without a driver of the run, after which its writer ends
 _PATIENCE = 600.0  # seconds that a tracker may take after the end of its run
 _BACKOFF = (1.0, 2.0, 5.0, 15.0, 60.0)  # seconds between tries
-_HANDED = "POSTTRAIN_TRACKERS_LOCK"  # names the descriptor that a new writer holds the lock by from its first moment
-_STARTS = 3  # of one driver: more would be a tracker that always dies
+_HANDED = "POSTTRAIN_TRACKERS_LOCK"  # the descriptor of the lock that a new writer inherits
+_STARTS = 3  # of one driver: a tracker that needs more always dies
 Reopen = Callable[[], OpenWorkspace]
 
 
@@ -76,14 +76,14 @@ def write(tracker: Tracker, source: RunSource, wrote: Callable[[str], None], wai
     """Write a run to one tracker until the run ends.
 
     Args:
-        wrote: told after each write what a person should know, mostly nothing.
-        wait: waits for more to come; False: leave instead.
+        wrote: receives after each write the remarks for a person, mostly empty.
+        wait: waits for new rows; False: leave instead.
 
     Returns:
-        When the run ended; None: it has not, and `wait` said to leave.
+        When the run ended; None: it has not, and `wait` returned False.
 
     Raises:
-        Exception: whatever is wrong with the target.
+        Exception: any error of the target.
     """
     cursor = tracker.begin(source.about())
     crashpoint("track.after_begin")
@@ -108,14 +108,14 @@ def write(tracker: Tracker, source: RunSource, wrote: Callable[[str], None], wai
 
 
 class Standing:
-    """`tracking.json`: how each tracker stands. Several threads tell it."""
+    """`tracking.json`: the state of each tracker. Several threads write it."""
 
     def __init__(self, folder: Path) -> None:
         self._path, self._lock = folder / STATES, threading.Lock()
         self._said: dict[str, Any] = read_json(self._path) or {}
 
     def tell(self, kind: str, state: str, where: str, message: str = "", finished_at: float | None = None) -> None:
-        """Written only where it is another word than before."""
+        """Record a tracker's state; the file is written only when the state changes."""
         told = {"state": state, "where": where, "message": message, "finished_at": finished_at}
         with self._lock:
             if self._said.get(kind) != told:
@@ -129,7 +129,7 @@ def _attempt(
     """Write one tracker once.
 
     Raises:
-        PosttrainError: one line; it stands in `tracking.json` too.
+        PosttrainError: one line; `tracking.json` contains it too.
     """
     tracker: Tracker | None = None
     try:
@@ -148,7 +148,7 @@ def _attempt(
 
 
 def _register(workspace: OpenWorkspace, run_id: str) -> None:
-    """A run that moved a channel at its end has the registries told."""
+    """Update the registries for each channel whose live release this run made."""
     for name in workspace.ledger.channels():
         live = workspace.ledger.channel(name)
         if live is not None and live.run_id == run_id:
@@ -159,13 +159,13 @@ def _register(workspace: OpenWorkspace, run_id: str) -> None:
 
 
 def track(workspace: OpenWorkspace, run_id: str, only: Collection[str] | None = None) -> list[TrackerState]:
-    """Write what is missing in each of a run's trackers, now.
+    """Write the missing points of each of a run's trackers, now.
 
     Args:
-        only: of these kinds; None: of all.
+        only: these kinds; None: all.
 
     Returns:
-        How they stand. While another process writes a run that goes on, only that.
+        Their states. While another process writes a run that has not ended, nothing is written.
 
     Raises:
         NotFoundError: there is no such run. InputError: it has no tracker.
@@ -191,7 +191,7 @@ def track(workspace: OpenWorkspace, run_id: str, only: Collection[str] | None = 
 
 
 def follow(reopen: Reopen, run_id: str) -> None:
-    """Write a run's trackers until it ends; at once over when another process does.
+    """Write a run's trackers until it ends; return immediately when another process writes them.
 
     Args:
         reopen: opens the workspace: once here, once for each tracker's thread.
@@ -219,12 +219,12 @@ def follow(reopen: Reopen, run_id: str) -> None:
                     if thread.is_alive():
                         where = dict(describe(Trackers.of({kind: words})))[kind]
                         standing.tell(kind, TROUBLE, where, f"no answer for {_PATIENCE:g} s after the run")
-                os._exit(TrackerError.exit_code)  # a thread that hangs would hold the interpreter
+                os._exit(TrackerError.exit_code)  # a thread that hangs would keep the interpreter alive
     workspace.close()
 
 
 def _keep_at_it(reopen: Reopen, run_id: str, kind: str, words: Any, standing: Standing) -> None:
-    """One tracker, tried again after trouble until the run is over."""
+    """Write one tracker, and try again after errors until the run is over."""
     workspace = reopen()
     clock, tries = workspace.ledger.clock, 0
     driven_at = clock.now()
@@ -265,30 +265,30 @@ def _chosen(workspace: OpenWorkspace, run_id: str) -> Trackers:
 
 
 def _handed_lock() -> int | None:
-    """The descriptor of a lock that whoever started this process holds for it."""
+    """Return the descriptor of a lock that this process inherited from its parent."""
     given = os.environ.pop(_HANDED, "")
     if not given.isdecimal():
         return None
-    os.set_inheritable(int(given), False)  # what a tracker's library starts must not hold it
+    os.set_inheritable(int(given), False)  # processes that a tracker's library starts must not hold it
     return int(given)
 
 
-# --- places beside those that were chosen -----------------------------------------------------------------------------
+# --- additional places ------------------------------------------------------------------------------------------------
 
 
 def track_more(workspace: OpenWorkspace, run_id: str, chosen: Mapping[str, Any]) -> list[TrackerState]:
     """Write a run to these places too, now.
 
     Returns:
-        How these stand.
+        The states of these places.
 
     Raises:
-        InputError: one cannot be written; nothing is recorded or written then.
-        TrackerError: trouble with one; the others are written.
+        InputError: one cannot be written; then nothing is recorded or written.
+        TrackerError: an error of one; the others are written.
     """
     added = resolved(parse_trackers(chosen, "--tracker"), Path.cwd(), workspace.root)
     _refuse(added)
-    workspace.ledger.run(run_id)  # there is one
+    workspace.ledger.run(run_id)  # raises if there is no such run
     folder = workspace.root / "runs" / run_id
     make_folder(folder)
     found: list[TrackerState] = []
@@ -318,7 +318,7 @@ def _refuse(added: Trackers) -> None:
     """Refuse places that cannot be written, by making their folders.
 
     Raises:
-        InputError: one is such.
+        InputError: a folder cannot be made.
     """
     check_trackers(added, "--tracker")
     for kind, words in added.chosen().items():
@@ -331,7 +331,7 @@ def _refuse(added: Trackers) -> None:
 
 
 def _write(workspace: OpenWorkspace, run_id: str, kind: str, words: Any) -> TrackerState:
-    """All there is of the run by now, to a place that is not recorded."""
+    """Write all rows that the run has now to a place that is not recorded."""
     source = RunSource(workspace, run_id)
     again = f"posttrain track {run_id} --tracker {shlex.quote(f'{kind}={_typed(words)}')}"
     try:
@@ -348,7 +348,7 @@ def _write(workspace: OpenWorkspace, run_id: str, kind: str, words: Any) -> Trac
 
 
 def _open(workspace: OpenWorkspace, run_id: str, kind: str, words: Any) -> None:
-    """Find out whether a place takes the run."""
+    """Check that a place accepts the run."""
     try:
         with opened(kind, words) as tracker:
             tracker.begin(RunSource(workspace, run_id).about())
@@ -360,16 +360,16 @@ def _open(workspace: OpenWorkspace, run_id: str, kind: str, words: Any) -> None:
 
 
 def _typed(words: Any) -> str:
-    """As `--tracker` takes it."""
+    """Return a choice in the form that `--tracker` takes."""
     entity = getattr(words, "entity", None)
     return f"{entity}/{target(words)}" if entity else target(words)
 
 
-# --- beside a driver --------------------------------------------------------------------------------------------------
+# --- next to a driver -------------------------------------------------------------------------------------------------
 
 
 class Scribe:
-    """The process that writes a run's trackers while this one drives the run. Nothing here waits or raises."""
+    """Starts the writer of a run's trackers while this process drives the run. Nothing here waits or raises."""
 
     def __init__(self, workspace: OpenWorkspace, run_id: str) -> None:
         self._workspace, self._id = workspace, run_id
@@ -379,28 +379,28 @@ class Scribe:
         self.start()
 
     def start(self) -> None:
-        """Start it, if there is something to write and it was not started too often."""
+        """Start the writer if there is something to write and it was not started too often."""
         self._next = time.monotonic() + _POLL
         if self._workspace.read_only or self._starts >= _STARTS or self.done():
             self._starts = _STARTS
             return
         folder = self._workspace.root / "runs" / self._id
-        with suppress(OSError), ExitStack() as held:  # in trouble, `get` says that nobody wrote it
+        with suppress(OSError), ExitStack() as held:  # on an error `get` reports that it is unwritten
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             held.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused: another has it, if only to look
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused: another process has it, perhaps for a check
             self._starts += 1
             self._process = start_writer(self._workspace, [self._id, "--follow"], folder, {_HANDED: str(lock)}, lock)
 
     def keep(self) -> None:
-        """Start it again if it was killed, or was not started yet."""
+        """Start the writer again if it was killed, or was not started yet."""
         if time.monotonic() < self._next or (self._process is not None and self._process.poll() in (None, 0)):
             return
         self._process = None
         self.start()
 
     def done(self) -> bool:
-        """Whether nothing is left to write: no tracker, or every one has the run's end."""
+        """Return whether nothing is left to write: no tracker, or every one has the run's end."""
         try:
             found = states(self._workspace, self._workspace.ledger.run(self._id))
         except PosttrainError:

@@ -1,14 +1,14 @@
-"""Trackers of a run: which ones it is written to, whether they can be written, and how far they are.
+"""Trackers of a run: which ones it is written to, whether they can be written, and their states.
 
 ::
 
-    .posttrain/workspace.json          "trackers": of every run that names none itself
-    .posttrain/runs/ID/trackers.json   of this run, paths absolute; written when it is submitted
-                      tracking.json    how each stands: the word of whoever writes
-                      trackers.lock    held by whoever writes: one process for each run
-                      track.log        what that process printed
+        .posttrain/workspace.json          "trackers": of every run that names none itself
+        .posttrain/runs/ID/trackers.json   of this run, paths absolute; written when it is submitted
+                          tracking.json    the state of each, recorded by the writer
+                          trackers.lock    held by the writer: one process for each run
+                          track.log        the output of that process
 
-A tracker's server is asked whether it answers before its client is, which may try again for minutes.
+A tracker's server is probed before its client library is used, which may retry for minutes.
 """
 
 import importlib.util
@@ -41,11 +41,11 @@ from posttrain.workspace.settings import SETTINGS, VARIABLE, OpenWorkspace
 _SECONDS = 5.0  # for a connection
 _PORTS = {"http": 80, "https": 443}
 RECORD, STATES, LOCK, LOG = "trackers.json", "tracking.json", "trackers.lock", "track.log"
-PLACE = "tracking"  # in the workspace: where trackers write that are told no place
+PLACE = "tracking"  # in the workspace: the default folder of trackers
 KEY = "WANDB_API_KEY"
 WRITING, WRITTEN, TROUBLE, UNWRITTEN = "writing", "written", "trouble", "not written"
 _PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
-_LONGEST = 400  # characters of a trouble
+_LONGEST = 400  # characters of an error
 _MAKES: Mapping[str, Callable[[Any], Tracker]] = {
     "csv": lambda words: CsvTracker(Path(words.dir)),
     "parquet": lambda words: ParquetTracker(Path(words.dir)),
@@ -57,12 +57,12 @@ _SCHEMES = ("http", "https", "sqlite", "file", "postgresql", "mysql", "mssql", "
 
 
 def refuse_unreachable(words: Any) -> None:
-    """Refuse a tracking server that takes no connection. Behind a proxy, only its client knows.
+    """Refuse a tracking server that accepts no connection. Behind a proxy only its client can find out.
 
     Raises:
         TrackerError: with the cause, in a few words.
     """
-    from urllib.request import getproxies, proxy_bypass  # only whoever writes needs it
+    from urllib.request import getproxies, proxy_bypass  # only the writer needs it
 
     uri = str(getattr(words, "tracking_uri", None) or "")
     parts = urlsplit(uri)
@@ -76,7 +76,7 @@ def refuse_unreachable(words: Any) -> None:
 
 
 def unreachable(error: BaseException) -> str:
-    """The network's own word on why, wherever it is in the chain of causes; empty: it is something else."""
+    """Return the network error in the chain of causes; empty: the cause is another error."""
     for cause in _causes(error):
         if isinstance(cause, ConnectionError | TimeoutError | socket.gaierror):
             return (cause.strerror or str(cause) or "no answer").lower()
@@ -95,36 +95,36 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 @dataclass(frozen=True, slots=True)
 class TrackerState:
-    """How one tracker of a run stands."""
+    """The state of one tracker of a run."""
 
     kind: str
-    state: str  # writing | written | trouble | waiting (for a driver of the run) | not written (nor was it to be)
+    state: str  # writing | written | trouble | waiting (for a driver of the run) | not written (and not due)
     where: str
-    message: str = ""  # of trouble: one line with the next action; else what a person should know, or nothing
+    message: str = ""  # of an error: one line with the next action; else remarks for a person, or nothing
 
     @property
     def in_trouble(self) -> bool:
-        """Whether a person should look at it."""
+        """Whether a person should check it."""
         return self.state == TROUBLE
 
     @property
     def under_way(self) -> bool:
-        """Whether somebody writes it now."""
+        """Whether a process writes it now."""
         return self.state == WRITING
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return it as plain JSON."""
         return asdict(self)
 
 
-# --- what is chosen ---------------------------------------------------------------------------------------------------
+# --- chosen trackers --------------------------------------------------------------------------------------------------
 
 
 def resolved(trackers: Trackers, base: Path, root: Path) -> Trackers:
-    """With a place for each.
+    """Return the trackers with a place for each.
 
     Args:
-        base: what relative paths are relative to.
+        base: the folder that relative paths start from.
         root: the workspace folder.
     """
 
@@ -145,7 +145,7 @@ def resolved(trackers: Trackers, base: Path, root: Path) -> Trackers:
 
 
 def _tracking_uri(given: str | None, base: Path, root: Path) -> str:
-    """Absolute, whatever folder it is read in later."""
+    """Return an absolute URI, which is the same in every folder."""
     if given is None:
         return f"sqlite:///{root / PLACE / 'mlflow.db'}"
     if given.startswith("sqlite:///"):
@@ -156,19 +156,19 @@ def _tracking_uri(given: str | None, base: Path, root: Path) -> str:
 
 
 def parse_trackers(raw: Any, source: str) -> Trackers:
-    """Validated.
+    """Return validated trackers.
 
     Raises:
-        InputError: an unknown tracker or word of one, named with its field.
+        InputError: an unknown tracker or setting, named with its field.
     """
     return validated(Trackers, raw, source)
 
 
 def read_choice(words: Sequence[str]) -> dict[str, Any]:
-    """`["csv=logs", "mlflow"]` as it is recorded: with paths that do not depend on where a later command is typed.
+    """Return `["csv=logs", "mlflow"]` as it is recorded: with paths that do not depend on a later command's folder.
 
     Raises:
-        InputError: an unknown tracker, one named twice, or a target that it cannot have.
+        InputError: an unknown tracker, one named twice, or an invalid target.
     """
     kinds = [word.partition("=")[0] for word in words]
     twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
@@ -183,17 +183,17 @@ def read_choice(words: Sequence[str]) -> dict[str, Any]:
 
 
 def of_workspace(workspace: OpenWorkspace) -> Trackers:
-    """Of every run that names none itself, each with its place.
+    """Return the trackers of every run that names none itself, each with its place.
 
     Raises:
-        InputError: what workspace.json says of them is not valid.
+        InputError: the trackers in workspace.json are not valid.
     """
     chosen = parse_trackers(workspace.settings.get("trackers", {}), f"{workspace.root / SETTINGS}: trackers")
     return resolved(chosen, workspace.root, workspace.root)
 
 
 def of_run(workspace: OpenWorkspace, run_id: str) -> Trackers:
-    """As recorded when it was submitted; those of the workspace where nothing was.
+    """Return the trackers recorded when the run was submitted; without a record those of the workspace.
 
     Raises:
         InputError, IntegrityError: the record cannot be read.
@@ -206,10 +206,10 @@ def of_run(workspace: OpenWorkspace, run_id: str) -> Trackers:
 def record_trackers(
     workspace: OpenWorkspace, run_id: str, trackers: Trackers | None, *, attached: bool = False
 ) -> None:
-    """Write down a run's trackers.
+    """Record a run's trackers.
 
     Args:
-        trackers: resolved; None: the run names none, so the workspace's are taken, or what was recorded before.
+        trackers: resolved; None: the run names none, so the workspace's are taken, or an earlier record is kept.
         attached: the run was submitted before.
     """
     folder = workspace.root / "runs" / run_id
@@ -233,7 +233,7 @@ def check_trackers(trackers: Trackers, source: str) -> None:
         source: where they are chosen, for errors.
 
     Raises:
-        InputError: its package is missing, its place cannot be written, or it needs a key that is not there.
+        InputError: its package is missing, its place cannot be written, or its key is not set.
     """
     for kind, words in trackers.chosen().items():
         package = _PACKAGES.get(kind)
@@ -258,7 +258,7 @@ def _installed(package: str) -> bool:
 
 
 def folder_of(words: Any) -> Path | None:
-    """That a tracker writes into; None: it is elsewhere."""
+    """Return the folder that a tracker writes into; None: it writes elsewhere."""
     if isinstance(words, MlflowChoice):
         uri = str(words.tracking_uri)
         if uri.startswith("sqlite:///"):
@@ -281,12 +281,12 @@ def _refuse_unwritable(folder: Path, what: str) -> None:
 
 
 def target(words: Any) -> str:
-    """What a tracker's choice names it by: a folder, an address, a project."""
+    """Return the target in a tracker's choice: a folder, an address, a project."""
     return str(getattr(words, type(words).target))
 
 
 def describe(trackers: Trackers) -> Iterator[tuple[str, str]]:
-    """(kind, what will be written where), for a person."""
+    """Yield kind and target of each tracker, for a person."""
     for kind, words in trackers.chosen().items():
         if isinstance(words, MlflowChoice):
             yield kind, f"{words.tracking_uri}, experiment {words.experiment}"
@@ -302,7 +302,7 @@ def describe(trackers: Trackers) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def opened(kind: str, words: Any) -> Iterator[Tracker]:
-    """The back-end of a resolved choice, whose server answers; let go of at the end of the block."""
+    """Open the back-end of a resolved choice, whose server answers; close it at the end of the block."""
     refuse_unreachable(words)
     made = _MAKES[kind](words)  # its package is imported when it begins
     try:
@@ -314,11 +314,11 @@ def opened(kind: str, words: Any) -> Iterator[Tracker]:
 
 @contextmanager
 def sole_writer(folder: Path, *, waits: bool, handed: int | None = None, lock: str = LOCK) -> Iterator[bool]:
-    """Whether this process is the only one that writes the trackers of a run or a channel.
+    """Yield whether this process is the only one that writes the trackers of a run or a channel.
 
     Args:
-        lock: another one, for places that are not the run's own.
-        waits: until the other one has ended; else False is the answer while there is one.
+        lock: another lock file, for places that are not the run's own.
+        waits: wait until the other process has ended; else yield False while there is one.
         handed: a descriptor of the lock, held already.
     """
     handle = os.open(folder / lock, os.O_RDWR | os.O_CREAT, 0o600) if handed is None else handed
@@ -331,10 +331,10 @@ def sole_writer(folder: Path, *, waits: bool, handed: int | None = None, lock: s
 def start_writer(
     workspace: OpenWorkspace, words: Sequence[str], folder: Path, environment: Mapping[str, str], *handed: int
 ) -> subprocess.Popen[bytes]:
-    """A process `posttrain track WORDS` of its own, whose log is in a folder.
+    """Start a separate process `posttrain track WORDS`, whose log is in a folder.
 
     Args:
-        handed: descriptors that it has from its first moment.
+        handed: descriptors that it inherits.
     """
     log = os.open(folder / LOG, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     try:
@@ -348,7 +348,7 @@ def start_writer(
 
 
 def line(error: Exception, where: str) -> str:
-    """What is wrong with a target, in one line of bounded length; of one that is away, only why."""
+    """Return an error of a target in one line of bounded length; for an unreachable target only the cause."""
     away = "" if isinstance(error, PosttrainError) else unreachable(error)
     if away:
         return f"cannot reach {where}: {away}"
@@ -357,11 +357,11 @@ def line(error: Exception, where: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
-# --- how they stand ---------------------------------------------------------------------------------------------------
+# --- states -----------------------------------------------------------------------------------------------------------
 
 
 def states(workspace: OpenWorkspace, run: RunRecord) -> list[TrackerState]:
-    """How each tracker of a run stands; what cannot be read is one in trouble."""
+    """Return the state of each tracker of a run; an unreadable record is one state with an error."""
     folder = workspace.root / "runs" / run.id
     try:
         chosen, said = of_run(workspace, run.id), read_json(folder / STATES) or {}

@@ -1,13 +1,13 @@
-"""What jobs printed, the watch over a run, what its rows ask a person for, and the moves of a channel.
+"""The logs of jobs, the watch over a run, the actions that its rows ask for, and the moves of a channel.
 
-The state of stages, and what their rows ask a person for, is put in words as things stand by now. What a row asks for
-may have been done since it was written: a driver writes down what it waits for when it looks, and a run that has ended
-is looked at by nobody.
+The state of stages and the next actions are described as of now. The action that a row asks for may have been done
+since the row was written: a driver records what a stage waits for when it observes it, and no process observes a run
+that has ended.
 
-The words state that a job has ended while no process drives its run, where a job runs that does not run here, and why a
-stage is where it is: what it waits for, and what a person would do next.
+The texts report a job that ended while no process drives its run, the host of a job that does not run here, and why a
+stage is in its state: what it waits for, and the next action of a person.
 
-Moves of a channel are listed newest first: what became of each, who requested it, why, and who approved it.
+Moves of a channel are listed newest first, each with its state, who requested it, why, and who approved it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from posttrain.store.hosts import Host, Ledger
 from posttrain.store.snapshot import Snapshot
 from posttrain.workspace.settings import OpenWorkspace
 
-NOTHING = "none needed"  # what a person would do next
+NOTHING = "none needed"  # the next action where no action is needed
 DONE = (StageState.SUCCEEDED, StageState.SKIPPED)
-_ALONE = 5.0  # seconds without a driver before that is told: from one driver to the next takes less
-_DIGITS = 18  # of the number of a release, at most
+_ALONE = 5.0  # seconds without a driver before that is reported: a change of drivers takes less
+_DIGITS = 18  # the maximum of a release number
 _KINDS = ("channel.promote", "channel.rollback")
 
 
@@ -54,12 +54,12 @@ def as_they_stand(
     signals: Sequence[Signal],
     reader: str,
 ) -> tuple[RunRecord, list[StageRecord]]:
-    """A run and its stages with the words that hold by now.
+    """Return a run and its stages with the messages that are true now.
 
     Args:
-        asked: where everything stands that was asked for on behalf of the run.
-        signals: that were sent to it.
-        reader: who looks: only who may approve is told to.
+        asked: the standings of all approval requests of the run.
+        signals: the signals sent to it.
+        reader: the person who reads: only an approver gets the command that approves.
     """
     release, sent = manifest.release, {signal.name: signal for signal in signals}
     own = [one for one in asked if release and one.request.channel == release.channel]
@@ -80,7 +80,7 @@ def as_they_stand(
 def _waits(
     row: StageRecord, asked: Sequence[Standing], sent: Mapping[str, Signal], wait: Wait | None, reader: str
 ) -> StageRecord:
-    """A stage that waits, with what has come by now."""
+    """Return a waiting stage with the approvals or the signal that have arrived since."""
     if not waiting(row):
         return row
     if row.reason == Reason.WAITING_FOR_APPROVAL:
@@ -98,10 +98,10 @@ def _waits(
 
 
 def _left_to_do(now: Snapshot, run: RunRecord, channel: str, asked: Sequence[Standing], reader: str) -> str:
-    """What is next for a run whose release was turned away; empty: what was said then."""
+    """Return the next action of a run whose release was refused; empty: the recorded action remains."""
     live = now.channel(channel)
     if live is not None and live.run_id == run.id:
-        return f"posttrain get {channel}"  # somebody promoted it
+        return f"posttrain get {channel}"  # promoted since
     promote = f"posttrain promote {run.id}"
     if run.reason == Reason.CHANNEL_FROZEN and not now.channel_record(channel).frozen:
         return promote
@@ -112,7 +112,7 @@ def _left_to_do(now: Snapshot, run: RunRecord, channel: str, asked: Sequence[Sta
 
 
 def asks_of(reader: str, found: Standing) -> str:
-    """What is next where approvals are missing: the command for who may, and who may for anybody else."""
+    """Return the next action where approvals are missing: the command for an approver, the approvers for others."""
     command = found.request.command
     if not found.may:
         return f"posttrain channel policy {found.request.channel}"
@@ -122,21 +122,21 @@ def asks_of(reader: str, found: Standing) -> str:
 
 
 def ended_unseen(workspace: OpenWorkspace, attempts: Sequence[AttemptRecord]) -> tuple[str, str] | None:
-    """Why a stage is where it is whose job has ended with nobody to take that in, and what a person would do next.
+    """Return message and next action of a stage whose job has ended while no process drives the run.
 
-    It is told of jobs on this machine, whose supervisor writes down how they end.
+    Only jobs on this machine are covered: their supervisor records their end.
 
     Args:
         attempts: of the stage, oldest first.
 
     Returns:
-        None: no such end is known.
+        None: no such end is recorded.
     """
     last = attempts[-1] if attempts else None
     if last is None or is_final("attempt", last.state) or workspace.jobs.elsewhere(last):
         return None
     record = None
-    with suppress(PosttrainError, OSError):  # whoever drives the run on says what is wrong with it
+    with suppress(PosttrainError, OSError):  # the next driver reports a damaged record
         record = read_json(workspace.jobs.folders.of(last).path / "exit.json")
     code = record.get("exit_code") if isinstance(record, dict) else None
     if not isinstance(code, int):
@@ -151,14 +151,14 @@ def ended_unseen(workspace: OpenWorkspace, attempts: Sequence[AttemptRecord]) ->
 def on_another_host(
     workspace: OpenWorkspace, attempts: Sequence[AttemptRecord], hosts: Callable[[], Sequence[Host]]
 ) -> tuple[str, str] | None:
-    """Why a stage is where it is whose live attempt another host has, and what a person would do next.
+    """Return message and next action of a stage whose live attempt runs on another host.
 
     Args:
         attempts: of the stage, oldest first.
-        hosts: those of the ledger.
+        hosts: returns the hosts of the ledger.
 
     Returns:
-        None: no other host has it.
+        None: its live attempt is not on another host.
     """
     last = attempts[-1] if attempts else None
     if last is None or is_final("attempt", last.state) or not workspace.jobs.elsewhere(last) or not workspace.hosts:
@@ -176,10 +176,10 @@ def on_another_host(
 def stage_attempts(
     workspace: OpenWorkspace, run_id: str, stage: str | None = None
 ) -> Iterator[tuple[str, AttemptRecord, AttemptFolder]]:
-    """The attempts of a run in order, of one stage or of all; of a reused stage, those that computed it.
+    """Yield the attempts of a run in order, of one stage or of all; of a reused stage, those that computed it.
 
     Raises:
-        NotFoundError: there is no such run or stage.
+        NotFoundError: the run or stage does not exist.
     """
     with workspace.ledger.snapshot() as now:
         rows = now.stages(now.run(run_id).id)
@@ -193,24 +193,24 @@ def stage_attempts(
 
 
 def named(host: Host) -> str:
-    """`HOSTNAME:FOLDER (URL)`."""
+    """Return `HOSTNAME:FOLDER (URL)`."""
     return f"{host.name} ({host.url})" if host.url else host.name
 
 
 def asks(row: StageRecord) -> bool:
-    """Whether it asks a person for something, who may have done it since."""
+    """Whether the stage asks a person for an action, which may have been done since."""
     return waiting(row) or (row.state == StageState.REJECTED and kind_of(row.kind).ships)
 
 
 def waiting_for(manifest: Manifest, rows: Sequence[StageRecord]) -> dict[str, str]:
-    """Stage → the unfinished stages it waits for, as words."""
+    """Return stage → the unfinished stages that it waits for, as text."""
     undone = {row.name for row in rows if row.state not in DONE}
     return {stage.name: ", ".join(sorted(stage.upstream() & undone)) for stage in manifest.stages}
 
 
 def stage_words(run: RunRecord, row: StageRecord, above: str, now: float) -> tuple[str, str]:
-    """Why the stage is where it is, and what a person would do next."""
-    if row.state in DONE:  # whatever its row asked for before that
+    """Return why the stage is in its state, and the next action of a person."""
+    if row.state in DONE:  # what its row asked for before is obsolete
         return row.message or row.state, "none needed"
     if row.state == StageState.RUNNING:
         return row.message or row.state, row.next_action or "none needed"
@@ -234,10 +234,10 @@ class LogFile:
     path: Path
     job: JobRef
     executor: Executor
-    elsewhere: str = ""  # why it cannot be read here
+    elsewhere: str = ""  # why it cannot be read on this host
 
     def read(self, start: int = 0) -> tuple[str, int]:
-        """Text from byte `start`, and where the next read starts. A log that is not there yet is empty."""
+        """Return text from byte `start`, and where the next read starts. A log that does not exist yet is empty."""
         if self.elsewhere:
             return ("", start) if start else (f"{self.elsewhere}\n", 1)
         page = self.executor.logs(self.job, start)
@@ -245,7 +245,7 @@ class LogFile:
 
 
 def log_files(workspace: OpenWorkspace, run_id: str, stage: str | None = None) -> list[LogFile]:
-    """The logs of a run's attempts in order; of a reused stage, those of where it was computed.
+    """Return the logs of a run's attempts in order; of a reused stage, those of the run that computed it.
 
     Raises:
         NotFoundError: the run has no such stage.
@@ -263,12 +263,12 @@ def log_files(workspace: OpenWorkspace, run_id: str, stage: str | None = None) -
 
 
 def not_here(attempt: AttemptRecord, host: Host | None) -> str:
-    """Where an attempt ran that did not run here, in one line."""
+    """Return in one line the host of an attempt that runs elsewhere."""
     return f"attempt {attempt.number} of {attempt.stage} is on host {named(host) if host else attempt.host}: ask there"
 
 
 def read_all(workspace: OpenWorkspace, run_id: str, stage: str | None) -> Iterator[tuple[LogFile, str]]:
-    """Everything printed so far, piece by piece."""
+    """Yield the output so far, piece by piece."""
     for log in log_files(workspace, run_id, stage):
         start = 0
         while True:
@@ -281,10 +281,10 @@ def read_all(workspace: OpenWorkspace, run_id: str, stage: str | None) -> Iterat
 def follow(
     workspace: OpenWorkspace, run_id: str, stage: str | None, look: Callable[[], RunRecord], interval: float = 0.3
 ) -> Iterator[tuple[LogFile, str]]:
-    """Pieces of log as they come, until the run has ended and everything was read.
+    """Yield pieces of logs as they appear, until the run has ended and everything was read.
 
     Args:
-        look: at the run, as `Vigil.look`; what it raises ends this.
+        look: returns the run, as `Vigil.look`; its exceptions propagate.
     """
     read: dict[Path, int] = {}
     while True:
@@ -302,11 +302,11 @@ def follow(
 
 
 class Vigil:
-    """Waiting for a run that somebody else is to drive: says when nobody does, and ends at a deadline.
+    """Waits for a run that another process drives: reports when none does, and ends at a deadline.
 
     Args:
-        say: told one line each time the run is left alone.
-        timeout: seconds; None: until the run ends, however long that takes.
+        say: called with one line each time the run has no driver.
+        timeout: seconds; None: no deadline.
     """
 
     def __init__(
@@ -317,10 +317,10 @@ class Vigil:
         self._told = False
 
     def look(self) -> RunRecord:
-        """The run as it is now.
+        """Return the present run.
 
         Raises:
-            DeadlineError: the time is up and the run is not final.
+            DeadlineError: the deadline passed and the run is not final.
         """
         run, now = self._workspace.ledger.run(self._run_id), self._workspace.ledger.clock.now()
         if is_final("run", run.state):
@@ -338,7 +338,7 @@ class Vigil:
         return run
 
     def rest(self, seconds: float) -> None:
-        """Until the next look."""
+        """Sleep until the next look."""
         self._workspace.ledger.clock.sleep(seconds)
 
 
@@ -347,23 +347,23 @@ class Move:
     """One move of a channel. Exactly one, the last, is live, however often its model was before."""
 
     entry: ReleaseEntry
-    state: ReleaseState  # of this move, not of its model
+    state: ReleaseState  # of the move, not of its model
     why: str = ""
-    approved_by: tuple[str, ...] = ()  # where it needed approvals
+    approved_by: tuple[str, ...] = ()  # empty where no approval was needed
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         return {**asdict(self.entry), "state": self.state, "why": self.why, "approved_by": list(self.approved_by)}
 
 
 def moves(ledger: Ledger, name: str, limit: int | None = None, before: str | None = None) -> list[Move]:
-    """The newest `limit` moves.
+    """Return the newest `limit` moves.
 
     Args:
-        before: the number of a release: only those that are older.
+        before: the number of a release: only older moves.
 
     Raises:
-        InputError: `before` is no number.
+        InputError: `before` is not a number.
     """
     if before is not None and not (before.isdecimal() and len(before) <= _DIGITS):
         raise InputError(f"channel {name}: before must be the number of a release, got {before[:80]!r}")
@@ -371,7 +371,7 @@ def moves(ledger: Ledger, name: str, limit: int | None = None, before: str | Non
         history = moving(now.history(name))
         events = [event for kind in _KINDS for event in now.events_about(name, kind)]
         told = {event.payload.get("sequence"): event.payload for event in events}
-        ended = {"rollback": ReleaseState.ROLLED_BACK}  # by the action of the move that followed
+        ended = {"rollback": ReleaseState.ROLLED_BACK}  # by the action of the next move
         states = [ended.get(follower.action, ReleaseState.SUPERSEDED) for follower in history[1:]]
         states += [ReleaseState.LIVE] * bool(history)
         moved = zip(history, states, strict=True)
@@ -384,7 +384,7 @@ def moves(ledger: Ledger, name: str, limit: int | None = None, before: str | Non
 
 
 def _requested(now: Snapshot, one: ReleaseEntry) -> ReleaseEntry:
-    """A release with who asked for it: entries of older versions name the account of the server's driver."""
+    """Return a release with its requester: entries of older versions name the account of the server's driver."""
     if one.actor != DRIVER or one.run_id is None:
         return one
     return replace(one, actor=now.known_submitter(one.run_id) or one.actor)

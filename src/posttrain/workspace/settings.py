@@ -1,6 +1,6 @@
-"""Settings of a workspace (`workspace.json`), where its ledger is, and the workspace that is open.
+"""Settings of a workspace (`workspace.json`), the place of its ledger, and the open workspace.
 
-The settings are written once, when the workspace is made, or later as a person asks:
+The settings are written once, when the workspace is made, or later by explicit commands:
 
 ::
 
@@ -8,11 +8,11 @@ The settings are written once, when the workspace is made, or later as a person 
      "job_variables": …, "model_limits": …}
 
 The ledger is the file `ledger.db` in the workspace's folder, or a database in PostgreSQL. The choice is made when the
-workspace is made and recorded in workspace.json, so that no later command can look elsewhere. A password is never
-recorded: libpq finds it in PGPASSWORD or ~/.pgpass.
+workspace is made and recorded in workspace.json, so that every later command uses it. A password is never recorded:
+libpq finds it in PGPASSWORD or ~/.pgpass.
 
-An open workspace is one folder with a ledger, blobs, attempt folders and a cache, and what works on them.
-`app.workspace` opens it and chooses its back-ends; whoever is given it does not know which they are.
+An open workspace is one folder with a ledger, blobs, attempt folders and a cache, and the components that work on them.
+`app.workspace` opens it and chooses its back-ends; other code does not depend on the choice.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 LEDGER_VARIABLE = "POSTTRAIN_LEDGER"
 KEY = "ledger"  # of workspace.json; absent: the file
 FILE = "ledger.db"
-_SUBJECT = "workspace"  # of the event by which a database belongs to one workspace
+_SUBJECT = "workspace"  # of the event that binds a workspace to a database
 FOLDER = ".posttrain"
 VARIABLE = "POSTTRAIN_WORKSPACE"
 STORE_VARIABLE = "POSTTRAIN_STORE"
@@ -60,26 +60,26 @@ SETTINGS = "workspace.json"
 TRUSTED = "trusted"
 LOCAL, PODMAN = "local", "podman"
 OWN_EXECUTORS = (LOCAL, PODMAN)
-EXECUTOR = "executor"  # the key of one that is not local
-VARIABLES = "job_variables"  # the key of names of variables that jobs of a server get besides
-LIMITS = "model_limits"  # the key of what a model folder may hold (`data.assets.ModelLimits`)
+EXECUTOR = "executor"  # the key of an executor that is not local
+VARIABLES = "job_variables"  # the key of names of additional variables that jobs of a server get
+LIMITS = "model_limits"  # the key of the limits of a model folder (`data.assets.ModelLimits`)
 CHANNEL = "channel"  # the key of a URL below which attempts have their channels; absent: in their folders
 _FORMAT = "posttrain.workspace/1"
 OWN_STORE = "blobs"  # below the workspace, which can then be moved as a whole
 _PLACE_DIGITS = 32
-_MOST_MANIFESTS = 1024  # that are kept
+_MOST_MANIFESTS = 1024  # kept in memory
 
 
 def ledger_place(root: Path, record: Any, asked: str | None = None) -> Path | str:
-    """The path or the address of a workspace's ledger.
+    """Return the path or the address of a workspace's ledger.
 
     Args:
-        record: what workspace.json holds; None without one.
-        asked: an address that was asked for; $POSTTRAIN_LEDGER asks, too.
+        record: the content of workspace.json; None without one.
+        asked: a requested address; $POSTTRAIN_LEDGER requests one, too.
 
     Raises:
-        WorkspaceError: it has another ledger than the one that was asked for.
-        InputError: what was asked for is no address of a PostgreSQL database, or holds a password.
+        WorkspaceError: the workspace has another ledger than the requested one.
+        InputError: the requested address is not a PostgreSQL database, or contains a password.
     """
     own = root / FILE
     word = asked or os.environ.get(LEDGER_VARIABLE) or None
@@ -96,10 +96,10 @@ def ledger_place(root: Path, record: Any, asked: str | None = None) -> Path | st
 
 
 def recorded(root: Path, record: Any) -> str | None:
-    """The address that workspace.json names; None where the ledger is the file.
+    """Return the address in workspace.json; None where the ledger is the file.
 
     Raises:
-        WorkspaceError: it names no address.
+        WorkspaceError: the value is not an address.
     """
     address = record.get(KEY) if isinstance(record, Mapping) else None
     if address is not None and not isinstance(address, str):
@@ -108,24 +108,25 @@ def recorded(root: Path, record: Any) -> str | None:
 
 
 def holds_runs(root: Path) -> bool:
-    """Whether runs were made in this folder."""
+    """Return whether this folder contains runs."""
     return (root / "runs").is_dir() and any((root / "runs").iterdir())
 
 
 def host_name(root: Path) -> str:
-    """What people call a workspace folder among others of its ledger: HOSTNAME:FOLDER."""
+    """Return the name of a workspace folder among the hosts of its ledger: HOSTNAME:FOLDER."""
     return f"{socket.gethostname()}:{root}"
 
 
 def bind(ledger: Ledger, root: Path, identity: str, actor: str, store: str = "") -> None:
-    """Let a workspace folder be one of the hosts of a database; all of them keep their artifacts in one store.
+    """Bind a workspace folder to a database as one of its hosts; all of them keep their artifacts in one store.
 
     Args:
-        identity: what tells the workspace from others; a folder that was moved keeps it.
-        store: URL of the store that others reach, too; empty: it lies in this folder.
+        identity: the workspace's unique id; a folder that was moved keeps it.
+        store: URL of the store that other hosts reach, too; empty: it is in this folder.
 
     Raises:
-        WorkspaceError: it is that of a workspace with another store, or this folder is a copy of one that has it.
+        WorkspaceError: the database is bound to a workspace with another store, or this folder is a copy of a bound
+            one.
     """
     mine, where = f"{_SUBJECT}/{identity}", host_name(root)
     place = ledger.database.place
@@ -135,7 +136,7 @@ def bind(ledger: Ledger, root: Path, identity: str, actor: str, store: str = "")
     with ledger.database.alone(), ledger.transaction(actor) as transaction:
         own = [folder for folder, _ in _bound(transaction.snapshot, mine, place)]
         known = _bound(transaction.snapshot, _SUBJECT, place)
-        if not own and known and where not in dict(known):  # the folder itself may have lost its workspace.json
+        if not own and known and where not in dict(known):  # the folder may have lost its workspace.json
             _refuse_other_store(root, place, known[-1], store)
         if own and own[-1] != where and _still_there(own[-1], identity):
             raise WorkspaceError(
@@ -147,15 +148,15 @@ def bind(ledger: Ledger, root: Path, identity: str, actor: str, store: str = "")
 
 
 def _refuse_twin(ledger: Ledger, identity: str, where: str) -> None:
-    """A copy on another machine would take the jobs of the folder that it was made of for its own.
+    """Refuse a copy on another machine, which would take the original folder's jobs for its own.
 
     Raises:
-        WorkspaceError: that one was heard of a moment ago.
+        WorkspaceError: the original was active a moment ago.
     """
     known = next(
         (one for one in Hosts(ledger.database, ledger.clock, identity, where).all() if one.id == identity), None
     )
-    elsewhere = known is not None and known.name.partition(":")[0] != where.partition(":")[0]  # else it was looked at
+    elsewhere = known is not None and known.name.partition(":")[0] != where.partition(":")[0]  # else it was checked
     if known is not None and elsewhere and not known.gone:
         raise WorkspaceError(
             f"{where}: is a copy of {known.name}, which was heard of {known.silent:.0f} s ago and has the same id; use "
@@ -165,7 +166,7 @@ def _refuse_twin(ledger: Ledger, identity: str, where: str) -> None:
 
 
 def _refuse_other_store(root: Path, place: str, known: tuple[str, str], store: str) -> None:
-    """What one host made, every other one must be able to read.
+    """Refuse another store: every host must be able to read the artifacts of every other one.
 
     Raises:
         WorkspaceError: they keep their artifacts in different stores.
@@ -180,16 +181,16 @@ def _refuse_other_store(root: Path, place: str, known: tuple[str, str], store: s
 
 
 def _bound(now: Snapshot, subject: str, place: str) -> list[tuple[str, str]]:
-    """Where the workspaces of a ledger are or were, as `host:folder`, with their shared stores, the last one last.
+    """Return present and former places of a ledger's workspaces as (`host:folder`, shared store), the newest last.
 
-    What was said at another address was said of another database, which this one is a copy of.
+    An event recorded at another address is about another database, which this one is a copy of.
     """
     known = [event.payload for event in [*now.events(subject_prefix=subject), *now.pending_events(subject)]]
     return [(str(one.get("folder")), str(one.get("store", ""))) for one in known if one.get("ledger", place) == place]
 
 
 def _still_there(where: str, identity: str) -> bool:
-    """Whether a workspace of this id is in another folder of this machine."""
+    """Return whether a workspace with this id is in another folder of this machine."""
     host, _, folder = where.partition(":")
     record = read_json(Path(folder) / "workspace.json") if host == socket.gethostname() else None
     return isinstance(record, Mapping) and record.get("id") == identity
@@ -198,7 +199,8 @@ def _still_there(where: str, identity: str) -> bool:
 def record_places(
     root: Path, url: str, place: Path | str, rewards: str | None, trackers: Mapping[str, Any] | None, channel: str = ""
 ) -> None:
-    """Where artifacts, ledger and channels of a new workspace are, and what a person says of rewards and trackers."""
+    """Record the places of a new workspace's artifacts, ledger and channels, and the choices of rewards and trackers.
+    """
     with settings_lock(root):
         known = read_json(root / SETTINGS)
         places = ({} if isinstance(place, Path) else {KEY: place}) | ({CHANNEL: channel} if channel else {})
@@ -214,15 +216,15 @@ def record_places(
 
 
 def fresh_record(root: Path, url: str) -> dict[str, Any]:
-    """Of a workspace that says nothing else."""
+    """Return the record of a workspace without other settings."""
     return {"format": _FORMAT, "store": OWN_STORE if url == blobs_url(root / OWN_STORE) else url}
 
 
 def record_variables(root: Path, names: Collection[str]) -> None:
-    """Which variables of a server's environment its jobs get besides those that a machine needs; none: no others.
+    """Record which additional variables of a server's environment its jobs get; empty: none.
 
     Raises:
-        InputError: a name that is none, or of a variable that no job of a server gets.
+        InputError: an invalid name, or a variable that no job of a server gets.
     """
     for name in names:
         if not name.isidentifier() or name.startswith(NEVER):
@@ -234,14 +236,14 @@ def record_variables(root: Path, names: Collection[str]) -> None:
 
 
 def record_setting(root: Path, key: str, value: Any) -> None:
-    """What workspace.json says under a key, in place of what was recorded before; nothing where the value is empty."""
+    """Replace the value of a key in workspace.json; an empty value removes the key."""
     with settings_lock(root):
         others = {name: said for name, said in read_json(root / SETTINGS).items() if name != key}
         write_json(root / SETTINGS, others | ({key: value} if value else {}))
 
 
 def settings_lock(root: Path) -> AbstractContextManager[None]:
-    """One process at a time reads and writes workspace.json; the folder itself is locked, for nothing to be left."""
+    """Lock workspace.json for one process at a time; the lock is on the folder itself, so no file is left behind."""
     return held(root, make=False)
 
 
@@ -249,18 +251,18 @@ class OpenWorkspace:
     """The control plane over one folder."""
 
     root: Path
-    actor: str  # who acts, as the audit log names it
+    actor: str  # the principal in the audit log
     settings: Mapping[str, Any]  # of workspace.json
     ledger: Ledger
     blobs: ObjectBlobs
     stores: Stores
     jobs: Jobs
     catalog: Catalog
-    hosts: Hosts | None = None  # of its ledger; None where it is this folder's alone
+    hosts: Hosts | None = None  # of its ledger; None where only this folder uses it
 
     @property
     def served(self) -> bool:
-        """Whether a server has it, which goes by the settings that it read when it began."""
+        """Whether a server runs over it, with the settings that it read at its start."""
         return is_served(self.root)
 
     @property
@@ -269,16 +271,18 @@ class OpenWorkspace:
         return self.settings.get("rewards") == TRUSTED
 
     def manifest_or_trouble(self, run: RunRecord) -> tuple[Manifest | None, str]:
-        """A run's manifest, or one line that says why it cannot be read: a look at many runs survives a bad one."""
+        """Return a run's manifest, or one line with the reason why it cannot be read: a list of runs survives a bad
+        one.
+        """
         known = self._manifests.get(run.manifest_digest)
         if known is not None:
             return known, ""
         try:
             found = self.stores.manifest(run)
-            if len(self._manifests) < _MOST_MANIFESTS:  # bytes by their digest: they never change
+            if len(self._manifests) < _MOST_MANIFESTS:  # bytes never change under their digest
                 self._manifests[run.manifest_digest] = found
             return found, ""
-        except (PosttrainError, ValueError) as error:  # bytes gone or corrupt, or a manifest of another version
+        except (PosttrainError, ValueError) as error:  # missing or corrupt bytes, or a manifest of another version
             return None, f"manifest unreadable: {str(error).splitlines()[0]}"
 
     @functools.cached_property
@@ -295,33 +299,33 @@ class OpenWorkspace:
 
     @property
     def ledger_address(self) -> str | None:
-        """The address of its ledger in PostgreSQL; None where it is a file of its own."""
+        """The address of its ledger in PostgreSQL; None where the ledger is a file."""
         return recorded(self.root, self.settings)
 
     @functools.cached_property
     def channels(self) -> str:
-        """The URL below which new attempts have their channels; empty: in their folders. Copies have another."""
+        """The URL below which new attempts have their channels; empty: in their folders. A copy has another URL."""
         url = str(self.settings.get(CHANNEL, ""))
         return f"{url}/{self.place()}" if url else ""
 
     @property
     def channel_address(self) -> str | None:
-        """Where jobs and drivers talk, where that is not the attempts' folders."""
+        """The URL of the channels between jobs and drivers; None: the attempts' folders."""
         return self.settings.get(CHANNEL)
 
     @property
     def read_only(self) -> bool:
-        """Whether it may only be read: another user's, or on a read-only mount."""
+        """Whether the workspace is read-only: another user's, or on a read-only mount."""
         return self.ledger.database.read_only
 
     def identity(self) -> str:
-        """What tells this workspace from others, also moved or copied: 32 random hexadecimal digits in workspace.json.
+        """Return the unique id of this workspace, kept when it is moved or copied: 32 random hexadecimal digits.
 
         Raises:
-            WorkspaceError: it has none yet and cannot be written.
+            WorkspaceError: it has no id yet and cannot be written.
         """
         path = self.root / SETTINGS
-        with settings_lock(self.root):  # the writers of several runs may ask at once
+        with settings_lock(self.root):  # the writers of several runs may ask at the same time
             record = read_json(path) or fresh_record(self.root, self.blobs.url)
             if not record.get("id"):
                 record = {**record, "id": uuid.uuid4().hex}
@@ -329,7 +333,7 @@ class OpenWorkspace:
         return str(record["id"])
 
     def refuse_missing_executor(self) -> None:
-        """Before anything is submitted.
+        """Refuse a missing executor before anything is submitted.
 
         Raises:
             InputError: the package of its executor is not installed any more, or broken.
@@ -343,9 +347,10 @@ class OpenWorkspace:
         return not isinstance(self.jobs.executor, InstalledExecutor)
 
     def place(self) -> str:
-        """What tells its jobs from those of other workspaces: a digest of its identity and of where it is.
+        """Return the id that separates its jobs from those of other workspaces: a digest of identity, machine and
+        folder.
 
-        A copy has another, so it never ends the jobs of what it was copied from; so has one that was moved.
+        A copy has another id, so it never ends the original's jobs; a moved workspace has another one, too.
 
         Raises:
             WorkspaceError: as `identity`.
@@ -354,40 +359,41 @@ class OpenWorkspace:
 
     @functools.cached_property
     def log(self) -> str:
-        """What tells the event log from others that keep heads in the same store; a store in the folder has one."""
+        """The id of the event log among those that keep heads in the same store; a store in the folder has one log."""
         if self.ledger_address is not None:
             return digest_json([self.ledger.database.place]).partition(":")[2][:_PLACE_DIGITS]
         return "own" if self.blobs.url == blobs_url(self.root / OWN_STORE) else self.place()
 
     def lost(self, run_id: str = "*") -> Lost:
-        """What is kept outside the ledger and missing in it: of the log, and of one run's folder or of all."""
+        """Return kept data that the ledger lacks: of the log, and of one run's folder or of all."""
         return find_lost(self.ledger, self.blobs, self.log, self.root, run_id)
 
     def accept_loss(self, reason: str) -> Lost:
-        """See `store.heads.accept_loss`; what was accepted."""
+        """See `store.heads.accept_loss`; return the accepted loss."""
         lost = accept_loss(self.ledger, self.blobs, self.log, self.root, self.actor, reason)
         self.seal()
         return lost
 
     def seal(self, *, keep: bool = True) -> None:
-        """Chain the events committed so far; whoever may only read leaves that to the next who writes.
+        """Chain the events committed so far; a read-only process leaves that to the next writer.
 
         Args:
-            keep: also keep the head in the store. Loops that seal every few seconds leave that to what ends runs.
+            keep: also keep the head in the store. Loops that seal every few seconds leave that to the end of a run.
         """
         if self.read_only:
             return
         seal(self.ledger)
-        if keep and self.root.is_dir():  # where a folder was removed or moved, a store in it is not made again
-            with suppress(InfrastructureError, WorkspaceError):  # what was done stands; the next one keeps a newer head
+        if keep and self.root.is_dir():  # a removed folder is not made again by its store
+            with suppress(InfrastructureError, WorkspaceError):  # the seal is valid; the next one keeps a newer head
                 keep_head(self.ledger, self.blobs, self.log)
 
     def seen_by(self, actor: str, project: str, auth: str, request: str = "") -> Self:
-        """The same workspace as another principal sees it, in another project perhaps; this one closes its database.
+        """Return the same workspace as another principal sees it, perhaps in another project; this one closes the
+        database.
 
         Args:
-            auth: how it was made sure who that is, as events say it.
-            request: what they ask, by which events tell its transactions.
+            auth: the authenticator of the principal, for events.
+            request: id of the request, which numbers its transactions.
         """
         other = copy.copy(self)
         for cached in ("reconciler", "channels"):

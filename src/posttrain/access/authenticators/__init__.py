@@ -1,1 +1,1 @@
-"""Ways to know who somebody is, one file each."""
+"""Authenticators, one file each."""

@@ -1,4 +1,4 @@
-"""A fake that knows whom it was told of."""
+"""A fake authenticator with fixed identities."""
 
 from collections.abc import Mapping
 
@@ -7,10 +7,10 @@ from posttrain.domain.errors import AccessError
 
 
 class FakeAuthenticator:
-    """Knows identities by words.
+    """Identifies principals by a table of proofs.
 
     Args:
-        known: proof → who shows it.
+        known: proof → identity.
     """
 
     auth = "fake"

@@ -1,6 +1,6 @@
-"""Sessions of browsers: 256 random bits in a cookie, which stand for a token. What ends the token ends them.
+"""Sessions of browsers: 256 random bits in a cookie, which stand for a token. The end of the token ends them.
 
-The ledger keeps the SHA-256 of the bits, and the token is in no cookie, so neither tells the other.
+The ledger keeps the SHA-256 of the bits, and the token is in no cookie, so neither reveals the other.
 """
 
 import base64
@@ -20,7 +20,7 @@ _FORM = re.compile(r"[A-Za-z0-9_-]{43}")
 
 
 class SessionAuthenticator:
-    """Knows principals by sessions that are not over, of tokens that are neither expired nor revoked."""
+    """Identifies principals by sessions that are not over, of tokens that are neither expired nor revoked."""
 
     auth = SESSION
 
@@ -38,14 +38,14 @@ class SessionAuthenticator:
 
 
 def begin(ledger: Ledger, proof: str) -> str:
-    """A session of whoever shows a token. Its secret is kept nowhere.
+    """Begin a session for a token and return its secret, which is stored nowhere.
 
     Args:
-        proof: a token that was found to be good.
+        proof: a valid token.
     """
     secret = base64.urlsafe_b64encode(ledger.entropy(_BYTES)).decode().rstrip("=")
     token = ledger.token_of(digest_bytes(proof.encode()))
-    if token is None:  # revoked tokens stay, so it was none
+    if token is None:  # revoked tokens stay, so it never existed
         raise AccessError("the token is not known here; ask an admin for another one")
     until = min(token.expires_at, ledger.clock.now() + SECONDS)
     begin_session(ledger, digest_bytes(secret.encode()), token.id, until)
@@ -53,5 +53,5 @@ def begin(ledger: Ledger, proof: str) -> str:
 
 
 def end(ledger: Ledger, secret: str) -> None:
-    """Let a session be good for nothing from now on."""
+    """End a session."""
     end_session(ledger, digest_bytes(secret.encode()))

@@ -1,4 +1,4 @@
-"""The user of this process, as the operating system knows it: nothing needs to be shown."""
+"""The user of this process according to the operating system: no proof is needed."""
 
 import os
 import pwd
@@ -8,19 +8,19 @@ from posttrain.domain.errors import AccessError
 
 
 class SystemUser:
-    """Whoever runs this process."""
+    """Identifies the user that runs this process."""
 
     auth = OS
 
     def authenticate(self, proof: str = "") -> Identity:
-        """See `Authenticator.authenticate`; anything that is shown is refused, since nothing could be said of it."""
+        """See `Authenticator.authenticate`; a proof is refused, since it cannot be checked."""
         if proof:
             raise AccessError("this workspace knows its user by the operating system; log in nowhere, show nothing")
         return Identity(f"user:{login_name()}", self.auth)
 
 
 def login_name() -> str:
-    """The name of the process's user, and not what LOGNAME says: anybody may set that."""
+    """Return the name of the process's user; LOGNAME is ignored, since any user may set it."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:  # a container without a passwd entry

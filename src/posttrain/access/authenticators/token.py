@@ -1,4 +1,4 @@
-"""Tokens: 256 random bits that a principal shows. The ledger keeps their SHA-256, which tells nothing of them."""
+"""Tokens: 256 random bits that a principal shows. The ledger keeps their SHA-256, which does not reveal them."""
 
 import base64
 import re
@@ -14,14 +14,14 @@ from posttrain.store.hosts import Ledger
 from posttrain.store.transaction import Transaction
 
 TOKEN = "token"
-PREFIX = "posttrain_"  # so that scanners of repositories and logs know one when they see it
-LONGEST = 366 * 86400.0  # seconds that a token may be good for
+PREFIX = "posttrain_"  # so that scanners of repositories and logs recognise one
+LONGEST = 366 * 86400.0  # seconds that a token may be valid
 _BYTES, _ID_BYTES = 32, 8
 _FORM = re.compile(rf"{PREFIX}[A-Za-z0-9_-]{{43}}")
 
 
 class TokenAuthenticator:
-    """Knows principals by tokens that are neither expired nor revoked, at this moment."""
+    """Identifies principals by tokens that are neither expired nor revoked."""
 
     auth = TOKEN
 
@@ -38,16 +38,18 @@ class TokenAuthenticator:
 
 
 def issue(ledger: Ledger, actor: str, principal: str, scopes: Mapping[str, Role], seconds: float) -> tuple[str, Token]:
-    """A new token, and what the ledger knows of it. The token itself is kept nowhere.
+    """Issue a token; return it and its record in the ledger. The token itself is stored nowhere.
 
     Args:
-        actor: who issues it.
-        principal: who will show it.
-        scopes: the ledger's project → the most that may be done there with it.
-        seconds: that it is good for.
+        actor: the principal that issues it.
+        principal: the principal that will show it.
+        scopes: the ledger's project → the highest role there with it.
+        seconds: its validity.
 
     Raises:
-        InputError: a time that is not from now to a year from now; no scope, or one of another project; no principal.
+        InputError: a validity that is not positive or exceeds `LONGEST`; no scope, or one of another project; an
+            invalid
+            principal.
     """
     _refuse_long(seconds)
     refuse_unnamed(principal)
@@ -63,11 +65,11 @@ def issue(ledger: Ledger, actor: str, principal: str, scopes: Mapping[str, Role]
 
 
 def rotate(ledger: Ledger, actor: str, token_id: str, seconds: float) -> tuple[str, Token]:
-    """A token in the place of another one, which is good for nothing from this moment on.
+    """Replace a token by a new one and revoke it immediately.
 
     Raises:
-        InputError: as `issue`; or the other was revoked before, or has expired.
-        NotFoundError: the project has none.
+        InputError: as `issue`; or the token was revoked before, or has expired.
+        NotFoundError: the project has no such token.
     """
     _refuse_long(seconds)
     with ledger.transaction(actor) as transaction:
@@ -82,10 +84,10 @@ def rotate(ledger: Ledger, actor: str, token_id: str, seconds: float) -> tuple[s
 
 
 def refuse_unnamed(principal: str) -> None:
-    """Refuse a token for what names nobody.
+    """Refuse a token for an invalid principal.
 
     Raises:
-        InputError: it does not.
+        InputError: the name is not a principal.
     """
     if not is_principal(principal):
         hint = f"; write user:{principal}" if is_principal(f"user:{principal}") and ":" not in principal else ""

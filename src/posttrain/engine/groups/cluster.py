@@ -1,7 +1,7 @@
-"""The Ray cluster a job's pools live in: one that is there already, or one of the job's own on this machine.
+"""The Ray cluster of a job's pools: a running one, or the job's own cluster on this machine.
 
 A local cluster is reachable from this machine only, requires a token that only its processes have, and ends with its
-owner, also after `kill -9` (see `groups.reaper`).
+owner, even after `kill -9` (see `groups.reaper`).
 """
 
 import ipaddress
@@ -26,14 +26,13 @@ from posttrain.domain.errors import InfrastructureError, InputError
 from posttrain.engine.groups.port import Backend
 from posttrain.engine.groups.reaper import VARIABLE
 
-# Ray reads it when it is imported. Unless it is 0, Ray takes the machine's outward address for its own, and listens on
-# all of them
+# Ray reads it at import. Unless it is 0, Ray uses the machine's outward address, and listens on all addresses
 _OUTWARD = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _ATTEMPTS = (
     "RAY_NUM_REDIS_GET_RETRIES"  # to connect, of some 40 seconds each; Ray's own 20 would be a quarter of an hour
 )
 _TOKEN = secrets.token_hex(32)  # one per process: Ray reads it once
-_PREPARED = threading.Event()  # ray was imported with the settings of a local cluster: it reads some of them only then
+_PREPARED = threading.Event()  # ray was imported with the settings of a local cluster; it reads some only then
 _LONGEST = 40  # characters of a temporary folder; Ray's sockets below it must stay within a path of 107
 _GIB = 1024**3
 _LEAVING = 40.0  # seconds for the reaper to finish
@@ -43,13 +42,13 @@ _COMING_UP = 300.0  # seconds for a local cluster to start; usually 3
 @final
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A cluster this process is connected to: `Cluster(address="127.0.0.1:41033", local=True)`."""
+    """A cluster that this process is connected to: `Cluster(address="127.0.0.1:41033", local=True)`."""
 
     address: str
     local: bool
 
     def resources(self) -> dict[str, float]:
-        """Of all nodes together, in use or not, as Ray counts them: `{"CPU": 32.0, "GPU": 8.0, …}`."""
+        """Return the resources of all nodes, in use or not, as Ray counts them: `{"CPU": 32.0, "GPU": 8.0, …}`."""
         import ray
 
         found: dict[str, float] = ray.cluster_resources()
@@ -69,7 +68,7 @@ class Cluster:
         collective_seconds: float = 1800.0,
         collective: bool = True,
     ) -> Backend:
-        """Processes for a pool; `cpus` and `gpus` are those of one rank. See `RayBackend`.
+        """Start processes for a pool; `cpus` and `gpus` are those of one rank. See `RayBackend`.
 
         Raises:
             InputError: the cluster could never hold it.
@@ -94,17 +93,17 @@ class Cluster:
 def open_cluster(
     address: str | None = None, *, cpus: int | None = None, store_bytes: int | None = None, seconds: float = 60.0
 ) -> Iterator[Cluster]:
-    """Connect to a cluster, or start one; leave it, or end it.
+    """Connect to a cluster, or start one; disconnect from it, or end it.
 
     Args:
         address: `host:port` of a running cluster's head; None starts a local one.
-        cpus: that a local cluster has to give away; None: those of this machine.
+        cpus: that a local cluster offers; None: those of this machine.
         store_bytes: shared memory of a local cluster; None: a tenth of this machine's, at most 8 GiB.
         seconds: for a running cluster to accept a connection.
 
     Raises:
         InputError: ray is not installed, or was imported before a local cluster could be prepared; this process is in
-            a cluster already; the address is none.
+            a cluster already; the address is malformed.
         InfrastructureError: there is no cluster at the address, or a local one did not come up.
     """
     with _own(cpus, store_bytes) if address is None else _joined(address, seconds) as cluster:
@@ -146,10 +145,10 @@ def _own(cpus: int | None, store_bytes: int | None) -> Iterator[Cluster]:
         [sys.executable, "-P", "-m", "posttrain.engine.groups.reaper", folder, f"{_COMING_UP:g}"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        start_new_session=True,  # it has to outlive what ends this process and its group
+        start_new_session=True,  # it has to outlive the signals that end this process and its group
     )
     try:
-        os.environ[_OUTWARD] = "0"  # for good: processes of this one that join the cluster read it too
+        os.environ[_OUTWARD] = "0"  # stays set: processes of this one that join the cluster read it too
         settings = {
             VARIABLE: folder,
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -182,10 +181,10 @@ def _own(cpus: int | None, store_bytes: int | None) -> Iterator[Cluster]:
 
 
 def _tell(reaper: subprocess.Popen[bytes]) -> None:
-    """That the cluster is up.
+    """Report to the reaper that the cluster is up.
 
     Raises:
-        InfrastructureError: the reaper has given it up this moment.
+        InfrastructureError: the reaper has just given it up.
     """
     assert reaper.stdin is not None
     try:
@@ -196,7 +195,7 @@ def _tell(reaper: subprocess.Popen[bytes]) -> None:
 
 
 def _ray() -> Any:
-    """The package, which is optional."""
+    """Import the package, which is optional."""
     try:
         import ray
     except ImportError as error:
@@ -209,15 +208,15 @@ def _ray() -> Any:
 
 
 def _init(ray: Any, wish: str, **settings: Any) -> None:
-    """`ray.init`, without its signal handlers: what SIGTERM means is the job's business.
+    """Call `ray.init`, without its signal handlers: the job handles SIGTERM.
 
-    Not in another thread: Ray's processes are told to die with the thread that started them.
+    Not in another thread: Ray's processes die with the thread that started them.
     """
     mine = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         ray.init(log_to_driver=True, logging_level=logging.WARNING, **settings)
-    except Exception as error:  # Ray raises whatever happened underneath, OSError and RuntimeError among others
+    except Exception as error:  # Ray passes on any error, OSError and RuntimeError among others
         ray.shutdown()
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise InfrastructureError(f"{wish}, got {reason}; see the job's log") from error
@@ -227,7 +226,7 @@ def _init(ray: Any, wish: str, **settings: Any) -> None:
 
 
 def _confined(ray: Any) -> str:
-    """The address of a local cluster's head, which must not be reachable from outside.
+    """Return the address of a local cluster's head, which must not be reachable from outside.
 
     Raises:
         InfrastructureError: it is.
@@ -243,14 +242,14 @@ def _confined(ray: Any) -> str:
 
 
 def _folder() -> str:
-    """A new folder of this cluster's own, with a short path."""
+    """Create the cluster's own folder, with a short path."""
     base = tempfile.gettempdir()
     return tempfile.mkdtemp(prefix="ptr-", dir=base if len(base) <= _LONGEST else Path("/tmp"))
 
 
 @contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Variables for the processes started meanwhile; this one forgets them again."""
+    """Set variables for the processes started meanwhile; restore them in this process at the end."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:

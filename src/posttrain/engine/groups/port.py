@@ -1,25 +1,25 @@
 """The port between a worker group and the processes of its workers: calls, failures, replacement and transport.
 
-The port states what a worker group asks of the place its workers live in, and of what it sends through it. A worker's
-context is its rank, its device, and what its neighbours lend it. Every call to a worker group becomes one span: which
-ranks were busy when, and how many bytes moved.
+The port states what a worker group requires of the processes of its workers, and of the values that it sends. A
+worker's context is its rank, its device, and the objects that its neighbours lend it. Every call to a worker group
+becomes one span: which ranks were busy when, and how many bytes moved.
 
-Failures: a failure on a rank reaches the controller as itself, with role, rank and its own traceback.
+Failures: a rank's exception is raised in the controller with its own type, role, rank and traceback.
 
-Replacement: a lost process of a pool whose ranks work alone is started anew; the other ranks keep their processes and
+Replacement: a lost process of a pool whose ranks work alone is started again; the other ranks keep their processes and
 their work.
 
 ::
 
-    lost ──▶ process of the same rank ──▶ workers of every role ──▶ `restore`: what the lost one had ──▶ go on
+    lost ──▶ process of the same rank ──▶ workers of every role ──▶ `restore`: its earlier state ──▶ continue
       ▲                  │ lost too                │ lost too            │ lost too
       └──────────────────┴─────────────────────────┴─────────────────────┘  `MOST` times, then the pool is given up
 
-Whoever notices a loss waits for its replacement. Each wait has a deadline, that of a start or of a call.
+The caller that notices a loss waits for its replacement. Each wait has a deadline, that of a start or of a call.
 
-Transport: arguments and answers travel between processes pickled, with tensors beside the pickle and not inside it. A
+Transport: arguments and answers travel between processes pickled, with tensors next to the pickle and not inside it. A
 tensor's own pickling writes a whole file format into the pickle and copies the data several times. Here its memory is
-handed over as a buffer (PEP 574), which a transport copies once; the receiver gets memory of its own, writable.
+passed as a buffer (PEP 574), which a transport copies once; the receiver gets its own memory, writable.
 """
 
 import io
@@ -39,7 +39,7 @@ from posttrain.domain.jobs import Fact, FactSink, Note, Span
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 T = TypeVar("T")
-MOST = 3  # of one rank in one step: what its prompts or its memory cause comes again, and each time costs a start
+MOST = 3  # of one rank in one step: losses caused by its prompts or memory recur, and each one costs a start
 
 
 class Shardable(Protocol):
@@ -50,23 +50,23 @@ class Shardable(Protocol):
         """Tokens of every item: what its cost is estimated from."""
 
     def select_items(self, items: Sequence[int], /) -> Any:
-        """The named items, in the named order; none gives an empty one of the same type."""
+        """Return the named items, in the named order; an empty one of the same type for no items."""
 
 
 class Keyed(Shardable, Protocol):
-    """Items that also have names: prompts, by their places in the data stream."""
+    """Items that also have names: prompts, by their positions in the data stream."""
 
     @property
     def keys(self) -> Sequence[int]:
-        """The name of every item; no two are the same."""
+        """The name of every item; all are distinct."""
 
 
 class Gatherable(Protocol):
-    """What ranks return and the controller puts together."""
+    """Values of ranks that the controller combines."""
 
     @classmethod
     def gather(cls, parts: Any, shards: Sequence[Sequence[int]], /) -> Any:
-        """One value out of one part per shard; `parts[r]` was computed from the items `shards[r]`."""
+        """Return one value from one part per shard; `parts[r]` was computed from the items `shards[r]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,29 +77,29 @@ class Process:
     pid: int
     host: str
     device: str
-    alone: bool = False  # the other ranks of its pool go on without it
+    alone: bool = False  # the other ranks of its pool continue without it
 
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[R_co]):
-    """What one rank returned, and what that took."""
+    """The return value of one rank, and its cost."""
 
     value: R_co
     started: float  # seconds since the epoch, by the rank's clock
-    seconds: float  # the method ran
+    seconds: float  # that the method ran
     bytes_out: int = 0  # controller → rank, serialised
     bytes_in: int = 0  # rank → controller
 
 
 class Stored(Protocol[R_co]):
-    """A value that stayed where it was computed. It travels as a reference, from rank to rank, past the controller."""
+    """A value that stays where it was computed. It travels as a reference, from rank to rank, past the controller."""
 
     @property
     def here(self) -> bool:
-        """Whether `value` is the thing itself, in this process, and no copy of it."""
+        """Whether `value` returns the object itself, in this process, and not a copy."""
 
     def value(self) -> R_co:
-        """Fetch it; called by the worker that was given the reference."""
+        """Fetch the value; called by the worker that received the reference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,51 +115,51 @@ class Call(Protocol[R_co]):
 
     @property
     def role(self) -> str:
-        """Of the worker."""
+        """The role of the worker."""
 
     @property
     def rank(self) -> int:
-        """Of the worker."""
+        """The rank of the worker."""
 
     def done(self) -> bool:
         """Whether there is an answer or a failure."""
 
     def answered(self) -> Answer[R_co] | None:
-        """The answer, where it has been fetched."""
+        """Return the answer, if it has been fetched."""
 
 
 class Flow(Protocol[R_co]):
-    """A generator running on one rank, whose answers come as it yields them."""
+    """A generator running on one rank, whose answers arrive as it yields them."""
 
     @property
     def role(self) -> str:
-        """Of the worker."""
+        """The role of the worker."""
 
     @property
     def rank(self) -> int:
-        """Of the worker."""
+        """The rank of the worker."""
 
     @property
     def ended(self) -> bool:
         """Whether its last answer was taken."""
 
     def taken(self) -> Answer[int]:
-        """How many answers were taken, and what they took together."""
+        """Return how many answers were taken, and their total cost."""
 
 
 class Backend(Protocol):
-    """Processes (or one) in which workers live, one place per rank.
+    """Processes (or one) in which workers live, one per rank.
 
     Every implementation:
 
     * starts a role's worker on every rank, in the same process as the other roles of that rank;
-    * runs the calls of one rank in the order they were submitted, those of different ranks side by side where it has
+    * runs the calls of one rank in the order they were submitted, those of different ranks concurrently where it has
       several processes;
     * raises a worker's own exception with its role, its rank and its traceback (`failures.blame`);
-    * raises at the first failure: the other ranks of a broken collective are not waited for;
+    * raises at the first failure, without waiting for the other ranks of a broken collective;
     * raises DeadlineError when the time is over, and afterwards refuses calls to ranks that may still be stuck;
-    * raises WorkerLostError when a process is gone, and afterwards refuses calls, unless that process is `alone`;
-    * frees everything in `close`, also after failures; closing twice is allowed.
+    * raises WorkerLostError when a process has ended, and afterwards refuses calls, unless that process is `alone`;
+    * frees everything in `close`, even after failures; closing twice is allowed.
     """
 
     @property
@@ -172,7 +172,7 @@ class Backend(Protocol):
 
     @property
     def ranks(self) -> int:
-        """How many."""
+        """The number of ranks."""
 
     @property
     def processes(self) -> Sequence[Process]:
@@ -186,12 +186,12 @@ class Backend(Protocol):
     def submit(
         self, role: str, ranks: Sequence[int], method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Call[R]]:
-        """Begin `method(worker, *args, **kwargs)` on these ranks, which all get the same: it is serialised once."""
+        """Begin `method(worker, *args, **kwargs)` on these ranks, which all get the same arguments, serialised once."""
 
     def submit_stored(
         self, role: str, ranks: Sequence[int], method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Call[Stored[R]]]:
-        """As `submit`, but what is returned stays where it is."""
+        """Like `submit`, but the return value stays on its rank."""
 
     def submit_stream(
         self,
@@ -201,38 +201,38 @@ class Backend(Protocol):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> list[Flow[R]]:
-        """As `submit`, of a method that yields. A rank goes on while what it yielded waits to be taken, where it has a
-        process of its own; other calls to that rank wait until it has ended.
+        """Like `submit`, for a method that yields. Where a rank has its own process, it continues while its answers
+        wait to be taken; other calls to that rank wait until it has ended.
         """
 
     def take(self, flows: Sequence[Flow[R]], timeout: float) -> list[R]:
-        """What has come since; waits `timeout` seconds at most for the first of it, and not where all have ended. A
-        failure is raised when what its rank yielded before it has been taken.
+        """Return the answers that have arrived; wait at most `timeout` seconds for the first one, unless all flows have
+        ended. A failure is raised after all earlier answers of its rank have been taken.
         """
 
     def wait(self, calls: Sequence[Call[R]], timeout: float) -> list[Answer[R]]:
-        """The answers, in the order of the calls; `timeout` in seconds."""
+        """Return the answers, in the order of the calls; `timeout` in seconds."""
 
     def replace(self, rank: int, timeout: float) -> None:
-        """Start a rank's lost process anew, with a worker of every role as `start` constructed it; `timeout` in seconds
-        for the process, and for each worker. Only of pools whose processes are `alone`.
+        """Start a rank's lost process again, with a worker of every role as `start` constructed it; `timeout` in
+        seconds for the process, and for each worker. Only for pools whose processes are `alone`.
 
         Raises:
-            WorkerLostError: the new process is gone too, or did not come up in time.
+            WorkerLostError: the new process has ended too, or did not come up in time.
         """
 
     def give_up(self, reason: str) -> None:
-        """A rank may be stuck: refuse whatever is asked from now on."""
+        """Refuse all further calls, because a rank may be stuck."""
 
     def close(self) -> None:
         """End every process and free the devices."""
 
 
 class WorkerLostError(InfrastructureError):
-    """A worker's process is gone, or its group can no longer be used; a retry starts anew from a checkpoint.
+    """A worker's process has ended, or its group can no longer be used; a retry starts again from a checkpoint.
 
     Args:
-        process: that is gone, where the other ranks of its pool go on; None: the pool cannot be used any longer.
+        process: the lost one, where the other ranks of its pool continue; None: the pool cannot be used any longer.
     """
 
     def __init__(self, message: str, process: Process | None = None) -> None:
@@ -241,13 +241,13 @@ class WorkerLostError(InfrastructureError):
 
 
 class WorkerError(JobFailedError):
-    """A worker raised something that cannot travel between processes; its text and traceback are all there is."""
+    """A worker raised an exception that cannot travel between processes; only its text and traceback are left."""
 
     failure_class: ClassVar[FailureClass] = FailureClass.BUG
 
 
 class RemoteTraceback(Exception):  # noqa: N818  # it is a cause to print, not an error to catch
-    """The traceback of a worker in another process, as text: the `__cause__` of what the controller raises."""
+    """The traceback of a worker in another process, as text: the `__cause__` of the controller's exception."""
 
     def __str__(self) -> str:
         return f'\n"""\n{self.args[0]}"""'
@@ -258,8 +258,8 @@ class RemoteTraceback(Exception):  # noqa: N818  # it is a cause to print, not a
 class RankContext:
     """One rank of a resource pool, as the workers in it see it: `RankContext("main", rank=1, size=2, device="cpu")`.
 
-    Workers of several roles can stand in one place. They stay separate objects of separate classes; what one of them
-    shares, it lends by type: the policy lends its model, and a rollout engine beside it decodes from those weights.
+    Workers of several roles can share a rank. They stay separate objects of separate classes, and lend each other
+    objects by type: the policy lends its model, and a rollout engine on the same rank decodes from those weights.
     """
 
     pool: str = "main"
@@ -271,16 +271,16 @@ class RankContext:
     _lent: dict[type[Any], Any] = field(default_factory=dict, repr=False)
 
     def lend(self, thing: object) -> None:
-        """Share an object with the workers that come after; the next of the same type replaces it."""
+        """Share an object with later workers of the rank; the next object of the same type replaces it."""
         self._lent[type(thing)] = thing
 
     def borrow(self, kind: type[T]) -> T | None:
-        """What a neighbour lent of this very type; None when nobody did."""
+        """Return the object of exactly this type that a neighbour lent; None without one."""
         found: T | None = self._lent.get(kind)
         return found
 
     def need_collectives(self, worker: str) -> None:
-        """Refuse to go on where ranks could not talk to each other.
+        """Raise where ranks cannot communicate.
 
         Raises:
             InputError: several ranks without a process group.
@@ -293,13 +293,13 @@ class RankContext:
 
 
 def _nowhere(fact: Fact) -> None:
-    """A sink for those who do not look."""
+    """A sink that drops facts."""
 
 
 @final
 @dataclass(slots=True)
 class Recorder:
-    """Where a run's groups report their calls. The controller sets `step` before each."""
+    """Where a run's groups report their calls. The controller sets `step` before each step."""
 
     sink: FactSink = field(default=_nowhere)
     step: int = 0
@@ -314,7 +314,7 @@ class Recorder:
         begun: tuple[float, float],
         imbalance: float,
     ) -> None:
-        """Say that a call has been answered; `begun` is its wall-clock and its performance-counter time."""
+        """Record an answered call; `begun` is its wall-clock and its performance-counter time."""
         if self.sink is _nowhere:
             return
         attributes = {
@@ -331,7 +331,7 @@ class Recorder:
 
 
 def nothing(ranks: Collection[int]) -> None:
-    """A worker is what the lost one was as soon as it is constructed."""
+    """Restore nothing: a constructed worker has the state of the lost one."""
 
 
 @final
@@ -341,9 +341,9 @@ class Replacing:
 
     Args:
         backend: of the pool.
-        recorder: where each replacement is told, with the step.
+        recorder: receives a note of each replacement, and has the step.
         seconds: for a process, and for each of its workers, to start.
-        restore: gives the workers of these ranks what the lost ones had been given.
+        restore: returns the workers of these ranks to the state of the lost ones.
     """
 
     backend: Backend
@@ -351,13 +351,13 @@ class Replacing:
     seconds: float
     restore: Callable[[Collection[int]], None] = nothing
     _counts: Counter[tuple[int, int]] = field(default_factory=Counter)  # by step and rank
-    _bare: set[int] = field(default_factory=set)  # ranks whose workers lack what `restore` gives
+    _bare: set[int] = field(default_factory=set)  # ranks whose workers have not been restored yet
 
     def replace(self, lost: WorkerLostError) -> None:
-        """Start a lost process anew, unless that was done since.
+        """Start a lost process again, unless it was replaced already.
 
         Raises:
-            WorkerLostError: its pool cannot go on without it, or it was lost too often.
+            WorkerLostError: its pool cannot continue without it, or it was lost too often.
         """
         while True:
             try:
@@ -397,7 +397,7 @@ Fetch = Callable[[Any], "Parcel"]  # from the handle of a stored value to the va
 @final
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A value ready to travel: the pickle and the memory it refers to, and handles of the stored values in it."""
+    """A value ready to travel: the pickle, the memory it refers to, and the handles of its stored values."""
 
     buffers: tuple[Any, ...]  # bytes-like; the first is the pickle
     handles: tuple[Any, ...]
@@ -409,12 +409,12 @@ class Parcel:
 class StoredAway(Generic[R]):
     """`Stored` by a handle: packed in an argument, only the handle travels."""
 
-    here: ClassVar[bool] = False  # it is fetched anew each time
+    here: ClassVar[bool] = False  # every `value` fetches a copy
     handle: Any
     fetch: Fetch
 
     def value(self) -> R:
-        """Fetch the value: a copy, the caller's own."""
+        """Fetch the value: the caller's own copy."""
         value: R = unpack(self.fetch(self.handle), self.fetch)
         return value
 
@@ -425,7 +425,7 @@ def pack(value: object) -> Parcel:
     Tensors lose their graph, and arrive on the CPU.
 
     Raises:
-        Exception: what pickle raises for things it cannot do, PicklingError, AttributeError or TypeError.
+        Exception: pickle cannot serialise the value: PicklingError, AttributeError or TypeError.
     """
     file, buffers, handles = io.BytesIO(), list[pickle.PickleBuffer](), list[Any]()
     _Pickler(file, buffers, handles).dump(value)
@@ -434,17 +434,17 @@ def pack(value: object) -> Parcel:
 
 
 def unpack(parcel: Parcel, fetch: Fetch) -> Any:
-    """What was packed; its tensors and arrays own their memory."""
+    """Return the packed value; its tensors and arrays own their memory."""
     pickled, *buffers = parcel.buffers
     # copies: the transport's memory is shared and read-only
     return _Unpickler(io.BytesIO(pickled), [bytearray(buffer) for buffer in buffers], parcel.handles, fetch).load()
 
 
 def check_importable(function: Callable[..., object], what: str) -> None:
-    """Refuse what another process could not import: a lambda, a local function, a class of the main script.
+    """Refuse a function that another process cannot import: a lambda, a local function, a class of the main script.
 
     Raises:
-        InputError: such a thing.
+        InputError: it is one.
     """
     name = getattr(function, "__qualname__", repr(function))
     module = getattr(function, "__module__", None)
@@ -490,7 +490,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _stored(index: int) -> StoredAway[Any]:
-    """Stands in the pickle for the stored value with this index."""
+    """Represents the stored value with this index in the pickle."""
     raise pickle.UnpicklingError(f"stored value {index} outside a parcel")
 
 
@@ -505,6 +505,6 @@ def _reduced(tensor: Tensor) -> Any:
 
 
 def _tensor(memory: bytearray, dtype: torch.dtype, shape: tuple[int, ...], wanted: bool, parameter: bool) -> Tensor:
-    # of no memory at all frombuffer makes nothing
+    # frombuffer refuses empty memory
     tensor = torch.frombuffer(memory, dtype=dtype).reshape(shape) if memory else torch.empty(shape, dtype=dtype)
     return torch.nn.Parameter(tensor, requires_grad=wanted) if parameter else tensor.requires_grad_(wanted)

@@ -1,13 +1,13 @@
-"""The last to leave a local Ray cluster: ends what its owner left behind, however the owner ended.
+"""The last process of a local Ray cluster: ends what its owner left running, however the owner ended.
 
 `python -m posttrain.engine.groups.reaper FOLDER SECONDS`
 
-It waits for the end of its standard input, the other end of which only the owner holds. Then it kills every process
-that carries `POSTTRAIN_RAY_CLUSTER=FOLDER` in its environment, until there is none, and removes the folder. Ray's own
-processes mostly die with their parent by themselves; its agents take a minute, and nobody removes the folder.
+It waits for the end of its standard input, whose other end only the owner holds. Then it kills every process that has
+`POSTTRAIN_RAY_CLUSTER=FOLDER` in its environment, until there are no more, and removes the folder. Most of Ray's own
+processes die with their parent; its agents take a minute, and Ray does not remove the folder.
 
-A cluster whose owner does not write within SECONDS that it is up is ended in the same way: `ray.init` waits for its
-workers for ever, in native code that no thread of Python interrupts. Ray ends the owner when its node is gone.
+A cluster whose owner does not report within SECONDS that it is up is ended in the same way: `ray.init` waits for its
+workers forever, in native code that no thread of Python interrupts. Ray ends the owner when its node ends.
 """
 
 import select
@@ -22,12 +22,12 @@ from pathlib import Path
 import psutil
 
 VARIABLE = "POSTTRAIN_RAY_CLUSTER"
-_LIMIT = 30.0  # seconds; a process that cannot be killed is stuck in the kernel, and waiting helps nobody
+_LIMIT = 30.0  # seconds; a process that cannot be killed is stuck in the kernel, and waiting does not help
 
 
 def main(folder: str, seconds: str) -> int:
-    """Wait for the owner to end, or for a start that never ends; then clear up."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the owner
+    """Wait for the owner to end, or for a start that takes too long; then clean up."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # addressed to the owner
         signal.signal(number, signal.SIG_IGN)
     if select.select([sys.stdin], [], [], float(seconds))[0]:
         sys.stdin.buffer.read()
@@ -47,7 +47,7 @@ def main(folder: str, seconds: str) -> int:
 
 
 def _last_words(folder: str) -> str:
-    """What the cluster's node wrote last on its standard error."""
+    """Return the last line that the cluster's node wrote on its standard error."""
     lines: list[str] = []
     for log in Path(folder).glob("session_2*/logs/raylet.err"):
         with suppress(OSError):
@@ -56,7 +56,7 @@ def _last_words(folder: str) -> str:
 
 
 def marked(folder: str) -> Iterator[psutil.Process]:
-    """The processes of the cluster in this folder that are alive."""
+    """Yield the live processes of the cluster in this folder."""
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if process.environ().get(VARIABLE) == folder and process.status() != psutil.STATUS_ZOMBIE:

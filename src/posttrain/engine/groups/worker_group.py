@@ -1,4 +1,4 @@
-"""A role's workers as one group, and the resource pools that they live in.
+"""A role's workers as one group, and the resource pools of their processes.
 
 A group is called by passing the method itself:
 
@@ -7,14 +7,14 @@ A group is called by passing the method itself:
     scored  = policy.map(TrainWorker.fill, batch, "now", "logprobs")     # split by cost, gathered in the first order
     shards  = policy.each(TrainWorker.save, folder)                      # every rank; collectives go here
     length  = policy.within(30).one(TrainWorker.context_length)          # one rank, no collective; at most 30 seconds
-    future  = rollout.nonblocking.map(RolloutWorker.generate, prompts)   # returns at once; future.result() waits
+    future  = rollout.nonblocking.map(RolloutWorker.generate, prompts)   # does not wait; future.result() does
     groups  = rollout.feed(covers, RolloutWorker.feed, prompts)          # of a generator; groups.take(1.0) as they come
 
 The method is an ordinary attribute of an ordinary class. So a type checker refuses a misspelt method, a wrong argument
-and a batch of the wrong type; go-to-definition lands in the worker; and a traceback shows the worker's own frames.
-Nothing is registered, generated or bound anew.
+and a batch of the wrong type; go-to-definition finds the worker; and a traceback shows the worker's own frames. There
+is no registration, code generation or rebinding.
 
-Where ranks work alone, a lost process is replaced (see `groups.port`), and asked again what it had not answered.
+Where ranks work alone, a lost process is replaced (see `groups.port`), and gets its unanswered calls again.
 
 A resource pool is the set of processes, one per rank, in which the workers of one or more roles live.
 """
@@ -47,7 +47,7 @@ from posttrain.engine.groups.port import (
 from posttrain.pacing.balancing import TOKENS, Assignment, CostModel, balance
 
 _TURN = 0.02  # seconds that ranks which have ended a call wait for others
-_FETCH = 5.0  # seconds that an answer has to come from where it lies, however late somebody asks for it
+_FETCH = 5.0  # minimum seconds to fetch an answer, however late the caller asks for it
 W = TypeVar("W")
 B = TypeVar("B", bound=Shardable)
 K = TypeVar("K", bound=Keyed)
@@ -55,7 +55,7 @@ G = TypeVar("G", bound=Gatherable)
 R = TypeVar("R")
 T = TypeVar("T")
 P = ParamSpec("P")
-_Parts = Sequence[tuple[Sequence[int], tuple[Any, ...]]]  # ranks, and the arguments that they all get
+_Parts = Sequence[tuple[Sequence[int], tuple[Any, ...]]]  # ranks, and the arguments that they share
 
 
 @final
@@ -74,19 +74,19 @@ class GroupHandle:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Those that are called."""
+        """The ranks that are called."""
         return range(self.backend.ranks) if self.only is None else self.only
 
     @property
     def shards(self) -> int:
-        """Into how many parts a batch is split."""
+        """The number of parts that a batch is split into."""
         return len(self.ranks) // self.sequence_parallel
 
     def replaced(self, lost: WorkerLostError) -> int:
-        """The rank of a lost process, in whose place there is another now.
+        """Replace a lost process; return its rank.
 
         Raises:
-            WorkerLostError: there is none.
+            WorkerLostError: it cannot be replaced.
         """
         if self.only is not None or lost.process is None:
             raise lost
@@ -103,7 +103,7 @@ class Future(Generic[R]):
         self._settled: tuple[R] | None = None
 
     def done(self) -> bool:
-        """Whether `result` would return, or raise, at once."""
+        """Whether `result` would return, or raise, immediately."""
         return self._settled is not None or self._done()
 
     def result(self) -> R:
@@ -111,8 +111,8 @@ class Future(Generic[R]):
 
         Raises:
             DeadlineError: the time since the call is over.
-            WorkerLostError: a worker's process is gone, and is not replaced.
-            Exception: whatever the worker raised, with its role, rank and traceback.
+            WorkerLostError: a worker's process has ended, and is not replaced.
+            Exception: raised by the worker, with its role, rank and traceback.
         """
         if self._settled is None:
             self._settled = (self._wait(),)
@@ -121,13 +121,13 @@ class Future(Generic[R]):
 
 @final
 class Feed(Generic[K, R]):
-    """The answers of all ranks to calls of a generator that takes more items on while others are in work.
+    """The answers of all ranks to calls of a generator that takes more items while others are in work.
 
     Args:
         handle: of the group.
-        call: begins it on a rank with some items, none of them too.
+        call: calls it on a rank with some items, or with none.
         method: its name, for errors and the record.
-        covers: by which rank an answer is, and the keys of the items that it answers.
+        covers: returns the rank of an answer, and the keys of the items that it answers.
         batch: the first items, split by cost.
     """
 
@@ -144,7 +144,7 @@ class Feed(Generic[K, R]):
         assignment = balance(handle.costs.costs(batch.item_lengths), len(ranks))
         self._coming: list[list[K]] = [[batch.select_items(shard)] for shard in assignment.shards]
         self._given: list[list[K]] = [[] for _ in ranks]
-        self._left: list[set[int]] = [set() for _ in ranks]  # keys that each was given and has not answered
+        self._left: list[set[int]] = [set() for _ in ranks]  # keys that each rank was given and has not answered
         self._given_to = list(handle.backend.processes)
         self._added, self._silent, self._imbalance = 0, 0.0, assignment.imbalance
         self._flows: dict[int, Flow[R]] = {}
@@ -153,21 +153,21 @@ class Feed(Generic[K, R]):
 
     @property
     def ended(self) -> bool:
-        """Whether everything was answered that was added."""
+        """Whether all added items were answered."""
         return not (self._flows or any(self._left) or any(self._coming))
 
     def add(self, batch: K) -> None:
-        """More items, all for one rank: in turn."""
+        """Add items, all for one rank; ranks take turns."""
         self._coming[self._added % len(self._coming)].append(batch)
         self._added += 1
 
     def take(self, timeout: float) -> list[R]:
-        """What has come since; waits `timeout` seconds at most for the first of it.
+        """Return the answers that have arrived; wait at most `timeout` seconds for the first one.
 
         Raises:
-            DeadlineError: nothing came in waiting for as long as the group's deadline.
-            WorkerLostError: a worker's process is gone, and is not replaced.
-            Exception: whatever a worker raised, with its role, rank and traceback.
+            DeadlineError: no answer arrived within the group's deadline.
+            WorkerLostError: a worker's process has ended, and is not replaced.
+            Exception: raised by a worker, with its role, rank and traceback.
         """
         begin, found = time.perf_counter(), list[R]()
         while not (found or self.ended):
@@ -192,7 +192,7 @@ class Feed(Generic[K, R]):
         return found
 
     def _call_ranks(self) -> None:
-        """Every rank that has something to do and is not called. What a lost process had not answered comes first."""
+        """Call every idle rank that has items, first those that a lost process had not answered."""
         for rank, coming in enumerate(self._coming):
             if rank in self._flows:
                 continue
@@ -233,7 +233,7 @@ class NonBlocking(Generic[W]):
         self._handle = handle
 
     def map(self, method: Callable[Concatenate[W, B, P], G], batch: B, *args: P.args, **kwargs: P.kwargs) -> Future[G]:
-        """As `WorkerGroup.map`."""
+        """Like `WorkerGroup.map`."""
         handle = self._handle
         assignment, parts = self._split(batch, args)
 
@@ -249,8 +249,8 @@ class NonBlocking(Generic[W]):
     def map_stored(
         self, method: Callable[Concatenate[W, B, P], R], batch: B, *args: P.args, **kwargs: P.kwargs
     ) -> Future[list[StoredShard[R]]]:
-        """As `map`, but what the ranks return stays there: references, each with the items that it was computed from.
-        Ranks without items are called, and not among them.
+        """Like `map`, but the ranks keep their return values: references, each with the items that it was computed
+        from. Ranks without items are called, but not included.
         """
         handle = self._handle
         assignment, parts = self._split(batch, args)
@@ -263,22 +263,22 @@ class NonBlocking(Generic[W]):
         return self._future(handle.backend.submit_stored, method, parts, kwargs, kept, assignment.imbalance)
 
     def each(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[list[R]]:
-        """As `WorkerGroup.each`."""
+        """Like `WorkerGroup.each`."""
         return self._future(self._handle.backend.submit, method, [(self._handle.ranks, args)], kwargs, list)
 
     def one(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """As `WorkerGroup.one`."""
+        """Like `WorkerGroup.one`."""
         parts = [(self._handle.ranks[:1], args)]
         return self._future(self._handle.backend.submit, method, parts, kwargs, lambda answers: answers[0])
 
     def each_stored(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Future[list[Stored[R]]]:
-        """As `WorkerGroup.each_stored`."""
+        """Like `WorkerGroup.each_stored`."""
         return self._future(self._handle.backend.submit_stored, method, [(self._handle.ranks, args)], kwargs, list)
 
     def _split(self, batch: B, args: tuple[Any, ...]) -> tuple[Assignment, _Parts]:
-        """Which ranks get which part of a batch, and the other arguments with it."""
+        """Return the assignment of a batch, and the parts of the ranks with the other arguments."""
         handle, size = self._handle, self._handle.sequence_parallel
         assignment = balance(handle.costs.costs(batch.item_lengths), handle.shards)
         parts: list[B] = [batch] if handle.shards == 1 else [batch.select_items(shard) for shard in assignment.shards]
@@ -293,8 +293,8 @@ class NonBlocking(Generic[W]):
         combine: Callable[[Sequence[R]], T],
         imbalance: float = 1.0,
     ) -> Future[T]:
-        """The calls of a method, by the ranks that get the same arguments. What a lost process has not answered is
-        asked again of the one that takes its place, whose time begins then.
+        """Call a method, by the ranks that get the same arguments. The calls that a lost process has not answered are
+        made again on its replacement, whose time begins then.
         """
         handle, name, begun = self._handle, method.__name__, (time.time(), time.perf_counter())
         asked = {rank: args for ranks, args in parts for rank in ranks}
@@ -311,7 +311,7 @@ class NonBlocking(Generic[W]):
                     again = submit(handle.role, (rank,), method, asked[rank], kwargs)
                     calls[:] = [again[0] if call.rank == rank else call for call in calls]
             slowest = max(answers, key=lambda answer: answer.seconds)
-            if slowest.seconds > handle.deadline:  # in this process nothing could interrupt it
+            if slowest.seconds > handle.deadline:  # within this process nothing could interrupt it
                 raise DeadlineError(
                     f"{handle.role} must answer {name} within {handle.deadline:g} seconds, took {slowest.seconds:.3g}; "
                     "give the call a longer deadline (runtime.call_timeout)"
@@ -327,41 +327,41 @@ class NonBlocking(Generic[W]):
 class WorkerGroup(Generic[W]):
     """All ranks of one role.
 
-    Every call waits for its answer, at the longest for the group's deadline, and then raises what `Future.result`
-    raises. Made by `ResourcePool.start`.
+    Every call waits for its answer, at most for the group's deadline, and then raises what `Future.result` raises.
+    `ResourcePool.start` makes it.
     """
 
     def __init__(self, handle: GroupHandle) -> None:
         self._handle = handle
-        self.role, self.ranks = handle.role, len(handle.ranks)  # `policy`, `critic` …; how many workers
+        self.role, self.ranks = handle.role, len(handle.ranks)  # `policy`, `critic` …; number of workers
         self.backend, self.replacing = handle.backend, handle.replacing
 
     @property
     def nonblocking(self) -> NonBlocking[W]:
-        """The same calls, each returning a `Future` at once. In-process workers answer before it returns."""
+        """The same calls, each returning a `Future` immediately. In-process workers answer before it returns."""
         return NonBlocking(self._handle)
 
     def within(self, seconds: float) -> WorkerGroup[W]:
-        """The same workers with another deadline.
+        """Return the same workers with another deadline.
 
         Raises:
-            InputError: no positive number of seconds.
+            InputError: the number of seconds is not positive.
         """
         if not seconds > 0:
             raise InputError(f"deadline of a call to {self.role} must be > 0 seconds, got {seconds}")
         return WorkerGroup(replace(self._handle, deadline=seconds))
 
     def at(self, ranks: Iterable[int]) -> WorkerGroup[W]:
-        """Some of the workers, for `each` and `one`. A lost process ends the call: whoever repeats several calls as a
-        whole has it replaced first (`replacing`).
+        """Return some of the workers, for `each` and `one`. A lost process ends the call: a caller that repeats several
+        calls as a whole replaces it first (`replacing`).
         """
         return WorkerGroup(replace(self._handle, only=tuple(ranks)))
 
     def map(self, method: Callable[Concatenate[W, B, P], G], batch: B, *args: P.args, **kwargs: P.kwargs) -> G:
-        """Split a batch by cost, one shard per rank; gather what the ranks return in the original order.
+        """Split a batch by cost, one shard per rank; gather the return values in the original order.
 
         A rank with an empty shard is called like the others, so that it takes part in collectives. With sequence
-        parallelism, consecutive ranks get the same shard and the first of them answers.
+        parallelism, consecutive ranks get the same shard and the first rank of each answers.
         """
         return self.nonblocking.map(method, batch, *args, **kwargs).result()
 
@@ -373,11 +373,11 @@ class WorkerGroup(Generic[W]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Feed[K, R]:
-        """Split a batch by cost, one shard per rank, for a method that yields, and may leave work undone for its next
-        call; returns at once. Items may be added meanwhile.
+        """Split a batch by cost, one shard per rank, for a method that yields, and may leave work for its next call;
+        return immediately. Items may be added later.
 
         Raises:
-            InputError: ranks that share a shard, which would yield everything as often.
+            InputError: ranks share a shard, so each would yield every answer.
         """
         handle = self._handle
         if handle.sequence_parallel > 1:
@@ -392,25 +392,25 @@ class WorkerGroup(Generic[W]):
         return Feed(handle, call, method.__name__, covers, batch)
 
     def each(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Every rank with the same arguments; the answers in rank order."""
+        """Call every rank with the same arguments; return the answers in rank order."""
         return self.nonblocking.each(method, *args, **kwargs).result()
 
     def one(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Rank 0 alone. The method must not communicate with the other ranks."""
+        """Call rank 0 alone. The method must not communicate with the other ranks."""
         return self.nonblocking.one(method, *args, **kwargs).result()
 
     def each_stored(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[Stored[R]]:
-        """Every rank; what they return stays there, to be handed to other workers by reference."""
+        """Call every rank; the return values stay there, for other workers by reference."""
         return self.nonblocking.each_stored(method, *args, **kwargs).result()
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Seconds that a pool gives its workers."""
+    """Seconds that a pool's workers have."""
 
     start: float = 300.0  # to be constructed: a process, its imports, its model
-    call: float = 3600.0  # for a call nobody gave a deadline of its own
+    call: float = 3600.0  # for a call without a separate deadline
 
 
 DEADLINES = Deadlines()
@@ -422,11 +422,11 @@ class ResourcePool:
 
     Args:
         backend: where the workers live; closed with the pool.
-        recorder: told of every call.
-        costs: what an item costs; batches are split by it.
+        recorder: receives every call.
+        costs: of an item; batches are split by it.
         sequence_parallel: consecutive ranks that work on one shard together.
-        deadlines: how long what is asked here may take.
-        replacing: how lost processes are replaced, of another pool over the same back-end.
+        deadlines: of starts and calls.
+        replacing: the replacements of another pool over the same back-end.
 
     Raises:
         InputError: ranks that cannot be divided by `sequence_parallel`.
@@ -451,7 +451,7 @@ class ResourcePool:
 
     @property
     def processes(self) -> Sequence[Process]:
-        """One per rank; an inline pool names the controller's own process for each."""
+        """One per rank; an inline pool has the controller's own process for each."""
         return self._backend.processes
 
     def start(
@@ -464,7 +464,7 @@ class ResourcePool:
             worker: its class; constructed as `worker(context, *args, **kwargs)`.
 
         Raises:
-            Exception: whatever a constructor raised, with role and rank.
+            Exception: raised by a constructor, with role and rank.
         """
         while True:
             try:
@@ -476,7 +476,7 @@ class ResourcePool:
         return WorkerGroup(GroupHandle(*words, self._replacing))
 
     def by_rank(self) -> ResourcePool:
-        """The same processes for roles whose ranks each take a shard of their own, whatever others share."""
+        """Return a pool of the same processes for roles whose ranks each take a separate shard."""
         words = self._backend, self._recorder
         return ResourcePool(*words, costs=self._costs, deadlines=self.deadlines, replacing=self._replacing)
 

@@ -1,6 +1,6 @@
 """The sampling pipeline: sampling ahead of training, the rollout call, scores, and columns that an algorithm requires.
 
-What the admission policy lets start is sampled, scored, and kept or replaced:
+Prompts that the admission policy lets start are sampled, scored, and kept or replaced:
 
 ::
 
@@ -8,25 +8,25 @@ What the admission policy lets start is sampled, scored, and kept or replaced:
       ▲                                                                        │ drop: its place is free again
       └────────────────────────────────────────────────────────────────────────┘
 
-One call of the rollout runs at a time. Its groups are kept or dropped in the order of the data stream, and what takes a
-dropped group's place joins the call at once; so the result is a function of the seed and the policies, and never of how
-long a call takes.
+One call of the rollout runs at a time. Its groups are kept or dropped in the order of the data stream, and the
+replacement of a dropped group joins the call immediately; so the result is a function of the seed and the policies, and
+never of how long a call takes.
 
-The groups of a running call come as they end, and are scored while others are sampled:
+The groups of a running call arrive as they end, and are scored while others are sampled:
 
 ::
 
     rollout ─▶ groups, in any order ─▶ stretches of the stream, each when its last group is there ─▶ groups, in order
 
-What is scored together, and the order in which groups are handed on, follow the data stream and never the clock. Which
-stretch is scored first follows who ended first: one long response holds up its own stretch and no other.
+The data stream decides which groups are scored together and the order in which they are handed on, never the clock. The
+stretch that ends first is scored first: one long response delays its own stretch and no other.
 
 Columns are filled in stretches of a step's kept groups while others are still sampled. Such a stretch holds as many
 kept groups, in the order of the data stream, as fill a micro-batch on every rank of the role that predicts. So the
 samples decide which documents are computed together, never the speed of a process, and one process computes them as
 several do. Roles that share the rollout's pool compute when it has ended.
 
-A role computes the wide columns of a batch and keeps them, and the batch gets the places of their rows.
+A role computes the wide columns of a batch and keeps them, and the batch gets handles to their rows.
 """
 
 import time
@@ -58,28 +58,28 @@ from posttrain.engine.wide import RowsHandle, WideColumn, WideRows, joined
 from posttrain.pacing.admission import Buffer, Pace
 from posttrain.sandbox.port import Score
 
-_PATIENCE = 60.0  # seconds between two looks at the feed, which has a deadline of its own
-_LOOK = 0.02  # where scores or gradients may come meanwhile
-Ask = Callable[[int, int, bool], bool]  # tokens spent here, and those that may be; raise where the budget lacks them
+_PATIENCE = 60.0  # seconds between two reads of the feed, which has its own deadline
+_LOOK = 0.02  # where scores or gradients may arrive in between
+Ask = Callable[[int, int, bool], bool]  # tokens spent here, and further ones; raise where the budget lacks them
 Form = Callable[[Sequence[ScoredGroup]], TokenBatch | None]
 
 
 @final
 @dataclass(slots=True)
 class Incoming:
-    """What one call of the rollout samples, on its way to the buffer.
+    """The groups of one call of the rollout, on their way to the buffer.
 
     Args:
-        batch: the step that it is to be trained in.
+        batch: the step that trains on them.
         keys: of its prompts, in the order of the data stream.
         prompts: parallel to them.
         feed: the call.
-        samples: of each prompt.
-        scorer: None: nobody scores.
+        samples: per prompt.
+        scorer: None: no scores.
         together: groups that are scored in one call.
-        early: whether they are while the rollout works; else when it has ended.
-        grows: whether prompts may be added while it goes on: what is sampled is judged meanwhile.
-        went_on: what becomes of all of them before they are scored, where samples have several turns.
+        early: whether they are scored while the rollout works; else when it has ended.
+        grows: whether prompts may be added during the call: groups are kept or dropped while others are sampled.
+        went_on: runs the further turns of all groups before scoring, where samples have several turns.
     """
 
     batch: int
@@ -98,14 +98,14 @@ class Incoming:
     _sampled: bool = False
     _stretches: list[range] = field(init=False)  # of places among the keys
     _stretch: dict[int, int] = field(init=False)  # of keys
-    _lacking: Counter[int] = field(init=False)  # groups that have not come yet, by stretch
+    _lacking: Counter[int] = field(init=False)  # groups that have not arrived yet, by stretch
     _told: int = 0  # keys whose sampling a span covers
-    _next: int = 0  # the stretch that is handed on next
-    _whole: list[int] = field(default_factory=list)  # stretches that the scorer may have
+    _next: int = 0  # the next stretch to hand on
+    _whole: list[int] = field(default_factory=list)  # stretches ready for the scorer
     _scoring: dict[int, tuple[list[ScoredGroup], Future[Sequence[Score]]]] = field(default_factory=dict)
     _taken: int = 0
-    _first: int = field(init=False)  # keys that it began with
-    _waits: tuple[float, float] | None = None  # since when only scores are waited for
+    _first: int = field(init=False)  # number of keys at the start
+    _waits: tuple[float, float] | None = None  # since when it waits for scores alone
 
     def __post_init__(self) -> None:
         self._first = count = len(self.keys)
@@ -115,7 +115,7 @@ class Incoming:
         self._lacking = Counter(self._stretch.values())
 
     def add(self, key: int, prompt: Prompt) -> None:
-        """Sample one prompt more, in the place of a group that was dropped; it is a stretch of its own."""
+        """Sample one more prompt, in the place of a dropped group; it forms a separate stretch."""
         if self._sampled:
             self._sampled, self._begun, self._waits = False, (time.time(), time.perf_counter()), None
         self._stretch[key], self._lacking[len(self._stretches)] = len(self._stretches), 1
@@ -130,15 +130,15 @@ class Incoming:
         return self._sampled and self._taken == len(self.keys)
 
     def take(self, trace: Trace, *, busy: bool = False) -> list[ScoredGroup]:
-        """Groups with their scores, in the order of the data stream; those that are known since.
+        """Return the groups scored since the last call, in the order of the data stream.
 
         Waits for the rollout; where it has ended, for scores.
 
         Args:
-            busy: something else goes on that is to be looked at soon.
+            busy: other work is in progress that needs a check soon.
 
         Raises:
-            Exception: what the rollout, an environment or the reward raised.
+            Exception: raised by the rollout, an environment or the reward.
         """
         ended = self._sampled
         if not ended:
@@ -147,10 +147,10 @@ class Incoming:
         return self._scored(trace, wait=ended)
 
     def look(self, trace: Trace, seconds: float) -> tuple[list[ScoredGroup], bool]:
-        """As `take`, without waiting for a score; and whether the rollout goes on."""
+        """Like `take`, without waiting for a score; also return whether the rollout continues."""
         if not self._sampled:
             self._receive(trace, seconds)
-        if self.early:  # who shares memory with what goes on meanwhile waits for its end
+        if self.early:  # otherwise the scorer shares memory with the running work and waits for its end
             self._give()
         return self._scored(trace, wait=False), not self._sampled
 
@@ -182,18 +182,18 @@ class Incoming:
             self._came = {group.key: group for group in self.went_on(groups, trace)}
 
     def _tell_failures(self, trace: Trace) -> None:
-        """Of stretches whose turn does not come any more."""
+        """Report failed scores of stretches that will not be handed on."""
         for _, (_, answer) in sorted(self._scoring.items()):
             if answer.done():
                 try:
                     answer.result()
-                except Exception as error:  # whatever it is, it is not what ends the call
+                except Exception as error:  # whatever it is, another error ends the call
                     line = str(error).partition("\n")[0]
                     trace.sink(Note(f"before the rollout ended, scoring had failed: {line}", time.time(), "warning"))
                     return
 
     def _give(self) -> None:
-        """Hand whole stretches to the scorer."""
+        """Hand complete stretches to the scorer."""
         if not (self._sampled or self.early):
             return
         for stretch in sorted(self._whole):
@@ -209,7 +209,7 @@ class Incoming:
             return Future(lambda: scores, lambda: True)
         prompts = [group.prompt for group in groups for _ in group.scores]
         answers = [answer for group in groups for answer in group.answers]
-        total = max(self._first, places.stop)  # of those added later each counts when it is scored
+        total = max(self._first, places.stop)  # each added group counts when it is scored
         stretch = Stretch(places.start * self.samples, total * self.samples)
         return self.scorer.begin(prompts, answers, stretch)
 
@@ -224,7 +224,7 @@ class Incoming:
             found += [group.scored(tuple(next(scores) for _ in group.scores)) for group in groups]
             self._taken += len(groups)
             self._next += 1
-        if found and self._taken == len(self.keys) and self.scorer:  # what scoring takes when the rollout has ended
+        if found and self._taken == len(self.keys) and self.scorer:  # the time of scoring after the rollout's end
             started, begin = self._waits or (time.time(), time.perf_counter())
             trace.sink(Span("reward", trace.step, started, time.perf_counter() - begin, {"batch": self.batch}))
         return found
@@ -240,19 +240,19 @@ class _Standing:
 @final
 @dataclass(slots=True)
 class Collector:
-    """Keeps a stage's buffer as full as its policy lets it.
+    """Keeps a stage's buffer as full as its policy allows.
 
     Args:
-        algorithm: how much is sampled, and what is kept.
-        roles: among them, who samples.
+        algorithm: decides how much is sampled, and which groups are kept.
+        roles: include the rollout.
         prompts: every row of the data set.
-        scorer: None: nobody scores.
+        scorer: None: no scores.
         seed: the stage's.
-        journal: where it is in the data.
-        buffer: what waits to be trained.
-        environment: what is observed between two responses; None: there is one response.
-        kept: told of every group that is, in the order of the data stream.
-        watch: looks at what was begun of a step's kept groups; whether something goes on.
+        journal: the position in the data.
+        buffer: the groups that wait to be trained.
+        environment: returns the observations between two responses; None: one response per sample.
+        kept: called with every kept group, in the order of the data stream.
+        watch: advances the begun computations of a step's kept groups; returns whether some are in progress.
     """
 
     algorithm: RolloutAlgorithm
@@ -265,22 +265,22 @@ class Collector:
     environment: Environment | None = None
     kept: Callable[[ScoredGroup], None] = lambda group: None
     watch: Callable[[int], bool] = lambda step: False
-    version: int = 0  # that samples, in steps trained
+    version: int = 0  # of the sampling policy, in steps trained
     spent: int = 0  # tokens, since the last `mark`
     counts: Counter[str] = field(default_factory=Counter)  # of the rollout's engine since then, see `RolloutEngine`
     dropped: dict[int, list[tuple[ScoredGroup, str]]] = field(default_factory=dict)  # by batch, each with the reason
     _running: Incoming | None = None
     _marked: _Standing | None = None
-    _taken: list[ScoredGroup] = field(default_factory=list)  # by the step that goes on
-    _told: bool = False  # that an environment failed
-    _asked: tuple[int, Ask] = (0, lambda spent, more, refuse: True)  # the step that was begun last, and its budget
+    _taken: list[ScoredGroup] = field(default_factory=list)  # by the current step
+    _told: bool = False  # whether a failed environment was reported
+    _asked: tuple[int, Ask] = (0, lambda spent, more, refuse: True)  # the step begun last, and its budget
 
     def collected(self, step: int, trace: Trace, reserve: Ask) -> list[ScoredGroup]:
-        """The groups that a step trains, in the order of the data stream; when it returns the next ones are sampled.
+        """Return a step's groups, in the order of the data stream, after starting to sample the next ones.
 
         Raises:
             BudgetExceededError: dropped groups cannot be replaced.
-            InputError: the weights that they are sampled with were not published.
+            InputError: the weights to sample with were not published.
         """
         self._enter(step)
         while (keys := self.buffer.policy.select(self._pace(step))) is None:
@@ -295,38 +295,38 @@ class Collector:
         return groups
 
     def finish(self, step: int, trace: Trace, reserve: Ask) -> None:
-        """Wait until everything is there that this version of the policy may sample after `step`."""
-        self._begin(step + 1, trace, reserve)  # what ran may have ended meanwhile
+        """Wait until everything is sampled that this version of the policy may sample after `step`."""
+        self._begin(step + 1, trace, reserve)  # the running call may have ended since
         while self._running is not None:
             self._settle(trace, self._running)
             self._begin(step + 1, trace, reserve)
         self._taken = []
 
     def missing(self, step: int) -> int:
-        """Prompts that are sampled from now to the end of a step, replacements apart."""
+        """Return the number of prompts to sample from now to the end of a step, without replacements."""
         self._enter(step)
         pace = self._pace(step)
         ahead = range(step, min(pace.version + self.buffer.policy.lag + 1, pace.steps))
         return sum(pace.prompts - pace.filled(batch) for batch in ahead)
 
     def waiting(self, step: int) -> list[ScoredGroup]:
-        """What is there already of a step's groups, or was taken for it."""
+        """Return the groups of a step that are ready or already taken."""
         return [*self._taken, *(group for entry, group in self.buffer.ready() if entry.batch == step)]
 
     def mark(self) -> None:
-        """A step begins."""
+        """Mark the beginning of a step."""
         self.spent, self.counts = 0, Counter()
         dropped = {batch: list(found) for batch, found in self.dropped.items()}
         self._marked = _Standing(self.buffer.copied(), dropped)
 
     def rewind(self) -> None:
-        """Forget what was sampled since `mark`; nothing runs."""
+        """Drop everything sampled since `mark`; nothing runs."""
         assert self._marked is not None
         self._taken = []
         self.buffer, self.dropped = self._marked.buffer, self._marked.dropped
 
     def lacking(self, step: int) -> int:
-        """Prompts that a step may train on besides."""
+        """Return how many more prompts a step may train on."""
         if self._taken:
             return 0
         pace = self._pace(step)
@@ -334,7 +334,7 @@ class Collector:
         return pace.prompts - given_up - sum(entry.batch == step and entry.ready for entry in pace.held)
 
     def save(self, path: Path) -> Mapping[str, str]:
-        """Write what waits; file name → digest. Nothing runs then, and with lag 0 nothing waits."""
+        """Write the waiting groups; file name → digest. Nothing runs then, and with lag 0 nothing waits."""
         if not self.buffer.policy.lag:
             return {}
         held = [Held(entry.key, entry.batch, entry.version, group) for entry, group in self.buffer.ready()]
@@ -342,10 +342,10 @@ class Collector:
         return write_held(path, held, self.buffer.pace(0, 0).given_up, self.buffer.lost)
 
     def restore(self, path: Path) -> None:
-        """Go on with what a checkpoint held.
+        """Restore the groups of a checkpoint.
 
         Raises:
-            IntegrityError: it is of a stage that sampled ahead, and does not say what waited.
+            IntegrityError: it is of a stage that sampled ahead, but does not hold the waiting groups.
         """
         if not self.buffer.policy.lag:
             return
@@ -357,7 +357,7 @@ class Collector:
                 self.dropped.setdefault(one.batch, []).append((one.group, one.dropped))
 
     def _enter(self, step: int) -> None:
-        """With lag 0 whoever samples reads what the last update left, or was given it."""
+        """With lag 0 the sampler has the weights of the last update, read in place or published."""
         if not self.buffer.policy.lag:
             self.version = step
 
@@ -365,14 +365,14 @@ class Collector:
         return self.buffer.pace(step, self.version)
 
     def _begin(self, step: int, trace: Trace, reserve: Ask) -> None:
-        """Start what may start, unless something runs."""
+        """Start admitted prompts, unless a call is running."""
         source, self._asked = self.algorithm.source, (step, reserve)
         if self._running is None and (admitted := self.buffer.admit(step, self.version)):
             if admitted.again:
-                rows = self.journal.peek(self.missing(step))  # it, and what is begun after it
+                rows = self.journal.peek(self.missing(step))  # this call's prompts, and later ones
                 more = sum(source.sampling(len(self.prompts[row].tokens)) for row in rows)
                 if not reserve(self.spent, more, True):
-                    return  # the next step, which lacks it, is refused before it begins
+                    return  # the next step, whose groups these are, is refused before it begins
             self._running = self._sampling(admitted.batch, admitted.count)
 
     def _sampling(self, batch: int, count: int) -> Incoming:
@@ -403,7 +403,7 @@ class Collector:
         return SamplingParams(max_new_tokens=most, temperature=warmth, seed=seed, stop=source.stop)
 
     def _went_on(self, groups: Sequence[Group], prompts: Sequence[Prompt], turn: int, trace: Trace) -> list[Group]:
-        """Samples that the environment lets go on have one response more; the others stay as they are."""
+        """Sample one more response where the environment continues a sample; return other samples unchanged."""
         assert self.environment is not None
         open_ = [(at, s) for at, group in enumerate(groups) for s in group.samples if s.status == "ok"]
         with trace.span("environment") as span:
@@ -431,10 +431,10 @@ class Collector:
         return _replaced(groups, {(at, s.index): s.last.went_on(o, answer) for (at, s, o), answer in answers})
 
     def _tell_failed(self, line: str, failed: int, asked: int, trace: Trace) -> None:
-        """Say so once, where no scorer does.
+        """Report the failure once, where no scorer reports it.
 
         Raises:
-            InputError: all of them failed, and nobody scores, who would count failures.
+            InputError: all of them failed, and no scorer counts failures.
         """
         many = f"{line}; {failed} of {asked} samples end there"
         if self.scorer is None and failed == asked:
@@ -450,7 +450,7 @@ class Collector:
         return groups
 
     def _settle(self, trace: Trace, running: Incoming) -> None:
-        """Wait for what runs, keep or drop it."""
+        """Wait for the running call, and keep or drop its groups."""
         busy = False
         while not running.over:
             self._keep(running, running.take(trace, busy=busy))
@@ -460,7 +460,7 @@ class Collector:
             self.roles.rest()
 
     def look(self, trace: Trace, seconds: float) -> bool:
-        """Take what has come meanwhile, in at most so many seconds; whether more is on its way."""
+        """Take arrived groups, in at most `seconds`; return whether more will arrive."""
         running = self._running
         if running is None:
             return False
@@ -483,8 +483,8 @@ class Collector:
                 self._replace(running)
 
     def _replace(self, running: Incoming) -> None:
-        """Sample what takes the place of a dropped group while others go on. What the budget does not surely have waits
-        until it is known what they cost.
+        """Sample the replacement of a dropped group while others are in progress. A replacement that the budget may not
+        cover waits until their cost is known.
         """
         (step, reserve), source = self._asked, self.algorithm.source
         admitted = self.buffer.admit(step, self.version) if running.grows else None
@@ -508,7 +508,7 @@ def _covers(found: Rollouts) -> tuple[int, list[int]]:
 
 
 def _replaced(groups: Sequence[Group], last: Mapping[tuple[int, int], Trajectory]) -> list[Group]:
-    """The groups, where samples, by group and index, end with other sequences."""
+    """Return the groups with new last sequences of some samples, by group and index."""
     return [
         replace(
             group,
@@ -521,13 +521,13 @@ def _replaced(groups: Sequence[Group], last: Mapping[tuple[int, int], Trajectory
 
 
 def refuse_odd(columns: Sequence[Column], roles: Roles, algorithm: str) -> None:
-    """Refuse a wide column that nobody can fill.
+    """Raise for a wide column that no role can fill.
 
     Args:
         algorithm: whose columns they are, for the error.
 
     Raises:
-        InputError: one without a width, a width of something else, or one of a role that learns.
+        InputError: a top-k column without a width, another column with one, or a wide column of a role that learns.
     """
     for column in columns:
         if (column.need == "topk") != (column.wide > 0):
@@ -543,7 +543,7 @@ def refuse_odd(columns: Sequence[Column], roles: Roles, algorithm: str) -> None:
 
 
 def hold(roles: Roles, batch: TokenBatch, column: Column) -> Future[TokenBatch]:
-    """Ask for a wide column. The answer is the batch with the places of its rows, which stay with whoever computes."""
+    """Request a wide column. The answer is the batch with handles to its rows, which stay with the role."""
     kept = roles.frozen[column.role].nonblocking.map_stored(FrozenWorker.hold, batch, column.wide)
     return Future(lambda: _placed(batch, column, kept.result()), kept.done)
 
@@ -566,19 +566,19 @@ class Asked:
     answers: Mapping[Column, Future[TokenBatch]]
 
     def filled(self) -> TokenBatch:
-        """The documents with their columns, when all are there."""
+        """Return the documents with their columns, after waiting for all of them."""
         batch = self.batch
         for column, answer in self.answers.items():
             batch = _with(batch, column, [answer.result()])
         return batch
 
     def ready(self, columns: Sequence[Column]) -> bool:
-        """Whether all of these are there."""
+        """Whether all of these columns are available."""
         return all(column in self.answers and self.answers[column].done() for column in columns)
 
 
 def ask(roles: Roles, batch: TokenBatch, columns: Sequence[Column]) -> Asked:
-    """Every column by its role, side by side where they have devices of their own."""
+    """Request every column from its role, concurrently where roles have separate devices."""
     answers: dict[Column, Future[TokenBatch]] = {}
     for column in columns:
         words = (batch, column.name, column.need)
@@ -607,13 +607,13 @@ class _Stretch:
 
 @final
 class Columns:
-    """What the steps of one stage require.
+    """The columns that the steps of one stage require.
 
     Args:
-        algorithm: says which columns.
+        algorithm: requires the columns.
         roles: fill them.
-        lag: steps that sampling may be ahead; where it is, only frozen roles know what they will say.
-        always: stretches are formed where no column is required, too.
+        lag: steps that sampling may be ahead; with a lag, only frozen roles can predict early.
+        always: form stretches even where no column is required.
     """
 
     def __init__(self, algorithm: Algorithm, roles: Roles, lag: int = 0, *, always: bool = False) -> None:
@@ -621,11 +621,11 @@ class Columns:
         self._coming: dict[int, list[_Stretch]] = {}  # by step
 
     def offer(self, group: ScoredGroup, form: Form) -> None:
-        """A group was kept, in the order of the data stream: what it makes whole is asked for, of those who can answer
-        while others are sampled.
+        """Add a kept group, in the order of the data stream; request the columns of the stretch that it completes from
+        roles that can answer while others are sampled.
 
         Args:
-            form: makes the documents of some groups, of each by itself.
+            form: makes the documents of some groups, of each separately.
         """
         early, size = self._early(group.step), self._size(group.step)
         if not ((early or self._always) and size):
@@ -638,30 +638,30 @@ class Columns:
             stretch.asked = ask(self._roles, batch, early)
 
     def forget(self, step: int | None = None) -> None:
-        """What was asked for of a step, or of all, is not trained on."""
+        """Drop the requests of a step, or of all steps, which are not trained on."""
         if step is None:
             self._coming.clear()
         else:
             self._coming.pop(step, None)
 
     def whole(self, step: int) -> list[Asked]:
-        """The stretches of a step that are whole, in order, with what was asked for."""
+        """Return the complete stretches of a step, in order, with their requested columns."""
         return [stretch.asked for stretch in self._coming.get(step, []) if stretch.asked]
 
     def fill(
         self, batch: TokenBatch, step: int, groups: Sequence[ScoredGroup] = (), form: Form | None = None
     ) -> TokenBatch:
-        """The documents of a step with its columns; see `parts`."""
+        """Return the documents of a step with its columns; see `parts`."""
         parts = [part.filled() for part in self.parts(batch, step, groups, form)]
         return attached(batch, parts, self._algorithm.requires(step), type(self._algorithm).__name__)
 
     def parts(self, batch: TokenBatch, step: int, groups: Sequence[ScoredGroup], form: Form | None) -> list[Asked]:
-        """The stretches of a step, all of whose columns are asked for.
+        """Return the stretches of a step, with all their columns requested.
 
         Args:
             batch: its documents.
-            groups: that they were formed of, in the order of the data stream.
-            form: makes the documents of some of them, of each by itself; None: nobody can.
+            groups: that they were formed from, in the order of the data stream.
+            form: makes the documents of some of them, of each separately; None: not possible.
         """
         columns, known, size = self._algorithm.requires(step), self._coming.pop(step, []), self._size(step)
         stretches: list[_Stretch] = []
@@ -674,7 +674,7 @@ class Columns:
         return [part for part in parts if part]
 
     def _part(self, stretch: _Stretch, asked: Asked | None, columns: Sequence[Column], form: Form) -> Asked | None:
-        """The rest of a stretch's columns, asked for besides."""
+        """Request the remaining columns of a stretch."""
         batch = asked.batch if asked else form(stretch.groups)
         if batch is None:
             return None
@@ -683,7 +683,7 @@ class Columns:
         return Asked(batch, {**there, **rest.answers})
 
     def _early(self, step: int) -> list[Column]:
-        """The columns that can be filled while the rollout works."""
+        """Return the columns that can be filled while the rollout works."""
         return [
             column
             for column in self._algorithm.requires(step)
@@ -691,14 +691,14 @@ class Columns:
         ]
 
     def _size(self, step: int) -> int:
-        """Tokens that fill a micro-batch on every rank of those who are asked; 0: nobody is."""
+        """Return the tokens that fill a micro-batch on every rank of the roles that fill columns; 0: no role does."""
         ranks = [self._roles.group(column.role).ranks for column in self._algorithm.requires(step)]
         ranks += [self._roles.made.ranks] if self._always else []
         return self._roles.micro_batch_tokens * max(ranks, default=0)
 
 
 def _put(stretches: list[_Stretch], group: ScoredGroup, size: int) -> _Stretch:
-    """Into the last stretch, or into a new one where that is full."""
+    """Add a group to the last stretch, or to a new one where that is full."""
     if not stretches or stretches[-1].tokens >= size:
         stretches.append(_Stretch())
     stretches[-1].groups.append(group)
@@ -707,17 +707,17 @@ def _put(stretches: list[_Stretch], group: ScoredGroup, size: int) -> _Stretch:
 
 
 def credited(algorithm: Algorithm, batch: TokenBatch) -> TokenBatch:
-    """The batch with credit given; columns of tokens that were computed more precisely are kept in float32."""
+    """Return the batch with credit; token columns computed in float64 are stored in float32."""
     found = algorithm.credit(batch)
     wide = {name: column.float() for name, column in found.token_columns.items() if column.dtype == torch.float64}
     return found.with_columns(**wide) if wide else found
 
 
 def attached(batch: TokenBatch, parts: Sequence[TokenBatch], columns: Sequence[Column], name: str) -> TokenBatch:
-    """The columns of the parts, in the documents of the whole.
+    """Return the whole batch with the columns of its parts.
 
     Raises:
-        InputError: those are others.
+        InputError: the parts hold other documents.
     """
     ids, lengths = [i for part in parts for i in part.sample_ids], [n for part in parts for n in part.lengths]
     if ids != list(batch.sample_ids) or lengths != list(batch.lengths):
@@ -731,7 +731,7 @@ def attached(batch: TokenBatch, parts: Sequence[TokenBatch], columns: Sequence[C
 
 
 def _with(batch: TokenBatch, column: Column, parts: Sequence[TokenBatch]) -> TokenBatch:
-    """A column of the parts, which are the batch's documents one after the other."""
+    """Add a column from the parts, which are the batch's documents in order."""
     if column.wide:
         return batch.with_wide(column.name, joined([part.wide_columns for part in parts])[column.name])
     found = torch.cat([part.column(column.name) for part in parts])

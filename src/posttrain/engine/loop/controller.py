@@ -1,27 +1,27 @@
 """The loop of every training stage, the stage of algorithms that learn from rows, and selection by probes.
 
-The loop has one thread, which waits only on its own calls:
+The loop has one thread, which blocks only on its own calls:
 
 ::
 
           ┌──────────────────────────────────── step N ────────────────────────────────────┐
     ──▶ orders? ──▶ probe due? ──▶ can the budget pay? ──▶ recipe.step ──▶ report ──▶ checkpoint due? ──┐
      ▲    │stop: checkpoint, out          │no: checkpoint, fail   prompts ▶ trajectories ▶ rewards      │
-     │    │checkpoint: write one, go on                           ▶ advantages ▶ update ▶ weights       │
+     │    │checkpoint: write one, continue                        ▶ advantages ▶ update ▶ weights       │
      └──────────────────────────────────────────────────────────────────────────────────────────────────┘
 
-Waits: the rollout, the reward and the update are calls that return (a reward that hangs is killed at its deadline).
-Orders come from outside between steps only; so a stop is answered within one step. What a recipe samples ahead, and
-whose weights its rollout reads, is up to the recipe (`on_policy`).
+It blocks on the rollout, the reward and the update, which are calls that return (a reward that hangs is killed at its
+deadline). It polls outside orders between steps only, so it obeys a stop within one step. The recipe decides what it
+samples ahead, and whose weights its rollout reads (`on_policy`).
 
-What a step does depends on (seed, N, weights, moments, journal) alone. Checkpoints, probes, orders and facts change
+The effect of a step depends on (seed, N, weights, moments, journal) alone. Checkpoints, probes, orders and facts change
 none of these, so their timing cannot change the result, and a resumed job repeats the undisturbed one bit for bit.
 
-`FromRows` is the stage of an algorithm that learns from rows as they are: demonstrations, preferences, labels.
+`FromRows` is the stage of an algorithm that learns from given rows: demonstrations, preferences, labels.
 
 A stage's probe decides when to stop, and which step was the best. Both are functions of the probe's values in order,
 which are functions of the weights, so a resumed job decides as the undisturbed one. A checkpoint at step N holds the
-values of the probes before step N; the one at step N is asked again.
+values of the probes before step N; the probe at step N runs again.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ R = TypeVar("R")
 
 
 class UnmeasuredError(JobFailedError):
-    """A probe gave no number to compare."""
+    """A probe returned no finite value to compare."""
 
     failure_class = FailureClass.DIVERGED
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How the probes stand so far; plain JSON in a checkpoint."""
+    """The state of the probes so far; plain JSON in a checkpoint."""
 
     best: float | None = None  # the best value; None: not probed yet
-    step: int = 0  # that had it first: of equal values the earliest is kept
-    counted: float | None = None  # what an improvement must exceed by `min_delta`
+    step: int = 0  # the step of the best value: of equal values the earliest is kept
+    counted: float | None = None  # the value that an improvement must exceed by `min_delta`
     missed: int = 0  # probes since the last improvement
 
 
@@ -89,13 +89,13 @@ class Selection:
 
     @classmethod
     def of(cls, config: TrainingConfig) -> Selection | None:
-        """As the stage's configuration says; None where its probe decides nothing."""
+        """Return the selection of a stage's configuration; None: its probe decides nothing."""
         if config.probe is None or not (config.early_stopping or config.keep_best):
             return None
         return cls(config.selects_by, config.lower_is_better, config.early_stopping)
 
     def see(self, step: int, values: Mapping[str, float]) -> bool:
-        """Take in the probe after `step` steps; whether it is better than every one before.
+        """Record the probe after `step` steps; return whether it is better than every earlier one.
 
         Raises:
             UnmeasuredError: its value is not finite.
@@ -112,11 +112,11 @@ class Selection:
 
     @property
     def over(self) -> bool:
-        """Whether the stage is to stop."""
+        """Whether the stage has to stop."""
         return self.stopping is not None and self.standing.missed >= self.stopping.patience
 
     def told(self, step: int, total: int) -> str:
-        """Why a stage ends at `step`, in one sentence."""
+        """Return why a stage ends at `step`, in one sentence."""
         assert self.stopping is not None
         now, least = self.standing, self.stopping.min_delta
         better = f"better than {now.counted:.4g}" + (f" by more than {least:g}" if least else "")
@@ -127,14 +127,14 @@ class Selection:
         )
 
     def metrics(self, stopped_at: int | None = None) -> dict[str, float]:
-        """What a stage's result says of it."""
+        """Return the metrics that a stage's result reports of it."""
         if self.standing.best is None:
             return {}
         found = {"best/step": float(self.standing.step), f"best/{self.metric}": self.standing.best}
         return found if stopped_at is None else {**found, "stopped_early/step": float(stopped_at)}
 
     def resume(self, value: Mapping[str, Any] | None) -> Self:
-        """Go on from what a checkpoint holds."""
+        """Continue from the state in a checkpoint."""
         self.standing = Standing(**value) if value else Standing()
         return self
 
@@ -143,7 +143,7 @@ class Selection:
 
 
 class Order(Enum):
-    """What somebody outside wants between two steps."""
+    """A request from outside, read between two steps."""
 
     GO_ON = "go on"
     CHECKPOINT = "checkpoint"
@@ -152,24 +152,24 @@ class Order(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the lineage may spend."""
+    """The budget of the lineage."""
 
     tokens: int | None = None
     deadline: float | None = None  # seconds since the epoch
-    seconds: float | None = None  # that it was given; with what follows for messages only
-    tokens_declared: int | None = None  # by the run, of which `tokens` is what was left
+    seconds: float | None = None  # its total time budget; this and the next two for messages only
+    tokens_declared: int | None = None  # the run's whole budget, of which `tokens` was left
     seconds_declared: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a stage's loop ended: `Outcome(status="succeeded", steps=240, tokens=812000, metrics={…})`."""
+    """The result of a stage's loop: `Outcome(status="succeeded", steps=240, tokens=812000, metrics={…})`."""
 
     status: str  # succeeded | stopped
     steps: int
     tokens: int
     metrics: dict[str, float]  # the last value of each
-    message: str = ""  # why it ended before its last step, where it did
+    message: str = ""  # why it ended before its last step, if it did
 
 
 @dataclass(slots=True)
@@ -179,17 +179,16 @@ class Controller:
     Args:
         recipe: the method, its policy and its journal.
         checkpoints: folder for checkpoints.
-        fingerprint: digest of what decides the result; a checkpoint of anything else is refused.
+        fingerprint: digest of the inputs that decide the result; a checkpoint with another one is refused.
         every: steps between checkpoints.
-        sink: where facts go.
-        flush: makes the facts said so far durable; called before a checkpoint, which must not cover steps nobody
-        heard of.
-        orders: asked between steps.
+        sink: receives facts.
+        flush: makes all facts so far durable; called before a checkpoint, which must not cover unreported steps.
+        orders: polled between steps.
         limits: tokens and deadline.
-        recorder: of the worker groups' calls; told which step they belong to.
-        meter: told what was spent, and before each step what that may cost at the most.
+        recorder: of the worker groups' calls; receives their step.
+        meter: receives the tokens spent and, before each step, the maximum tokens that it may cost.
         selection: what the probe decides; None: nothing.
-        best: keeps the best model by the probe; None: nothing does.
+        best: keeps the best model by the probe; None: no model is kept.
     """
 
     recipe: Recipe
@@ -208,15 +207,15 @@ class Controller:
     _incarnation: int = 0
     _step: int = 0
     _saved: int = -1
-    _began: int = 0  # documents that were taken before the step
+    _began: int = 0  # documents taken before the step
     _metrics: dict[str, float] = field(default_factory=dict)
     _idle: bool = True  # no step of the lineage changed weights
 
     def resume(self, path: Path) -> None:
-        """Go on from a checkpoint, which any number of ranks may have written.
+        """Continue from a checkpoint, which any number of ranks may have written.
 
         Raises:
-            IntegrityError: it is not whole, or belongs to a stage with other parameters, seed or inputs.
+            IntegrityError: it is incomplete, or of a stage with other parameters, seed or inputs.
         """
         state = read_state(path)
         if state.fingerprint != self.fingerprint:
@@ -247,7 +246,7 @@ class Controller:
         total, message = self.recipe.steps, ""
         self.meter(self.tokens, 0)
         if self._saved < 0 and self.best:
-            self.best.take_from(None)  # whatever a lost process left there
+            self.best.take_from(None)  # removes models that a lost process left
         self._publish_weights()
         while True:
             order = self.orders()
@@ -286,7 +285,7 @@ class Controller:
         self.sink(Progress(self._step, self.recipe.steps, self.recipe.phase, self.tokens, time.time()))
 
     def _publish_weights(self) -> None:
-        """The weights of the last update become what the next rollout samples with."""
+        """Publish the weights of the last update, which the next rollout samples with."""
         with Trace(self.sink, max(self._step - 1, 0)).span("weights"):
             self.recipe.publish_weights(PolicyVersion(self._incarnation, self._step))
         self.recorder.step = self._step
@@ -306,18 +305,18 @@ class Controller:
         self.sink(Metric(self._step, {**report.metrics, **extra}, time.time()))
 
     def _reserve(self, spent: int, more: int, *, refuse: bool = True) -> bool:
-        """Whether what a step that has begun may cost besides is within the limit.
+        """Whether the further cost of a step that has begun is within the limit.
 
         Args:
-            refuse: where it is not, raise.
+            refuse: raise where it is not.
 
         Raises:
-            BudgetExceededError: what it has spent so far is counted; what it began is not trained on, and sampled
-                again by whoever goes on from the checkpoint that was written.
+            BudgetExceededError: the tokens spent so far are counted; the begun work is not trained on, and sampled
+                again after a resume from the checkpoint that was written.
         """
         limit, step = self.limits.tokens, self._step
         if step == self.recipe.steps - 1:
-            more += self.recipe.probe_max_tokens(self.recipe.steps)  # as `_afford` has it
+            more += self.recipe.probe_max_tokens(self.recipe.steps)  # as in `_afford`
         if limit is not None and self.tokens + spent + more > limit:
             if not refuse:
                 return False
@@ -331,12 +330,12 @@ class Controller:
         return True
 
     def _afford(self) -> None:
-        """Refuse what could go past a limit: the coming probe and step at their worst."""
+        """Raise if the next probe and step could exceed a limit at their maximum cost."""
         step, limit = self._step, self.limits.tokens
         self.meter(self.tokens, 0)
         worst = self.recipe.probe_max_tokens(step) + (self.recipe.max_tokens(step) if step < self.recipe.steps else 0)
         if step == self.recipe.steps - 1:
-            worst += self.recipe.probe_max_tokens(self.recipe.steps)  # the last step is not worth much unmeasured
+            worst += self.recipe.probe_max_tokens(self.recipe.steps)  # a last step without its probe is of little use
         if limit is not None and self.tokens + worst > limit:
             self._save()
             short = tokens_short("the next step", worst, self.tokens, limit, self.limits.tokens_declared)
@@ -371,19 +370,19 @@ class Controller:
 
 @final
 class LossProbe:
-    """That of what learns from rows: its own objective on held-out ones, without dropout.
+    """The probe of an algorithm that reads rows: its own objective on held-out rows, without dropout.
 
     Args:
-        batch: they.
+        batch: the held-out rows.
     """
 
-    max_tokens = 0  # nothing is answered or trained on
+    max_tokens = 0  # it samples and trains on nothing
 
     def __init__(self, batch: TokenBatch) -> None:
         self._batch = batch
 
     def __call__(self, learning: Learning, /) -> StepReport:
-        """`probe/loss` of the weights as they are, and what the objective reports besides."""
+        """Return `probe/loss` of the current weights, and the other metrics of the objective."""
         return StepReport(self.max_tokens, learning.measure(self._batch))
 
 
@@ -392,15 +391,15 @@ class FromRows(Generic[R]):
 
     Args:
         config: the stage's parameters.
-        algorithm: what it does.
-        roles: who learns, and fills columns.
-        rows: all of them.
+        algorithm: forms, credits and updates.
+        roles: the roles that learn and fill columns.
+        rows: all rows.
         seed: the stage's seed.
-        held_out: rows that its objective is measured on meanwhile.
-        phase: what its progress is called.
+        held_out: rows that its objective is measured on during training.
+        phase: the phase that its progress reports.
 
     Raises:
-        InputError: the algorithm needs a role that is not there.
+        InputError: the algorithm needs a role that does not exist.
     """
 
     def __init__(
@@ -423,12 +422,12 @@ class FromRows(Generic[R]):
         roles.rest()
 
     def max_tokens(self, step: int) -> int:
-        """Exactly the tokens of the coming batch, as often as it is trained on."""
+        """Return the exact number of tokens of the next batch, times its passes."""
         rows = self.journal.peek(self._algorithm.source.rows)
         return self._learning.max_tokens(step, sum(self._algorithm.max_tokens(self._rows[row]) for row in rows))
 
     def step(self, step: int, trace: Trace, reserve: Reserve = free) -> StepReport:
-        """One batch."""
+        """Train on one batch."""
         with trace.span("pack") as span:
             rows = [self._rows[row] for _, row in self.journal.take(self._algorithm.source.rows)]
             batch = self._algorithm.form(rows, derive_seed(self._seed, "form", step))
@@ -437,22 +436,22 @@ class FromRows(Generic[R]):
         return StepReport(learned.tokens, learned.metrics)
 
     def publish_weights(self, version: PolicyVersion) -> None:
-        """Nobody samples."""
+        """Do nothing: no role samples."""
 
     def rewind(self) -> None:
-        """It begins nothing that it does not train."""
+        """Do nothing: a step begins nothing that it does not train."""
 
     def save(self, path: Path) -> Mapping[str, str]:
-        """Nothing waits between two steps."""
+        """Write nothing: nothing is held between two steps."""
         return {}
 
     def restore(self, path: Path) -> None:
-        """Nothing did."""
+        """Read nothing: `save` writes nothing."""
 
     def probe(self, step: int, trace: Trace) -> StepReport | None:
-        """The held-out measurement, where one is due."""
+        """Return the held-out measurement, if it is due."""
         return self._probe.measure(step, trace, self._learning)
 
     def probe_max_tokens(self, step: int) -> int:
-        """Free: reading without answering or training counts nowhere (`jobs.Progress`)."""
+        """Return 0: reading without sampling or training costs no budget (`jobs.Progress`)."""
         return self._probe.max_tokens(step)

@@ -1,12 +1,12 @@
-"""The way from the documents of a step to its optimiser steps.
+"""From the documents of a step to its optimiser steps.
 
-A step computes columns and credit, and the mini-batches of every role that learns. What an algorithm needs and its
-stage's roles do not have is refused before anything is sampled.
+A step computes columns and credit, and the mini-batches of every role that learns. An algorithm's needs that the
+stage's roles cannot meet are refused before anything is sampled.
 
-Streamed gradients are summed while other groups of the step are still sampled, and divided when all are there. What an
-update divides its loss by is known when the last group has come. Where that is one number for every term, and credit is
-given to each group by itself, the sum can begin before; else `Learning` waits for the whole batch. Weights change once
-a step, behind the last group, as they would otherwise: sampling stays on the policy that is trained.
+Streamed gradients are summed while other groups of the step are still sampled, and divided when all have arrived. The
+divisor of an update's loss is known when the last group has arrived. Where it is one number for every term, and credit
+is given to each group separately, the sum can begin earlier; else `Learning` waits for the whole batch. Weights change
+once a step, after the last group, as without streaming: sampling stays on the policy that is trained.
 """
 
 import time
@@ -30,20 +30,20 @@ from posttrain.engine.roles.port import Division, Update as Done
 from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.tracing import SampleTracer, Trace
 
-_ONE = Totals(1, 1, 1, 1)  # a loss that is divided by these is a sum
-# k3 is about half the square of how far two log-probabilities are apart, root mean square. Rounding explains 8 times
+_ONE = Totals(1, 1, 1, 1)  # divided by these, a loss is a sum
+# k3 is about half the squared root mean square difference of two log-probabilities. Rounding explains 8 times
 # the epsilon of the type that layers compute in (0.06 in bfloat16, 0.008 in float16), and 1e-3 in any type.
 _ROUNDING, _EPSILONS = 5e-7, 8
-_LOOK = 0.02  # seconds for what comes meanwhile, between two looks at an update
+_LOOK = 0.02  # seconds for other work, between two polls of an update
 Meanwhile = Callable[[Trace, float], bool]
 
 
 def refuse_missing(algorithm: Algorithm, roles: Roles, step: int) -> None:
-    """Hold the columns and objectives of a step against the stage's roles and what their models predict.
+    """Check the columns and objectives of a step against the stage's roles and the predictions of their models.
 
     Raises:
-        InputError: a role that is not there, or does not learn and should; a column or an objective of what a model
-            does not predict; a wide column that nobody can fill.
+        InputError: a role that does not exist, or has to learn and does not; a column or an objective that a model does
+            not predict; a wide column that no role can fill.
     """
     columns, updates, name = algorithm.requires(step), algorithm.updates(step), type(algorithm).__name__
     there = roles.learners.keys() | roles.frozen.keys()
@@ -77,18 +77,18 @@ def _predicted(roles: Roles, role: str) -> frozenset[Need]:
 @final
 @dataclass(frozen=True, slots=True)
 class _Summed:
-    """A stretch whose gradient was asked for."""
+    """A stretch whose gradient was requested."""
 
     batch: TokenBatch  # with its credit
     totals: Totals
     tokens: int  # that are computed
-    answer: Future[Done] | None  # None: nothing of it has a gradient
+    answer: Future[Done] | None  # None: none of its documents has a gradient
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """What became of a step."""
+    """The result of a step."""
 
     metrics: dict[str, float]
     tokens: int
@@ -101,8 +101,8 @@ class Gradients:
 
     Args:
         algorithm, roles, steps: of the stage.
-        columns: says which stretches are whole, and fills them.
-        followed: samples at the beginning of a step whose way is traced.
+        columns: lists complete stretches, and fills them.
+        followed: number of traced samples at the beginning of a step.
 
     Raises:
         InputError: the algorithm has another number of updates, one that is not streamable, or documents that are not
@@ -116,7 +116,7 @@ class Gradients:
             self._update(step)
 
     def offer(self, step: int) -> bool:
-        """Begin with every stretch that is whole and has its columns, in order; whether one waits for columns."""
+        """Begin every complete stretch that has its columns, in order; return whether one waits for columns."""
         summed = self._coming.setdefault(step, [])
         for asked in self._columns.whole(step)[len(summed) :]:
             if not asked.ready(self._algorithm.requires(step)):
@@ -125,7 +125,7 @@ class Gradients:
         return False
 
     def forget(self, step: int | None = None) -> None:
-        """Nothing that was begun of a step, or of any, is updated; who learns drops it with the next update."""
+        """Drop the begun work of a step, or of all steps; the learner drops it with the next update."""
         if step is None:
             self._coming.clear()
         else:
@@ -140,11 +140,11 @@ class Gradients:
         trace: Trace,
         tracer: SampleTracer | None,
     ) -> Streamed:
-        """The step's update, when every group is there.
+        """Complete the step's update, after every group has arrived.
 
         Raises:
             DivergedError: loss or gradient is NaN or infinite.
-            InputError: credit of all groups together is another than that of each.
+            InputError: credit of all groups together differs from that of each.
         """
         columns = self._algorithm.requires(step)
         told: AbstractContextManager[dict[str, Any]] = trace.span("columns") if columns else nullcontext({})
@@ -225,12 +225,12 @@ class Gradients:
 @final
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What a step's updates did."""
+    """The result of a step's updates."""
 
-    metrics: Mapping[str, float]  # means over mini-batches; of another role than the stage's own by its name
+    metrics: Mapping[str, float]  # means over mini-batches; those of other roles have their names as prefix
     tokens: int = 0  # trained on, once for each role and pass
     updates: int = 0  # optimiser steps of the stage's own role
-    first: Mapping[str, float] = field(default_factory=dict)  # metrics of its first, before which no weight had changed
+    first: Mapping[str, float] = field(default_factory=dict)  # metrics of its first update, before any weight changed
 
 
 @final
@@ -238,15 +238,15 @@ class Learning:
     """Trains the roles of a stage on the documents that its algorithm forms.
 
     Args:
-        algorithm: what is minimised, and what it reads.
-        roles: who learns, and who fills columns.
+        algorithm: the objectives, and the columns that they read.
+        roles: the roles that learn and fill columns.
         steps: of the stage.
         seed: the stage's.
-        lag: steps that sampling is ahead; with none, what learns has the weights that sampled, so both must agree.
-        streams: gradients are summed as groups come.
-        followed: samples at the beginning of a step whose way is traced.
-        meanwhile: what is done while an update is waited for: it takes so many seconds at the most, and says whether
-            there is more to do.
+        lag: steps that sampling is ahead; without a lag the learner has the weights that sampled, so both must agree.
+        streams: sum gradients as groups arrive.
+        followed: number of traced samples at the beginning of a step.
+        meanwhile: called while an update is in progress: it takes at most so many seconds, and returns whether there is
+            more to do.
 
     Raises:
         InputError: see `refuse_missing`.
@@ -272,7 +272,7 @@ class Learning:
             refuse_missing(algorithm, roles, step)
 
     def max_tokens(self, step: int, tokens: int) -> int:
-        """Tokens that are trained on at the most, where the documents have `tokens`."""
+        """Return the maximum tokens that are trained on, where the documents have `tokens`."""
         return tokens * sum(update.epochs for update in self._algorithm.updates(step))
 
     def learn(
@@ -284,7 +284,7 @@ class Learning:
         groups: Sequence[ScoredGroup] = (),
         form: Form | None = None,
     ) -> Learned:
-        """Fill, credit, update.
+        """Fill columns, give credit, update.
 
         Args:
             groups, form: see `Columns.fill`.
@@ -316,13 +316,13 @@ class Learning:
         return replace(learned, metrics={**_distance(batch), **stale, **learned.metrics})
 
     def forget(self, step: int | None = None) -> None:
-        """What was computed of groups that are not trained on: of a step, or of all."""
+        """Drop the computations of groups that are not trained on: of a step, or of all steps."""
         self.columns.forget(step)
         if self.gradients:
             self.gradients.forget(step)
 
     def measure(self, batch: TokenBatch) -> dict[str, float]:
-        """`probe/loss` of the stage's own model on a batch, and what its objective reports besides; nothing learns."""
+        """Return `probe/loss` of the stage's own model on a batch, and the objective's other metrics; train nothing."""
         role = next(iter(self._roles.learners))
         batch = replace(batch, provenance=Provenance(role=role))
         batch = credited(self._algorithm, ask(self._roles, batch, self._algorithm.requires(0)).filled())
@@ -334,7 +334,7 @@ class Learning:
         return {f"probe/{name}": float(value) for name, value in {"loss": parts.loss, **parts.sums}.items()}
 
     def _updated(self, batch: TokenBatch, step: int, trace: Trace, tracer: SampleTracer | None) -> Learned:
-        """Every role's mini-batches, those of one number side by side."""
+        """Train every role's mini-batches, those of the same number concurrently."""
         updates, main = self._algorithm.updates(step), next(iter(self._roles.learners))
         plans = [list(self._mini_batches(batch, update, step)) for update in updates]
         reports: dict[str, list[Mapping[str, float]]] = {update.role: [] for update in updates}
@@ -358,10 +358,10 @@ class Learning:
         return Learned(_means(reports, main), trained, len(own), own[0] if own else {})
 
     def _compare(self, found: float, trace: Trace) -> None:
-        """Tell, once, that who learns computes other log-probabilities than who sampled with the same weights.
+        """Warn, once, if the learner and the rollout compute different log-probabilities with the same weights.
 
         Args:
-            found: KL of the one to the other, before a weight had changed.
+            found: KL between the two, before any weight changed.
         """
         if not self._compares or found <= _ROUNDING:
             return
@@ -385,7 +385,7 @@ class Learning:
         return learner.map(TrainWorker.update, mini, objective, step=step, part=part, record=record)
 
     def _mini_batches(self, batch: TokenBatch, update: Update, step: int) -> Iterator[tuple[TokenBatch, Totals] | None]:
-        """What is computed of each mini-batch, and what that is divided by; None where nothing is."""
+        """Yield the computed documents of each mini-batch, and its divisors; None where nothing is computed."""
         computed, count = set(update.computes(batch)), len(batch.item_lengths)
         for epoch in range(update.epochs):
             seed = derive_seed(self._seed, "mini_batches", step, epoch)
@@ -397,7 +397,7 @@ class Learning:
 
 
 def mini_batches(items: int, count: int, seed: int) -> list[list[int]]:
-    """A seeded shuffle of item numbers cut into `count` parts (fewer when there are fewer items)."""
+    """Return a seeded shuffle of item numbers cut into `count` parts (fewer when there are fewer items)."""
     count = min(count, items)
     if count <= 1:
         return [list(range(items))]
@@ -406,7 +406,7 @@ def mini_batches(items: int, count: int, seed: int) -> list[list[int]]:
 
 
 def _distance(batch: TokenBatch) -> dict[str, float]:
-    """`kl`: how far the policy that sampled is from the reference (k3, mean over tokens), where that is known."""
+    """Return `kl`: the KL of the sampling policy to the reference (k3, mean over tokens), if both are available."""
     columns = batch.token_columns
     if "reference_logprobs" not in columns or "behaviour_logprobs" not in columns:
         return {}
@@ -416,10 +416,10 @@ def _distance(batch: TokenBatch) -> dict[str, float]:
 
 
 def _staleness(batch: TokenBatch) -> dict[str, float]:
-    """How far the policy of the step's beginning is from the one that sampled, where both are known.
+    """Return how far the policy at the step's beginning is from the one that sampled, if both are available.
 
-    `lag/kl`: KL(μ ‖ π) (k3, mean over tokens). `lag/ess`: (Σ w)² / (n · Σ w²) of the weights w = π/μ: the share of the
-    tokens that their weighted mean is worth.
+    `lag/kl`: KL(μ ‖ π) (k3, mean over tokens). `lag/ess`: (Σ w)² / (n · Σ w²) of the weights w = π/μ: the effective
+    sample size of their weighted mean, as a share of the tokens.
     """
     columns, mask = batch.token_columns, batch.response_mask
     if not {"proximal_logprobs", "behaviour_logprobs"} <= columns.keys() or not bool(mask.any()):

@@ -1,4 +1,4 @@
-"""The stage of an algorithm that learns from responses of its own policy, and the metrics of what a step sampled.
+"""The stage of an algorithm that learns from its own policy's responses, and the metrics of a step's samples.
 
 The policy samples in the same step or some steps ahead:
 
@@ -40,12 +40,12 @@ _NAMED = re.compile(r"[\w.+-][\w.+ /-]{0,63}", re.ASCII)  # a component whose na
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup], *, judged: bool = True) -> dict[str, float]:
-    """Means over the step. `entropy` is the sampled estimate −E[log μ] per token, at the sampling temperature.
+    """Return means over the step. `entropy` is the sampled estimate −E[log μ] per token, at the sampling temperature.
 
     `reward/stderr` is the standard error of `reward/mean`.
 
     Args:
-        judged: whether somebody scores; else nothing is said of rewards.
+        judged: whether there are scores; else no reward is reported.
     """
     scores = [score for group in groups for score in group.scores]
     answers = [answer for group in groups for answer in group.answers]
@@ -70,8 +70,8 @@ def rollout_metrics(groups: Sequence[ScoredGroup], *, judged: bool = True) -> di
 
 
 def engine_metrics(counts: Mapping[str, int]) -> dict[str, float]:
-    """What the rollout's engine took, as far as it counts: rows that it decoded side by side in the mean, preemptions,
-    tokens that it computed again for them, tokens of prompts.
+    """Return the rollout engine's metrics, as far as it counts: mean rows decoded together, preemptions, tokens
+    computed again for them, tokens of prompts.
     """
     named = ("preemptions", "recomputed_tokens", "prefilled_tokens")
     steps, decoded = counts.get("steps", 0), counts.get("decoded_tokens")
@@ -80,7 +80,7 @@ def engine_metrics(counts: Mapping[str, int]) -> dict[str, float]:
 
 
 def turn_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Responses of a sample, in the mean, and the share of samples whose environment failed."""
+    """Return the mean number of responses per sample, and the share of samples whose environment failed."""
     answers = [answer for group in groups for answer in group.answers]
     return {
         "turns/mean": sum(len(answer.turns) for answer in answers) / len(answers),
@@ -89,8 +89,8 @@ def turn_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:
-    """`reward/NAME/mean` and `/std` of every component over the completions that have it; of rewards with weights also
-    the shares that failed.
+    """Return `reward/NAME/mean` and `/std` of each component over the completions that have it; for rewards with
+    weights also the shares that failed.
     """
     found: dict[str, float] = {}
     for name in sorted({name for score in scores for name in score.components if _NAMED.fullmatch(name)}):
@@ -104,9 +104,9 @@ def _component_metrics(scores: Sequence[Score]) -> dict[str, float]:
 
 
 def _standard_error(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """How far a step's mean reward strays by the prompts it happened to draw: deviation of group means / √groups.
+    """Return the standard error of a step's mean reward over the drawn prompts: deviation of group means / √groups.
 
-    Samples of one prompt are alike, so they do not count as so many independent ones.
+    Samples of one prompt are correlated, so they do not count as independent ones.
     """
     scored = [rewards[~np.isnan(rewards)] for rewards in (group.rewards for group in groups)]
     means = np.array([rewards.mean() for rewards in scored if len(rewards)])
@@ -118,19 +118,19 @@ class OnPolicy:
 
     Args:
         config: the stage's parameters.
-        algorithm: what it does.
-        roles: who samples, learns, and fills columns.
+        algorithm: decides sampling, filtering, credit and objectives.
+        roles: the roles that sample, learn, and fill columns.
         prompts: every row of the data set.
-        scorer: whoever scores responses; None: nobody does.
+        scorer: scores responses; None: no scores.
         seed: the stage's seed.
         probe: the held-out measurement, if there is one.
-        phase: what its progress is called.
-        text: what a response says, for traces; by default as the scorer reads it.
-        environment: what is observed between two responses, where the algorithm samples several.
+        phase: the phase that its progress reports.
+        text: the text of a response, for traces; by default as the scorer reads it.
+        environment: returns the observation between two responses, where the algorithm samples several.
         admission: which prompts may be sampled when; by default batch after batch, with the exact lag of the stage.
 
     Raises:
-        InputError: the algorithm needs a role or an environment that is not there.
+        InputError: the algorithm needs a role or an environment that does not exist.
     """
 
     def __init__(
@@ -184,9 +184,9 @@ class OnPolicy:
         self._ahead = Collector(*words, kept=self._offer, watch=self._watch)
 
     def max_tokens(self, step: int) -> int:
-        """What is sampled from now to the end of the step: every prompt read once, every response at the token limit;
-        and what the step trains on, as often as it does. Nothing of what replaces dropped groups, which is reserved
-        when it is needed.
+        """Return the maximum tokens sampled from now to the end of the step: every prompt read once, every response at
+        the token limit; plus the tokens that the step trains on, once per pass. Replacements of dropped groups are not
+        included; they are reserved when needed.
         """
         if self._most:
             return self._most
@@ -195,7 +195,7 @@ class OnPolicy:
         return sampled + self._training(step)
 
     def step(self, step: int, trace: Trace, reserve: Reserve = free) -> StepReport:
-        """Take what the step trains on, learn while more is sampled.
+        """Take the groups that the step trains on, learn while more is sampled.
 
         Raises:
             InputError: it spent more tokens than a step may.
@@ -240,29 +240,29 @@ class OnPolicy:
         )
 
     def publish_weights(self, version: PolicyVersion) -> None:
-        """The rollout samples with the weights of the last update; nothing runs then."""
+        """Publish the weights of the last update to the rollout; nothing runs then."""
         self.roles.publish(version)
         self._ahead.version = version.step
 
     def rewind(self) -> None:
-        """What the step sampled is sampled again by whoever goes on."""
+        """Drop the step's samples, which a resumed job samples again."""
         self._learning.forget()
         self._ahead.rewind()
 
     def save(self, path: Path) -> Mapping[str, str]:
-        """What was sampled and waits to be trained."""
+        """Write the sampled groups that wait to be trained."""
         return self._ahead.save(path)
 
     def restore(self, path: Path) -> None:
-        """Go on with it."""
+        """Restore the waiting groups."""
         self._ahead.restore(path)
 
     def probe(self, step: int, trace: Trace) -> StepReport | None:
-        """Greedy held-out accuracy before the first step, every N steps, and at the end."""
+        """Measure greedy held-out accuracy before the first step, every N steps, and at the end."""
         return self._probe.measure(step, trace, self.roles.sampler)
 
     def probe_max_tokens(self, step: int) -> int:
-        """The probe's limit where one is due."""
+        """Return the probe's limit if it is due."""
         return self._probe.max_tokens(step)
 
     def _form(self, step: int) -> Form:
@@ -270,20 +270,20 @@ class OnPolicy:
         return lambda groups: with_temperature(form(groups), groups)
 
     def _offer(self, group: ScoredGroup) -> None:
-        """What a kept group makes whole is predicted while others are sampled, where documents are formed by group."""
+        """Request columns for the stretch that a kept group completes, where documents are formed by group."""
         if self._algorithm.groupwise:
             self._learning.columns.offer(group, self._form(group.step))
 
     def _watch(self, step: int) -> bool:
-        """Sum the gradients of what is whole and predicted; whether something is being predicted."""
+        """Sum the gradients of complete, predicted stretches; return whether predictions are in progress."""
         return bool(self._learning.gradients and self._learning.gradients.offer(step))
 
     def _look(self, trace: Trace, seconds: float) -> bool:
-        """Take what was sampled ahead meanwhile."""
+        """Take groups that were sampled ahead in the meantime."""
         return self._ahead.look(trace, seconds)
 
     def _training(self, step: int) -> int:
-        """Tokens that a step trains on at the most: what waits for it, and what it lacks at the token limit."""
+        """Return the maximum tokens that a step trains on: its waiting groups, and missing ones at the token limit."""
         source, waiting = self._algorithm.source, self._ahead.waiting(step)
         rows = self.journal.peek(self._ahead.lacking(step))
         there = sum(len(answer) for group in waiting for answer in group.answers)

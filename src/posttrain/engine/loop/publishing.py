@@ -7,14 +7,14 @@
     bucket 0, 1, …  ──── object store, or rank to rank ────────────────▶ copied into place
                                           compare ◀──────────────────── attest: hash of the views decoded with
 
-One version is published at a time, while nobody samples. Weights that differ are refused: the rollout is left with
-weights that are no version's, so the job ends and goes on from its last checkpoint.
+One version is published at a time, while no rank samples. Weights that differ are refused: the rollout then has weights
+of no version, so the job ends and continues from its last checkpoint.
 
-A rank that is replaced while weights are carried lacks what came before, so they are carried again to all. One that is
-replaced later gets them from a rank that samples with them, else from the policy where it has not learned since, and
-attests them in the same way.
+A rank that is replaced during a transfer lacks the earlier buckets, so the transfer starts again for all ranks. A rank
+that is replaced later gets the weights from a rank that samples with them, else from the policy if it has not learned
+since, and attests them in the same way.
 
-`Roles` holds the roles of a stage, each a worker group, and what is done to all of them together. Whoever opens them
+`Roles` holds the roles of a stage, each a worker group, and the operations on all of them. The code that opens them
 decides in which processes they live; nothing here depends on it.
 """
 
@@ -32,22 +32,22 @@ from posttrain.engine.roles.training import FrozenWorker, TrainWorker
 from posttrain.engine.rollout.worker import RolloutWorker
 from posttrain.engine.weights.stream import Attestation, Bucket, PolicyVersion, Standing
 
-# whoever has the weights that a rollout is to sample with, and its methods to attest them and to give them
+# a group that has the weights to sample with, and its methods to attest them and to return them in buckets
 _Giver = tuple[WorkerGroup[Any], Callable[[Any, Layout], tuple[Attestation, int]], Callable[[Any], Bucket]]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """The rollout reads the policy's memory: nothing is carried."""
+    """The rollout reads the policy's memory: nothing is transferred."""
 
     rollout: WorkerGroup[RolloutWorker]
 
     def publish(self, version: PolicyVersion) -> None:
-        """From now on the rollout samples with the policy as it is.
+        """Let the rollout sample with the current policy from now on.
 
         Raises:
-            IntegrityError: a rollout rank decodes with something else.
+            IntegrityError: a rollout rank decodes with other weights.
         """
         self.rollout.each(RolloutWorker.samples_with, version)
 
@@ -59,7 +59,7 @@ class Buckets:
 
     policy: WorkerGroup[TrainWorker]
     rollout: WorkerGroup[RolloutWorker]
-    neighbours: bool  # the rollout's ranks stand beside the policy's
+    neighbours: bool  # the rollout's ranks share process groups with the policy's
 
     def publish(self, version: PolicyVersion) -> None:
         """See `Alias.publish`."""
@@ -76,10 +76,10 @@ class Buckets:
         return (self.policy, TrainWorker.attest, TrainWorker.bucket)
 
     def _restore(self, version: PolicyVersion, published: Attestation, ranks: Collection[int]) -> None:
-        """Ranks that were replaced sample with what was published, too.
+        """Transfer the published weights to replaced ranks.
 
         Raises:
-            WorkerLostError: nobody has that any more.
+            WorkerLostError: no process has these weights any more.
         """
         others = [rank for rank in range(self.rollout.ranks) if rank not in ranks]
         sampler = (self.rollout.at(others[:1]), RolloutWorker.offer, RolloutWorker.bucket)
@@ -88,10 +88,10 @@ class Buckets:
     def _carry(
         self, version: PolicyVersion, giver: _Giver, ranks: Collection[int], published: Attestation | None = None
     ) -> Attestation:
-        """From those who have the weights to these ranks of the rollout; what all of them attest.
+        """Transfer weights from the giver to these ranks of the rollout; return their attestation.
 
         Args:
-            published: what it has to be; None: whatever the giver has.
+            published: the required attestation; None: that of the giver.
         """
         readers = self.rollout.at(ranks)
         layout, (group, attest, bucket) = readers.one(RolloutWorker.layout), giver
@@ -136,14 +136,14 @@ class Buckets:
         )
 
 
-# How weights come from a policy to a rollout: each takes one bucket of extra memory at the most at each rank, and
-# leaves the rollout with what the policy attested, or raises
+# How weights get from a policy to a rollout: each takes at most one bucket of extra memory at each rank, and
+# leaves the rollout with the attested weights of the policy, or raises
 WeightTransport = Alias | Buckets
 
 
 def transport(policy: WorkerGroup[TrainWorker], rollout: WorkerGroup[RolloutWorker]) -> WeightTransport:
-    """The way between two roles, by where they stand. What a rank had that is replaced from now on, it gets when the
-    next version is published.
+    """Return the transport between two roles, by their placement. A rank that is replaced from now on gets its weights
+    with the next published version.
     """
     rollout.replacing.restore = nothing
     view = rollout.one(RolloutWorker.view)
@@ -153,52 +153,52 @@ def transport(policy: WorkerGroup[TrainWorker], rollout: WorkerGroup[RolloutWork
 @final
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """What an algorithm works with: `roles.learners["policy"].map(TrainWorker.update, batch, objective, step=3)`.
+    """The roles of an algorithm: `roles.learners["policy"].map(TrainWorker.update, batch, objective, step=3)`.
 
-    Groups of ranks that stand on devices of their own or share them.
+    Groups of ranks with separate or shared devices.
     """
 
-    learners: Mapping[str, WorkerGroup[TrainWorker]]  # the first is the model that the stage leaves
+    learners: Mapping[str, WorkerGroup[TrainWorker]]  # the first is the model that the stage outputs
     frozen: Mapping[str, WorkerGroup[FrozenWorker]] = field(default_factory=dict)
     rollout: WorkerGroup[RolloutWorker] | None = None
-    sleeps: bool = False  # frozen roles leave their memory when their phase is over
-    micro_batch_tokens: int = 0  # that a rank computes at once; 0: not known, so everything is asked for at once
+    sleeps: bool = False  # frozen roles free their memory when their phase is over
+    micro_batch_tokens: int = 0  # of a rank; 0: unknown, so everything is requested in one call
 
     @property
     def made(self) -> WorkerGroup[TrainWorker]:
-        """The role whose model the stage leaves."""
+        """The role whose model the stage outputs."""
         return next(iter(self.learners.values()))
 
     @property
     def sampler(self) -> WorkerGroup[RolloutWorker]:
-        """Whoever samples.
+        """The rollout.
 
         Raises:
-            InputError: nobody does.
+            InputError: the stage has no rollout.
         """
         if self.rollout is None:
             raise InputError("an algorithm that samples needs a rollout, got roles without one; open them with it")
         return self.rollout
 
     def group(self, role: str) -> WorkerGroup[TrainWorker] | WorkerGroup[FrozenWorker]:
-        """Whoever predicts for a role."""
+        """Return the worker group of a role that predicts."""
         return self.frozen[role] if role in self.frozen else self.learners[role]
 
     def alone(self, role: str) -> bool:
-        """Whether nobody else stands in a role's pool."""
+        """Whether a role shares its pool with no other role."""
         mine = self.group(role).backend
         others = [self.group(name).backend for name in (*self.learners, *self.frozen) if name != role]
         others += [self.rollout.backend] if self.rollout else []
         return not any(other is mine for other in others)
 
     def early(self, role: str) -> bool:
-        """Whether a role may predict while the rollout works: not in its pool; and where roles sleep, so that others
-        have the memory, only in a pool of its own.
+        """Whether a role may predict while the rollout works: not in its pool; and where roles sleep to free memory,
+        only in a pool that it does not share.
         """
         return self.group(role).backend is not self.sampler.backend and (not self.sleeps or self.alone(role))
 
     def rest(self) -> None:
-        """The frozen roles have said what the step needs of them: where roles sleep, those that share a pool do until
+        """End the predictions of the frozen roles for this step: where roles sleep, those that share a pool sleep until
         the next.
         """
         for role, group in self.frozen.items():
@@ -206,10 +206,10 @@ class Roles:
                 group.each(FrozenWorker.sleep)
 
     def fallbacks(self) -> dict[str, str]:
-        """Slower ways that the stage's models must go, each with the reason.
+        """Return the slower paths that the stage's models use, each with the reason.
 
-        Those of another than the stage's own model are called by its role too: `reward_model/padding`. The reference
-        is the policy's model.
+        Paths of another model than the stage's own have its role as a prefix: `reward_model/padding`. The reference is
+        the policy's model.
         """
         found = self.made.one(TrainWorker.fallbacks)
         if self.rollout is not None:
@@ -222,7 +222,7 @@ class Roles:
         return found
 
     def publish(self, version: PolicyVersion) -> None:
-        """From now on the rollout samples with the policy as it is, which is attested.
+        """Let the rollout sample with the current policy from now on, and attest its weights.
 
         Raises:
             IntegrityError: a rollout rank decodes with other weights than were published.
@@ -236,7 +236,7 @@ class Roles:
         return {name: digest for shards in written for name, digest in shards.items()}
 
     def restore(self, path: Path) -> None:
-        """Go on from a verified checkpoint.
+        """Continue from a verified checkpoint.
 
         Raises:
             IntegrityError: it does not fit the models.

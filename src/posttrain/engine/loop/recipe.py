@@ -1,10 +1,10 @@
 """The interface between controller and recipe, the data cursor, and the checkpoint form of waiting groups.
 
-The data cursor records what was consumed, and in which order. The order is an infinite stream: epoch 0's permutation,
-then epoch 1's, and so on, each derived from (seed, epoch). The whole state is one number, how many documents were
-taken; so resuming anywhere, at an epoch boundary too, equals never having stopped.
+The data cursor records which documents were consumed, and in which order. The order is an infinite stream: epoch 0's
+permutation, then epoch 1's, and so on, each derived from (seed, epoch). The whole state is one number, the count of
+documents taken; so resuming anywhere, including an epoch boundary, equals never having stopped.
 
-Groups that were sampled and wait to be trained are kept in a checkpoint: arrays as safetensors, the rest as JSON.
+A checkpoint keeps sampled groups that wait to be trained: arrays as safetensors, the rest as JSON.
 """
 
 import json
@@ -37,7 +37,7 @@ class Journal:
     Args:
         documents: rows of the data set.
         seed: the stage's seed.
-        consumed: documents already taken, as a checkpoint recorded it.
+        consumed: documents already taken, as recorded by a checkpoint.
 
     Raises:
         InputError: no documents.
@@ -53,14 +53,14 @@ class Journal:
         self._order: list[int] = []
 
     def peek(self, count: int) -> list[int]:
-        """Row numbers of the next `count` documents.
+        """Return the row numbers of the next `count` documents.
 
         A stretch may cross into the next epoch, and then may repeat a row.
         """
         return [self.row(position) for position in range(self.consumed, self.consumed + count)]
 
     def take(self, count: int) -> list[tuple[int, int]]:
-        """The next `count` documents as (position in the stream, row number), and move past them.
+        """Take the next `count` documents; return (position in the stream, row number) of each.
 
         A position never repeats within a run, so it keys random numbers where a row number could not.
         """
@@ -69,7 +69,7 @@ class Journal:
         return list(enumerate(rows, start))
 
     def row(self, position: int) -> int:
-        """The row that stands at a position of the stream."""
+        """Return the row at a position of the stream."""
         epoch, offset = divmod(position, self.documents)
         if epoch != self._epoch:
             generator = np.random.Generator(np.random.PCG64(derive_seed(self._seed, "journal", epoch)))
@@ -78,29 +78,29 @@ class Journal:
 
 
 class Reserve(Protocol):
-    """Asked before a step costs more than was said of it."""
+    """Asked before a step costs more than its declared maximum."""
 
     def __call__(self, spent: int, more: int, *, refuse: bool = True) -> bool:
-        """Whether the tokens that a step has spent and those that it may spend besides are within the budget.
+        """Whether the tokens that a step has spent and its further tokens are within the budget.
 
         Args:
-            refuse: raise where they are not; nothing of the step may be trained yet.
+            refuse: raise where they are not; the step must not have trained yet.
 
         Raises:
-            BudgetExceededError: they are not. What the step began was forgotten, and a checkpoint written.
+            BudgetExceededError: they are not. The step's begun work was dropped, and a checkpoint written.
         """
 
 
 def free(spent: int, more: int, *, refuse: bool = True) -> bool:
-    """Reserves whatever it may cost."""
+    """Return True: reserve any cost."""
     return True
 
 
 class Recipe(Protocol):
     """A training method.
 
-    Every implementation: what step N does is a function of (seed, N, weights, moments, journal position) and nothing
-    else; `max_tokens` is never below what `step` then reports as spent.
+    Every implementation: the effect of step N is a function of (seed, N, weights, moments, journal position) alone;
+    `max_tokens` is never below the spent tokens that `step` then reports.
     """
 
     phase: str  # "sft", "grpo"
@@ -109,59 +109,59 @@ class Recipe(Protocol):
     roles: Roles  # whose weights the recipe changes
 
     def max_tokens(self, step: int) -> int:
-        """Tokens the coming step may spend at the most."""
+        """Return the maximum tokens that the coming step may spend."""
 
     def step(self, step: int, trace: Trace, reserve: Reserve = ...) -> StepReport:
         """Do step `step` (0-based).
 
         Args:
-            reserve: asked before the step may cost more than `max_tokens` said.
+            reserve: asked before the step may cost more than `max_tokens` returned.
         """
 
     def publish_weights(self, version: PolicyVersion) -> None:
-        """Let whoever samples do it with the policy as it is, under this version."""
+        """Sample with the current policy from now on, under this version."""
 
     def rewind(self) -> None:
-        """Forget what a step began of which nothing is trained yet; it is done again by whoever goes on."""
+        """Drop the begun work of a step that has not trained yet; a resumed job does it again."""
 
     def save(self, path: Path) -> Mapping[str, str]:
-        """Write what waits to be trained between two steps into a checkpoint; file name → digest."""
+        """Write work that waits to be trained between two steps into a checkpoint; file name → digest."""
 
     def restore(self, path: Path) -> None:
-        """Go on with it; the journal stands where the checkpoint says."""
+        """Restore that work; the journal is at the checkpoint's position."""
 
     def probe(self, step: int, trace: Trace) -> StepReport | None:
         """Measure the policy after `step` steps, if it is due; changes nothing."""
 
     def probe_max_tokens(self, step: int) -> int:
-        """Tokens `probe(step)` may spend at the most; 0 when none is due."""
+        """Return the maximum tokens that `probe(step)` may spend; 0 when none is due."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A group, and where it stands."""
+    """A group and its place in the buffer."""
 
     key: int
     batch: int
     version: int  # that sampled it, in steps trained
     group: ScoredGroup
-    dropped: str = ""  # why it is not trained on; it is in its step's metrics all the same
+    dropped: str = ""  # why it is not trained on; its step's metrics include it
 
     @property
     def entry(self) -> Entry:
-        """Its place in the buffer."""
+        """Its buffer entry."""
         return Entry(self.key, self.batch, self.version, ready=True)
 
 
 def write_held(
     path: Path, held: Sequence[Held], given_up: Sequence[int], lost: Mapping[int, Sequence[int]]
 ) -> Mapping[str, str]:
-    """File name → digest.
+    """Write groups into a checkpoint; return file name → digest.
 
     Args:
         given_up: the batch of every place that stays empty.
-        lost: batch → of each place that is to be filled again, how often it was before.
+        lost: batch → for each place to be refilled, how often it was refilled before.
     """
     segments = [segment for one in held for segment, again in _segments(one.group) if not again]
     none = np.zeros(0, dtype=np.float32)
@@ -175,13 +175,13 @@ def write_held(
 
 
 def read_held(path: Path, prompt: Callable[[int], Prompt]) -> tuple[list[Held], list[int], dict[int, list[int]]]:
-    """What `write_held` was given, which wrote it into a checkpoint that was verified.
+    """Return the groups, `given_up` and `lost` that `write_held` wrote into a verified checkpoint.
 
     Args:
-        prompt: that of a position in the data stream.
+        prompt: returns the prompt at a position in the data stream.
 
     Raises:
-        IntegrityError: it is not there.
+        IntegrityError: a file is missing.
     """
     for name in (_ARRAYS, _REST):
         if not (path / name).is_file():
@@ -201,7 +201,7 @@ class _Cursor:
     sampled: int = 0
 
     def segment(self, source: Any, size: int, version: str, temperature: float | None = None) -> Segment:
-        """The next one."""
+        """Return the next segment."""
         tokens, logprobs = self.tokens[self.at : self.at + size], None
         self.at += size
         if source == "sampled":
@@ -211,7 +211,7 @@ class _Cursor:
 
 
 def _segments(group: ScoredGroup) -> Iterator[tuple[Segment, bool]]:
-    """Each with whether it is the prompt that the group began with, once more."""
+    """Yield each segment, and whether it repeats the prompt that the group began with."""
     first: Segment | None = None
     for sample in group.group.samples:
         for sequence in sample.sequences:

@@ -1,4 +1,4 @@
-"""The port over an engine that decodes one batch to its end: what it is asked meanwhile waits."""
+"""The engine port over a function that decodes one batch to its end: requests during a batch wait."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -13,14 +13,14 @@ Decode = Callable[[Sequence[Generation]], list[Trajectory]]  # all with the same
 
 
 class BatchedEngine:
-    """`RolloutEngine` by a function that answers a batch.
+    """`RolloutEngine` over a function that answers a batch.
 
-    `completed` takes what waits with the same sampling, shortest prompts first, at most `batch_size` and what the cache
-    holds, and answers it all. So responses never go on under other weights than they began with.
+    `completed` takes waiting work of one sampling, shortest prompts first, at most `batch_size` rows and what the cache
+    holds, and answers it all. So responses never continue under other weights than they began with.
 
     Args:
         kv_cache: bytes that keys and values of a batch may take; None: not bounded.
-        token_bytes: of one token's keys and values in all layers; None: not known, so `kv_cache` is not looked at.
+        token_bytes: of one token's keys and values in all layers; None: unknown, so `kv_cache` has no effect.
         reads_text: whether `decode` ends responses at `sampling.stop`; otherwise such generations are refused.
     """
 
@@ -41,11 +41,11 @@ class BatchedEngine:
         self._done: list[Completion] = []
 
     def counts(self) -> Mapping[str, int]:
-        """See `RolloutEngine.counts`; nobody counts in a function."""
+        """See `RolloutEngine.counts`; a function has no counters."""
         return {}
 
     def views(self) -> Iterable[tuple[str, Tensor]] | None:
-        """See `RolloutEngine.views`; a function has no weights that anybody could look at."""
+        """See `RolloutEngine.views`; a function exposes no weights."""
         return None
 
     def submit(self, work: Sequence[Generation]) -> None:
@@ -64,7 +64,7 @@ class BatchedEngine:
         return done
 
     def abort(self, ids: Collection[str]) -> None:
-        """See `RolloutEngine.abort`; what it can still abort has not begun."""
+        """See `RolloutEngine.abort`; only work that has not begun can be aborted."""
         for generation in self._waiting:
             if generation.id in ids:
                 none = Trajectory.answer(generation.tokens, [], [], truncated=False, version=self._intake.version)
@@ -102,7 +102,7 @@ class BatchedEngine:
             )
 
     def _holding(self, batch: list[Generation]) -> list[Generation]:
-        """The first of a batch, the shortest prompts first, whose rectangle of keys and values the cache holds."""
+        """Return the head of a batch, shortest prompts first, whose rectangle of keys and values the cache holds."""
         if self._cached is None:
             return batch
         budget, token_bytes = self._cached

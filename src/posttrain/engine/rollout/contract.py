@@ -1,20 +1,20 @@
 """The contract of rollout engines, as tests that any engine can run against itself.
 
-In a test file of yours::
+In your test file::
 
     class TestMyEngine(RolloutEngineContract):
         def open_engine(self) -> RolloutEngine:
             return MyEngine(...)
 
-Draws: the tests check what decides them, what their log-probabilities are of, and where responses end. They have no
-model to compare with. They compare what an engine returns in one way with what it returns in another: after the same
-tokens, the same token has the same log-probability at a temperature, however it was drawn.
+Draws: the tests check what decides a draw, which distribution the log-probabilities are of, and where responses end.
+They have no model to compare with. They compare results that an engine returns along two paths: after the same tokens,
+the same token has the same log-probability at a given temperature, however it was drawn.
 
-Weights: the tests check which are read, when they may change, and what becomes of begun responses. They change the
-tensors that an engine shows, in place, and restore them. Of an engine that shows none, they can check only the versions
-that it reports.
+Weights: the tests check which weights an engine reads, when they may change, and what happens to begun responses. They
+change the tensors that an engine exposes, in place, and restore them. For an engine that exposes none, they can check
+only the versions that it reports.
 
-`Bench` is what the tests need of whoever runs them, and how they ask an engine.
+`Bench` holds what the tests require of their subclass, and the helpers that query an engine.
 """
 
 import threading
@@ -34,46 +34,46 @@ from posttrain.domain.errors import InputError, JobFailedError
 from posttrain.engine.rollout.port import Completion, Generation, InFlight, RolloutEngine, SamplingParams
 from posttrain.engine.samples import Trajectory
 
-WAIT = 300.0  # seconds for the next answer, before an engine counts as one that never answers
-_ROUNDING = 1e-4  # by how much a log-probability may differ where it is computed in another way
-Seen = dict[tuple[int, ...], dict[int, float]]  # after these tokens: log-probability of each that was drawn
+WAIT = 300.0  # seconds to wait for the next answer before the engine counts as hung
+_ROUNDING = 1e-4  # allowed difference of a log-probability that is computed along another path
+Seen = dict[tuple[int, ...], dict[int, float]]  # after these tokens: the log-probability of each token that was drawn
 _WARM = 1.5
-_LEVEL = 1e4  # so high a temperature that a token tells its random number, whatever the policy thinks
+_LEVEL = 1e4  # a temperature so high that the random number alone decides the token
 
 
 class Bench:
-    """An engine's surroundings; `contract.RolloutEngineContract` is the class to derive from."""
+    """The surroundings of an engine; derive from `contract.RolloutEngineContract`."""
 
     prompts: Sequence[tuple[int, ...]] = ((5, 4, 3), (7, 8), (9,), (4, 4, 6, 5, 8, 9, 7))
     limit = 7
-    long = 30  # tokens of a response that is still on its way when one of a single token has been answered
-    tolerance = 1e-4  # by how much a log-probability may differ in other company; 0: not by a bit
-    ends: Collection[int] = ()  # end-of-sequence tokens of the policy; those that responses end with are known by it
-    draws = True  # False: chance decides nothing of what it says, as in a script
-    in_place = True  # others change the weights where it reads them; False: it takes those of a version by itself
-    unheard: Collection[str] = ()  # tensors that no answer to `prompts` depends on: experts that none of them asks
+    long = 30  # tokens of a response that is still in work when a response of one token has been answered
+    tolerance = 1e-4  # allowed difference of a log-probability between batches; 0: bit-identical
+    ends: Collection[int] = ()  # end-of-sequence tokens of the policy; those that responses end with are added
+    draws = True  # False: responses do not depend on random numbers, as in a script
+    in_place = True  # others change the weights where the engine reads them; False: it loads each version itself
+    unheard: Collection[str] = ()  # tensors that no answer to `prompts` depends on: experts that no prompt is routed to
 
     def open_engine(self) -> RolloutEngine:
-        """A new engine, idle and not paused.
+        """Return a new engine, idle and not paused.
 
         Raises:
-            NotImplementedError: always; a subclass gives it.
+            NotImplementedError: always; a subclass implements it.
         """
         raise NotImplementedError
 
     def says(self, tokens: Sequence[int]) -> str | None:
-        """What the engine's tokenizer decodes, special tokens included; None: it knows no text, and refuses stop
-        strings. Two characters somewhere in a response should be text.
+        """Return the text that the engine's tokenizer decodes, special tokens included; None: it has no tokenizer and
+        refuses stop strings. Some response should contain two characters of text.
         """
         return None
 
     @property
     def rounding(self) -> float:
-        """By how much a log-probability may differ that came about in another way."""
+        """The allowed difference of a log-probability that is computed along another path."""
         return max(self.tolerance, _ROUNDING)
 
     def work(self, samples: int = 3, mark: str = "", limit: int | None = None, **sampling: Any) -> list[Generation]:
-        """Every prompt `samples` times, with these fields of `SamplingParams`."""
+        """Return every prompt `samples` times, with these fields of `SamplingParams`."""
         tokens = limit or self.limit
         params = SamplingParams(tokens, **{"seed": 7, **sampling})
         return [
@@ -83,7 +83,7 @@ class Bench:
         ]
 
     def drain(self, engine: RolloutEngine, count: int) -> dict[str, Trajectory]:
-        """The next `count` answers; none may come twice."""
+        """Return the next `count` answers; none may be answered twice."""
         found: dict[str, Trajectory] = {}
         while len(found) < count:
             done = engine.completed(WAIT)
@@ -95,29 +95,29 @@ class Bench:
         return found
 
     def ask(self, engine: RolloutEngine, work: Sequence[Generation]) -> dict[str, Trajectory]:
-        """What is answered to work that is all there is."""
+        """Submit all the work of an idle engine and return its answers."""
         engine.submit(work)
         return self.drain(engine, len(work))
 
     def tell(self, engine: RolloutEngine, version: str) -> None:
-        """From now on this version samples; nothing is in work."""
+        """Sample with this version from now on; nothing is in work."""
         engine.pause()
         engine.update("", version)
         engine.resume()
 
 
 def require(holds: bool, otherwise: str) -> None:
-    """A promise; `otherwise` says who broke it.
+    """Require a condition; `otherwise` is the message.
 
     Raises:
-        AssertionError: it does not hold.
+        AssertionError: the condition does not hold.
     """
     if not holds:
         raise AssertionError(otherwise)
 
 
 def refuses(call: Callable[[], None]) -> bool:
-    """Whether the call ends in `InputError`."""
+    """Whether the call raises `InputError`."""
     try:
         call()
     except InputError:
@@ -126,10 +126,10 @@ def refuses(call: Callable[[], None]) -> bool:
 
 
 def same(name: str, one: Trajectory, other: Trajectory, tolerance: float) -> None:
-    """One response, however it came about.
+    """Require two answers to be the same response.
 
     Raises:
-        AssertionError: tokens, status or log-probabilities that differ.
+        AssertionError: tokens, status or log-probabilities differ.
     """
     require(one.response.tolist() == other.response.tolist(), f"{name} became another response")
     apart = float(np.abs(one.logprobs - other.logprobs).max(initial=0.0))
@@ -137,10 +137,10 @@ def same(name: str, one: Trajectory, other: Trajectory, tolerance: float) -> Non
     require(one.status == other.status, f"{name} ended as {one.status} and as {other.status}")
 
 
-_FEW = 4  # tokens of responses that are looked at token by token: later ones seldom follow the same
+_FEW = 4  # tokens of responses that are compared one by one: later tokens seldom follow the same ones
 
 
-_ONE_IN = 100  # differences that are this many roundings or more can be told from none
+_ONE_IN = 100  # differences of at least this many roundings count as nonzero
 
 
 _TRUNCATIONS: tuple[dict[str, Any], ...] = ({"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5})
@@ -159,7 +159,7 @@ class DrawContract(Bench):
     """The tests of draws."""
 
     def test_seed_key_sample_and_token_each_change_what_is_drawn(self) -> None:
-        """Of one prompt, at a temperature at which nothing but chance decides."""
+        """One prompt, at a temperature at which the random number alone decides."""
         if not self.draws:
             return
         engine = self.open_engine()
@@ -177,7 +177,7 @@ class DrawContract(Bench):
         require(not repeats, f"every token must have a random number of its own, got {found['it']}")
 
     def test_a_response_ends_at_the_first_end_of_sequence_token(self) -> None:
-        """Or, where that is asked for, at its limit alone; until then it says the same."""
+        """With `ignore_eos` at its limit alone; until then both have the same tokens."""
         engine = self.open_engine()
         whole = self.ask(engine, self.work(limit=self.long, ignore_eos=True))
         for name, answer in whole.items():
@@ -215,7 +215,7 @@ class DrawContract(Bench):
                     seen.setdefault(context, {}).update(tokens)
 
     def test_log_probabilities_are_at_the_temperature(self) -> None:
-        """Of two tokens, their difference is that of the logits, divided by it."""
+        """The difference of two tokens is that of their logits, divided by the temperature."""
         if not self.draws:
             return
         engine = self.open_engine()
@@ -233,14 +233,14 @@ class DrawContract(Bench):
         require(told > 0, "no two tokens were drawn at both temperatures; give a policy that is less sure")
 
     def test_truncated_draws_are_among_the_likely_tokens(self) -> None:
-        """By the log-probabilities themselves: what was drawn after the same tokens."""
+        """Checked with the log-probabilities of the tokens that were drawn after the same context."""
         if not self.draws:
             return
         engine = self.open_engine()
         for way in _TRUNCATIONS:
             for tokens in self._seen(engine, **way).values():
                 shares = sorted(map(exp, tokens.values()))
-                before = sum(shares[1:])  # what is likelier than the last that was kept
+                before = sum(shares[1:])  # probability of the tokens that are likelier than the least likely drawn one
                 held = (
                     len(shares) <= way.get("top_k", len(shares))
                     and before < way.get("top_p", 1.0) + self.rounding
@@ -249,7 +249,7 @@ class DrawContract(Bench):
                 require(held, f"with {way} only likely tokens may be drawn, got tokens of {shares}")
 
     def _seen(self, engine: RolloutEngine, **sampling: Any) -> Seen:
-        """What eight samples of every prompt said."""
+        """Return the tokens and log-probabilities of eight samples of every prompt."""
         found: Seen = {}
         for answer in self.ask(engine, self.work(samples=8, limit=min(self.limit, _FEW), **sampling)).values():
             before: tuple[int, ...] = tuple(answer.prompt.tolist())
@@ -260,7 +260,7 @@ class DrawContract(Bench):
 
 
 def _both(one: Seen, other: Seen) -> Iterator[tuple[Mapping[int, float], Mapping[int, float], list[int]]]:
-    """Where both drew the same tokens after the same: what each says, and which they are."""
+    """Yield the log-probabilities of both, and the tokens that both drew, for every context that both have."""
     for context, mine in one.items():
         tokens = sorted(mine.keys() & other.get(context, {}).keys())
         if tokens:
@@ -271,13 +271,13 @@ class WeightContract(Bench):
     """The tests of weights."""
 
     def shown(self, engine: RolloutEngine) -> list[tuple[str, Tensor]]:
-        """The tensors that can be changed where they are, each place in memory once."""
+        """Return the tensors that can be changed in place, each place in memory once."""
         views = engine.views() if self.in_place else None
         places = {(held.data_ptr(), held.shape, held.stride()): (name, held) for name, held in views or ()}
         return list(places.values())
 
     def test_what_it_shows_is_what_it_decodes_with(self) -> None:
-        """Each tensor alone changes what it says, and what it said comes back with the tensor."""
+        """Changing one tensor changes the answers, and restoring it restores them."""
         engine = self.open_engine()
         work = self.work(samples=1, greedy=True)
         before = self.ask(engine, work)
@@ -294,7 +294,7 @@ class WeightContract(Bench):
             same(asked, before[asked], answer, self.tolerance)
 
     def test_logits_that_are_not_finite_end_the_job(self) -> None:
-        """Whatever the tokens are chosen by."""
+        """However tokens are chosen."""
         for sampling in ({}, {"greedy": True}, {"top_k": 2}):
             engine = self.open_engine()
             shown = [held for _, held in self.shown(engine)]
@@ -306,7 +306,7 @@ class WeightContract(Bench):
             require(said is None, f"logits that are no numbers must end in JobFailedError, got {said} answers")
 
     def test_weights_that_are_read_in_place_change_while_it_is_paused(self) -> None:
-        """An update at any other time is refused and changes nothing, and so is one of a policy that nobody serves."""
+        """Any other update is refused and changes nothing, as is one of a policy that the engine does not serve."""
         engine = self.open_engine()
         self.tell(engine, _OLD)
         if self.in_place:
@@ -318,8 +318,8 @@ class WeightContract(Bench):
             require(answer.versions == (_OLD,), f"{name} was sampled by {answer.versions} after a refused update")
 
     def test_what_has_begun_goes_on_as_an_update_says(self) -> None:
-        """Under new weights, with what it had said computed again or not. An engine that answers whole batches has
-        nothing that has begun.
+        """They continue under new weights, with their earlier tokens computed again or not. An engine that answers
+        whole batches has no begun responses.
         """
         for in_flight in _GOING_ON if self.in_place else (_FINISH, *_GOING_ON):
             engine = self.open_engine()
@@ -342,7 +342,7 @@ class WeightContract(Bench):
                     self._reads_again(engine, begun, in_flight)
 
     def _begin(self, engine: RolloutEngine, work: Sequence[Generation]) -> list[Generation]:
-        """Pause when a short response has been answered; what is left."""
+        """Pause once a short response has been answered; return the work that is left."""
         short = Generation("short", self.prompts[0], 99, work[0].sampling, 1)
         engine.submit([short, *work])
         answered: set[str] = set()
@@ -354,7 +354,7 @@ class WeightContract(Bench):
         return [asked for asked in work if asked.id not in answered]
 
     def _goes_on(self, name: str, whole: Trajectory, found: Trajectory, *, finished: bool) -> None:
-        """What one version began and the other went on with; `finished`: an update to `finish` was taken."""
+        """Check a response that one version began and another continued; `finished`: `finish` was in effect."""
         versions = found.versions
         require(versions in ((_OLD,), (_OLD, _NEW), (_NEW,)), f"{name} was sampled by {versions}")
         require(len(versions) == 1 or not finished, f"{name} must be finished by the version that began it")
@@ -364,7 +364,7 @@ class WeightContract(Bench):
         require(beginning, f"{name} has tokens of {_OLD} that {_OLD} does not say")
 
     def _reads_again(self, engine: RolloutEngine, begun: Sequence[Trajectory], in_flight: InFlight) -> None:
-        """The first token under new weights, held against one that a new generation begins with."""
+        """Compare the first token under new weights with the first token of a new generation of the same context."""
         both = [answer for answer in begun if _NEW in answer.versions]
         params = self.work(greedy=True, ignore_eos=True)[0].sampling
         apart: list[float] = []
@@ -377,14 +377,14 @@ class WeightContract(Bench):
         if in_flight == "recompute":
             most = max(apart, default=0.0)
             require(most <= self.rounding, f"what had been said must be computed again, got a token {most:g} away")
-        else:  # what had to wait meanwhile has lost its keys and values
+        else:  # a response that had to wait in between has lost its keys and values
             kept = not apart or max(apart) > self.rounding
             require(kept, "keys and values of the old weights must be kept, got what the new ones say")
 
 
 @contextmanager
 def changed(held: Sequence[Tensor], other: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """These tensors hold other values, where they are."""
+    """Put other values into these tensors, in place, and restore them at the end."""
     kept = [one.clone() for one in held]
     try:
         _fill(held, [other(one) for one in kept])
@@ -400,7 +400,7 @@ def _fill(held: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def _noisy(held: Tensor) -> Tensor:
-    """As large as it was, or larger where it was small, and not a multiple of it, which a norm would undo."""
+    """Return values of similar scale, or larger where they were small; no multiple, which a norm would undo."""
     noise = torch.randn(held.shape, generator=torch.Generator().manual_seed(held.numel())).to(held)
     return held + noise * (0.1 + held.abs().mean())
 
@@ -414,7 +414,7 @@ def _differ(one: Trajectory, other: Trajectory, tolerance: float) -> bool:
 
 
 def _answered(call: Callable[[], dict[str, Trajectory]]) -> int | None:
-    """How many answers came; None: it ended in `JobFailedError`."""
+    """Return the number of answers; None: the call raised `JobFailedError`."""
     try:
         return len(call())
     except JobFailedError:
@@ -426,14 +426,14 @@ def _said_by(version: str, answer: Trajectory) -> int:
 
 
 class RolloutEngineContract(DrawContract, WeightContract):
-    """Subclass it, give `open_engine`; pytest collects the tests. What else can be given is at the top of `Bench`.
+    """Subclass it and implement `open_engine`; pytest collects the tests. `Bench` lists the other settings first.
 
-    The engine's policy may be anything that speaks about the tokens in `prompts` and does not end at once. The suite
-    changes weights where the engine shows them, and gives them back.
+    The engine's policy may be any that has the tokens of `prompts` and does not end every response immediately. The
+    suite changes the weights that the engine exposes, and restores them.
     """
 
     def test_every_generation_is_answered_once_and_as_promised(self) -> None:
-        """Prompt, length, log-probabilities, status; what is counted grows."""
+        """Prompt, length, log-probabilities, status; counters never decrease."""
         engine = self.open_engine()
         before = dict(engine.counts())
         work = self.work()
@@ -452,7 +452,7 @@ class RolloutEngineContract(DrawContract, WeightContract):
                 require(answer.generated == asked.limit, f"{asked.id} was cut before its limit")
 
     def test_company_and_order_change_nothing(self) -> None:
-        """The same generations, backwards and in two parts."""
+        """The same generations, in reverse order and in two parts."""
         engine = self.open_engine()
         work = self.work()
         together = self.ask(engine, work)
@@ -462,7 +462,7 @@ class RolloutEngineContract(DrawContract, WeightContract):
             same(name, answer, apart[name], self.tolerance)
 
     def test_a_limit_is_kept(self) -> None:
-        """A shorter limit gives the beginning of the same response."""
+        """A shorter limit returns the beginning of the same response."""
         engine = self.open_engine()
         work = self.work(samples=1)
         whole = self.ask(engine, work)
@@ -471,7 +471,7 @@ class RolloutEngineContract(DrawContract, WeightContract):
             require(answer.response.tolist() == whole[name].response.tolist()[:kept], f"{name} is another response")
 
     def test_a_stop_string_ends_a_response_or_is_refused(self) -> None:
-        """With the token that completes it, in company that has none; what was sampled is what it would have been."""
+        """It ends with the token that completes it, also among generations without stop strings; no draw changes."""
         engine = self.open_engine()
         work = self.work()
         if self.says([]) is None:
@@ -488,7 +488,7 @@ class RolloutEngineContract(DrawContract, WeightContract):
         require(any(found[one.id].stopped for one in asked), f"no response ended at {stop!r}")
 
     def _occurring(self, answers: Sequence[Trajectory]) -> tuple[str, ...]:
-        """Two strings out of what was said, one of them short."""
+        """Return two strings out of the responses, one of them short."""
         texts = [self.says(answer.response.tolist()[:-1]) or "" for answer in answers]
         longest = sorted((text.strip("\ufffd") for text in texts), key=len)[-1]
         parts = [longest[len(longest) // 3 :][:2], longest[len(longest) // 2 :][:4]]
@@ -508,7 +508,7 @@ class RolloutEngineContract(DrawContract, WeightContract):
         require(found.status == wanted, f"{name} must have ended as {wanted}, got {found.status}")
 
     def test_what_is_aborted_completes_with_what_it_has(self) -> None:
-        """An aborted response is the beginning of what it would have been; the others go on."""
+        """An aborted response is a beginning of the whole response; the others continue."""
         engine = self.open_engine()
         work = self.work()
         whole = self.ask(engine, work)
@@ -534,7 +534,7 @@ class RolloutEngineContract(DrawContract, WeightContract):
         self.drain(engine, len(work))
 
     def test_an_update_is_on_every_answer_after_it(self) -> None:
-        """The version of each sampled segment."""
+        """Check the version of each sampled segment."""
         engine = self.open_engine()
         for version in ("0.1", "0.2"):
             self.tell(engine, version)
@@ -542,7 +542,7 @@ class RolloutEngineContract(DrawContract, WeightContract):
                 require(answer.versions == (version,), f"{name} was sampled by {answer.versions}, not {version}")
 
     def test_what_cannot_be_answered_is_refused_as_a_whole(self) -> None:
-        """An id twice, a context that is too small, a policy that nobody serves: nothing of it is taken."""
+        """A repeated id, a context that is too small, a policy that is not served: none of the work is taken."""
         engine = self.open_engine()
         good = self.work(samples=1)
         first = good[0]
@@ -559,7 +559,7 @@ class RolloutEngineContract(DrawContract, WeightContract):
         self.drain(engine, len(good))
 
     def test_an_idle_engine_answers_at_once(self) -> None:
-        """However long one is willing to wait."""
+        """However long the timeout is."""
         engine = self.open_engine()
         found: list[list[Completion]] = []
         asking = threading.Thread(target=lambda: found.append(list(engine.completed(WAIT))), daemon=True)

@@ -1,21 +1,21 @@
 """The decoding loop that engines over local weights share, and the detection of stop strings.
 
-The loop draws, ends rows, drops the ended ones, and steps the model. A back-end brings a `DecodingSession`, which holds
-the key-value cache of the rows. Rows lie in slots 0 … n - 1; when rows end, rows from the last slots move into the free
-ones, so that the model only ever computes rows that still grow.
+The loop draws, ends rows, drops ended rows, and steps the model. A back-end provides a `DecodingSession`, which holds
+the key-value cache of the rows. Rows occupy slots 0 … n - 1; when rows end, rows from the last slots move into the free
+ones, so the model computes growing rows only.
 
-A response can end at a string, which is looked for token by token, at a bounded cost. Text is what the tokenizer
-decodes of the response alone, special tokens included. A row keeps the tail in which a string could still end, never
+A response can end at a string. The search for it runs token by token, at a bounded cost. Text is what the tokenizer
+decodes from the response alone, special tokens included. A row keeps the tail in which a string could still end, never
 its whole text:
 
-- Tokens of a byte-level or plain vocabulary are bytes, whatever stands beside them, so the tail is bytes. A string ends
-  in it where it ends in the text: UTF-8 is self-synchronising, and a character that is split between tokens is whole
-  once its last byte is there.
-- The text of a token in other decoders depends on its neighbours (a word's first space, bytes that make a character),
-  so the last tokens are decoded again for each new one. Tokens leave that window only where the end of what is decoded
-  without them is what it was.
+- Tokens of a byte-level or plain vocabulary are bytes, independent of their neighbours, so the tail is bytes. A string
+  ends in it where it ends in the text: UTF-8 is self-synchronising, and a character that is split between tokens is
+  whole once its last byte is there.
+- In other decoders the text of a token depends on its neighbours (a word's first space, bytes that make a character),
+  so the last tokens are decoded again for each new token. Tokens leave that window only where the end of the text
+  decoded without them is unchanged.
 
-What a tail finds depends on the row's own tokens alone.
+The matches of a tail depend on the row's own tokens alone.
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ from posttrain.engine.rollout.port import Generation, SamplingParams
 from posttrain.engine.rollout.sampling import choose, row_keys, uniforms
 from posttrain.engine.samples import Floats, Ints, Trajectory
 
-_SLACK = 16  # characters beside the longest string: more than the end of a text changes by a further token
+_SLACK = 16  # characters in addition to the longest string: more than a further token changes of the end of a text
 _WINDOWS = 4  # needed lengths of text at which a window is shortened
-_NONE = "\ufffd"  # what is decoded of bytes that are no character
-_TOKENS = 16  # needed lengths, in tokens, at which it is shortened whatever they say: nobody's text is so thin
-_RANDOM_BLOCK = 64  # tokens whose random numbers are made at a time
+_NONE = "\ufffd"  # the decoded text of bytes that are not a character
+_TOKENS = 16  # needed lengths, in tokens, at which it is shortened whatever its text: real text has more characters
+_RANDOM_BLOCK = 64  # tokens whose random numbers are computed together
 
 
 class Tail(Protocol):
-    """The end of what one row has said."""
+    """The end of the text of one row."""
 
     def ends(self, token: int) -> bool:
-        """Append a token; whether the text now contains one of the strings, which it did not before."""
+        """Append a token; return whether the text now contains one of the strings, which it did not before."""
 
 
 @final
 class StopStrings:
-    """What tokens say, for rows that end at strings.
+    """The text of tokens, for rows that end at strings.
 
     Args:
-        tokenizer: that of the policy. Whoever opens an engine has it already, so none fails while a response waits.
+        tokenizer: that of the policy. The engine is opened with it, so a missing one cannot fail a waiting response.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self._pieces = tokenizer, _pieces_of(tokenizer)
 
     def tail(self, stop: Sequence[str]) -> Tail:
-        """That of a row which has said nothing yet."""
+        """Return the tail of a row without tokens."""
         return _Window(self._tokenizer, stop) if self._pieces is None else _Bytes(self._pieces, stop)
 
 
 @final
 class _Bytes:
-    """Of tokens that are bytes by themselves."""
+    """The tail of a vocabulary whose tokens are bytes."""
 
     __slots__ = ("_kept", "_pieces", "_stop", "_tail")
 
@@ -83,7 +83,7 @@ class _Bytes:
 
 @final
 class _Window:
-    """Of tokens that mean something among others only."""
+    """The tail of a vocabulary whose tokens depend on their neighbours."""
 
     __slots__ = ("_needed", "_skipped", "_stop", "_tokenizer", "_tokens")
 
@@ -91,7 +91,7 @@ class _Window:
         self._tokenizer, self._stop = tokenizer, list(stop)
         self._needed = max(map(len, stop)) + _SLACK
         self._tokens: list[int] = []
-        self._skipped = 0  # characters at the beginning of the window that may not be the text's
+        self._skipped = 0  # characters at the beginning of the window that may differ from the text's
 
     def ends(self, token: int) -> bool:
         """See `Tail.ends`."""
@@ -103,9 +103,9 @@ class _Window:
         return found
 
     def _shorten(self, text: str) -> None:
-        """Forget the older half, where a character begins and what follows it is decoded as it was.
+        """Drop the older half, at a token from which the end of the text is decoded unchanged.
 
-        Only where every character of the end is whole: bytes that are none yet are decoded alike wherever one begins.
+        Only where every character of the end is whole: incomplete bytes decode alike wherever a window begins.
         """
         half, needed = len(self._tokens) // 2, self._needed
         for begin in range(half, half + 4) if _NONE not in text[-needed:] else ():
@@ -122,7 +122,7 @@ class _Window:
 
 @final
 class _Pieces(dict[int, bytes]):
-    """Token → its bytes, as they are asked for; of an id that the tokenizer does not know, none."""
+    """Token → its bytes, filled on demand; empty for an id outside the tokenizer's vocabulary."""
 
     def __init__(self, token_of: Callable[[int], str | None], bytes_of: Callable[[str], bytes]) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class _Pieces(dict[int, bytes]):
 
 
 def _pieces_of(tokenizer: PreTrainedTokenizerBase) -> _Pieces | None:
-    """None: a decoder that does not only join what its tokens stand for."""
+    """Return the bytes of a tokenizer's tokens; None: its decoder does more than join the tokens."""
     inner: Any = getattr(tokenizer, "backend_tokenizer", None)
     decoder = getattr(inner, "decoder", None)
     if isinstance(decoder, decoders.ByteLevel):
@@ -144,7 +144,7 @@ def _pieces_of(tokenizer: PreTrainedTokenizerBase) -> _Pieces | None:
 
 
 def _signs() -> dict[str, int]:
-    """Sign → byte, as GPT-2 writes bytes: printable ones as themselves, the others from U+0100 on, in their order."""
+    """Return sign → byte, as in GPT-2: printable bytes as themselves, the others from U+0100 on, in their order."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
@@ -154,7 +154,7 @@ _SIGNS = _signs()
 
 
 def _byte_level(word: str) -> bytes:
-    """An added token with signs of its own is written as text."""
+    """Return the bytes of a token; an added token with signs outside the byte alphabet is plain text."""
     found = [_SIGNS.get(sign) for sign in word]
     return word.encode() if None in found else bytes(byte for byte in found if byte is not None)
 
@@ -168,13 +168,13 @@ class DecodingSession(Protocol):
     drop_share: float | None
 
     def prefill(self) -> Tensor:
-        """[rows, vocabulary]: the logits after each row's prompt."""
+        """Return the logits after each row's prompt, [rows, vocabulary]."""
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Append a token [slots] to every slot; the logits [slots, vocabulary] after it."""
+        """Append a token [slots] to every slot; return the logits [slots, vocabulary] after it."""
 
     def drop(self, count: int, free: Tensor, moved: Tensor) -> None:
-        """Keep `count` slots; slot `free[i]` is taken over by the row in slot `moved[i]`."""
+        """Keep `count` slots; the row in slot `moved[i]` moves to slot `free[i]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +193,10 @@ def decode_batch(
     device: torch.device,
     texts: StopStrings | None = None,
 ) -> list[Trajectory]:
-    """Decode generations of one sampling to their ends; trajectories in their order.
+    """Decode generations of one sampling to their ends; return trajectories in the same order.
 
     Args:
-        texts: what tokens say; needed where the sampling has stop strings.
+        texts: the text of tokens; needed where the sampling has stop strings.
 
     Raises:
         JobFailedError: logits that are not finite.
@@ -220,11 +220,11 @@ def decode_batch(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ends:
-    """What ends rows before their limits."""
+    """The conditions that end rows before their limits."""
 
     tokens: Tensor  # [n] int64
-    tails: Sequence[Tail]  # of every row; empty: no string ends them
-    stopped: list[bool]  # by row: at a string
+    tails: Sequence[Tail]  # of each row; empty: no string ends them
+    stopped: list[bool]  # by row: whether it ended at a string
 
     @classmethod
     def of(
@@ -235,7 +235,7 @@ class _Ends:
         return cls(tokens, tails, [False] * rows)
 
     def reached(self, chosen: Tensor, slots: Tensor, finished: Tensor) -> Tensor:
-        """[slots] bool: which rows these tokens end; those that have finished are not looked at."""
+        """Return which rows these tokens end, [slots] bool; finished rows are not checked for strings."""
         found = (chosen[:, None] == self.tokens).any(1)
         if self.tails:
             looked = zip(slots.tolist(), chosen.tolist(), (found | finished).tolist(), strict=True)
@@ -248,7 +248,7 @@ class _Ends:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Outcome:
-    """What the rows of a session have said so far."""
+    """The responses of a session's rows so far."""
 
     tokens: Tensor  # [rows, limit] int64
     logprobs: Tensor  # [rows, limit] float32
@@ -265,7 +265,7 @@ class _Outcome:
         )
 
     def read(self) -> list[tuple[Ints, Floats, bool]]:
-        """Tokens, log-probabilities and `ended` of each row.
+        """Return tokens, log-probabilities and `ended` of each row.
 
         Raises:
             JobFailedError: a log-probability that is not finite.

@@ -1,15 +1,15 @@
 """Pages of keys and values that CUDA decodes with, and decode steps recorded as CUDA graphs.
 
-A page holds a fixed number of positions. A row's pages are listed in its block table and may lie anywhere, so a row
-that grows takes one more page: nothing is copied, and no more is held than up to the end of its last page. A kept
-prompt is pages too. Rows that begin with it share the pages that it fills, each with a copy of the last one if that is
-not full; a page is free when nobody holds it. Block tables and sharing: Kwon et al., "Efficient memory management for
-large language model serving with PagedAttention", SOSP 2023, sections 4.1 and 4.4.
+A page holds a fixed number of positions. A row's block table lists its pages, which may be anywhere, so a growing row
+takes one more page: nothing is copied, and no row holds more than the rest of its last page. A kept prompt is pages
+too. Rows that begin with it share its full pages, and each has a copy of the last page if that is not full; a page
+without holders is free. Block tables and sharing: Kwon et al., "Efficient memory management for large language model
+serving with PagedAttention", SOSP 2023, sections 4.1 and 4.4.
 
-A decode step on CUDA is recorded once for a size and replayed: one launch instead of some thousand. Rows are padded to
-few sizes, and so are the pages that they look at. A size is recorded after it has been asked for some steps, because
-recording costs about as much as they do. A recording reads tensors of its own, into which each step is copied. It reads
-weights, rotations and pages where they are, so it is dropped when these are allocated anew.
+A decode step on CUDA is recorded once per size and replayed: one launch instead of about a thousand. Rows and the pages
+that they read are padded to a few sizes. A size is recorded after it has been requested for some steps, because
+recording costs about as much as they do. A recording has its own input tensors, into which each step is copied. It
+reads weights, rotations and pages in place, so it is dropped when these are allocated again.
 """
 
 from collections import Counter
@@ -28,30 +28,30 @@ from posttrain.engine.rollout.page_attention import Looks, attend_pages, fits_va
 from posttrain.engine.rollout.port import KVShape, Positions, Prompt
 
 PAGE = 128  # positions
-_NOBODYS = 0  # a page that is never given away: what padding looks at
+_NOBODYS = 0  # a page that is never handed out: padding reads it
 _STEP = 32  # looks are padded to multiples of this, so that element-wise kernels have whole vectors
-_SIZES = 4  # to so many sizes between a power of two and the next
+_SIZES = 4  # number of sizes between a power of two and the next
 Run = Callable[[], Tensor]
 _AFTER = 32  # steps of a size before it is recorded
 _ROWS = 8  # rows are padded to multiples of this
 
 
 def padded_size(count: int, step: int = _STEP) -> int:
-    """The next of few sizes, all multiples of `step`, a power of two."""
+    """Return the next of a few sizes, all multiples of `step`, a power of two."""
     step = max(step, 2 ** ((count - 1).bit_length() - 1) // _SIZES)
     return -(-count // step) * step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """Where the rows of one step look and write."""
+    """The pages that the rows of one step read, and the positions that they write."""
 
     looks: Looks
     writes: Tensor  # [rows] int64: places in the flat pages
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that depends on the step."""
+        """All tensors that depend on the step."""
         return self.looks.row, self.looks.page, self.looks.used, self.writes
 
 
@@ -59,8 +59,8 @@ class Step:
 class PageStore:
     """`KVStore` in pages.
 
-    Pages are allocated as `reach` and the budget say, at first for the rows that may come; where that is too few, twice
-    as many, and one layer of them exists twice meanwhile. More than the budget holds is refused.
+    `reach` and the budget determine the allocation: first pages for the expected rows; if these are too few, twice as
+    many, during which one layer of the pages exists twice. More pages than the budget holds are refused.
 
     Args:
         page: positions of a page.
@@ -73,11 +73,11 @@ class PageStore:
         self._expected = 0
         self._pools: list[Tensor] = []  # of each layer, [2, pages, page, kv_heads, head_dim]
         self._free: list[int] = []
-        self._holders: list[int] = []  # of each page, how many rows and prompts hold it
+        self._holders: list[int] = []  # of each page, the number of rows and prompts that hold it
         self._rows: dict[int, list[int]] = {}  # the block table of each row
         self._kept: dict[Prompt, list[int]] = {}
         self._table: np.ndarray[tuple[int, int], np.dtype[np.int64]] | None = None
-        self.step: Step | None = None  # what `attend` reads; whoever repeats a step puts their own tensors here
+        self.step: Step | None = None  # what `attend` reads; code that repeats a step puts its own tensors here
 
     @property
     def order(self) -> list[int]:
@@ -86,7 +86,7 @@ class PageStore:
 
     @property
     def used(self) -> int:
-        """See `KVStore.used`; with the page that is nobody's."""
+        """See `KVStore.used`; includes the padding page."""
         held = len(self._holders) - len(self._free)
         return self._page_bytes * held if held > 1 else 0
 
@@ -123,7 +123,7 @@ class PageStore:
 
     def prompt_bytes(self, length: int) -> int:
         """See `KVStore.prompt_bytes`."""
-        nobodys = 0 if self.used else 1  # the page that is nobody's, while it is not counted in `used`
+        nobodys = 0 if self.used else 1  # the padding page, while `used` does not include it
         return self._page_bytes * (self._pages(length) + nobodys)
 
     def row_bytes(self, length: int, prompt: int) -> int:
@@ -177,7 +177,7 @@ class PageStore:
         self.step = None
 
     def begin_step(self, positions: Positions) -> None:
-        """See `KVStore.begin_step`; positions beyond the rows are padding, which writes to nobody's page."""
+        """See `KVStore.begin_step`; positions beyond the rows are padding, which writes to the padding page."""
         if self._table is None or len(self._table) != len(positions):
             most = max(map(len, self._rows.values()))
             padding = [[_NOBODYS] * most] * (len(positions) - len(self._rows))
@@ -210,11 +210,11 @@ class PageStore:
         return max(0, self._pages(length) - len(self._rows[row]))
 
     def _flat(self, pool: Tensor) -> Tensor:
-        """[2, positions, kv_heads, head_dim]."""
+        """Return the pool as [2, positions, kv_heads, head_dim]."""
         return pool.view(2, -1, *pool.shape[3:])
 
     def _take(self, count: int) -> list[int]:
-        """Pages that nobody holds.
+        """Take free pages.
 
         Raises:
             JobFailedError: the budget holds no more.
@@ -241,7 +241,7 @@ class PageStore:
             )
         count = max(needed, min(most, max(2 * have, self._expected)))
         size = (2, count, self._page, shape.kv_heads, shape.head_dim)
-        # Unseen positions are multiplied by 0, and a NaN that was left in memory would pass through that.
+        # Masked positions are multiplied by 0, and a NaN left in memory would survive that.
         for layer in range(shape.layers):
             pool = torch.zeros(size, dtype=shape.dtype, device=shape.device)
             if have:
@@ -250,7 +250,7 @@ class PageStore:
             else:
                 self._pools.append(pool)
         if not have:
-            self._holders.append(1)  # nobody's
+            self._holders.append(1)  # the padding page
         self._free += range(count - 1, len(self._holders) - 1, -1)
         self._holders += [0] * (count - len(self._holders))
 
@@ -266,7 +266,7 @@ class GraphedSteps:
     """`LlamaDecoder.step` over pages.
 
     Args:
-        record: gives a function that does again what a run does, on the same tensors.
+        record: returns a function that repeats a run on the same tensors.
     """
 
     def __init__(self, decoder: LlamaDecoder, store: PageStore, record: Callable[[Run], Run]) -> None:
@@ -276,7 +276,7 @@ class GraphedSteps:
         self._memory: tuple[int, int] = (0, 0)
 
     def step(self, tokens: Tensor, positions: Positions) -> Tensor:
-        """See `LlamaDecoder.step`. The logits are good until the next step."""
+        """See `LlamaDecoder.step`. The logits are valid until the next step."""
         count = len(positions)
         rows = self._decoder.rows(padded_size(count, _ROWS))
         padded = np.pad(positions, (0, rows - count))
@@ -310,19 +310,19 @@ class GraphedSteps:
 
 
 def cuda_recorder() -> Callable[[Run], Run]:
-    """CUDA graphs that share their memory: no two of them run at a time."""
+    """Return a recorder of CUDA graphs that share their memory: no two of them run at the same time."""
     pool = torch.cuda.graph_pool_handle()
     living: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def record(run: Run) -> Run:
         nonlocal pool
-        held = list(living)  # none of them may go before the new one is recorded
-        if not held:  # a pool ends with its last graph, and torch takes its handle for no other
+        held = list(living)  # keeps them alive until the new graph is recorded
+        if not held:  # a pool ends with its last graph, and torch does not reuse its handle
             pool = torch.cuda.graph_pool_handle()
         beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
-            run()  # libraries allocate what they need on their first call, which a recording may not
+            run()  # libraries allocate memory on their first call, which a recording forbids
         torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):

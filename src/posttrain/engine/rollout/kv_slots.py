@@ -1,9 +1,9 @@
 """Keys and values in contiguous slots, one piece of memory per length: what the CPU decodes with.
 
-Rows of similar length lie side by side, in classes of 32, 128, 256, 512 … positions. So attention of a class is one
-batched product over memory as it lies (a gather per step would cost more than it saves on a CPU), nobody attends over
-more than the longest row of its class, and no rectangle of rows times the longest possible response is ever asked for.
-A row that outgrows its class is copied into the next, which happens once per doubling.
+Rows of similar length share a class of 32, 128, 256, 512 … positions. So attention of a class is one batched product
+over memory in place (a gather per step would cost more than it saves on a CPU), no row attends over more than the
+longest row of its class, and no rectangle of rows times the longest possible response is ever allocated. A row that
+outgrows its class is copied into the next, which happens once per doubling.
 """
 
 import math
@@ -17,13 +17,13 @@ from torch import Tensor
 from posttrain.engine.rollout.page_attention import padded_width, weigh
 from posttrain.engine.rollout.port import KVShape, Positions, Prompt
 
-_SHORT = 32  # positions: rows that begin lie close together, a step of a small model is up to a tenth faster than in 64
-_FIRST_CLASS = 128  # the next
+_SHORT = 32  # positions: new rows are close in memory, a step of a small model is up to a tenth faster than with 64
+_FIRST_CLASS = 128  # positions of the second class
 _FEW = 4  # rows that are moved or filled one by one
 
 
 class _View:
-    """One layer of the rows of a class, as products take it; rows and heads are one axis."""
+    """One layer of the rows of a class, shaped for products; rows and heads are one axis."""
 
     __slots__ = ("flat", "keys", "rows", "values")
 
@@ -40,7 +40,7 @@ class _View:
 class _Class:
     """Rows with the same number of positions."""
 
-    positions: int  # what rows have room for
+    positions: int  # capacity of each row
     pairs: list[Tensor] = field(default_factory=list)  # of each layer, [2, slots, kv_heads, positions, head_dim]
     rows: list[int] = field(default_factory=list)  # by slot
     views: list[_View] = field(default_factory=list)  # see `see`
@@ -52,7 +52,7 @@ class _Class:
         return self.pairs[0].shape[1] if self.pairs else 0
 
     def see(self, width: int) -> list[_View]:
-        """What a step over the first `width` positions reads and writes of each layer."""
+        """Return the views that a step over the first `width` positions reads and writes, one per layer."""
         count = len(self.rows)
         if not self.views or self.viewed != (count, width):
             self.views = [_View(pairs, count, width) for pairs in self.pairs]
@@ -62,13 +62,13 @@ class _Class:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """The rows of one class in one step: how they write and what they may see."""
+    """The rows of one class in one step: where they write and which positions they see."""
 
     begin: int  # in the order of the step
     end: int
     width: int  # positions attended over
     views: list[_View]
-    together: int  # all rows write here, where `places` is None
+    together: int  # the position at which all rows write, unless `places` is set
     places: Tensor | None  # [rows * 2 * kv_heads] of keys and values in the flat view
     bias: Tensor | None  # [rows, 1, 1, width]; None where all write at one position
 
@@ -77,8 +77,8 @@ class _Part:
 class SlotStore:
     """`KVStore` in contiguous slots.
 
-    What is allocated stays within the budget: spare slots are given back before rows are refused. While a class
-    grows, one layer of it exists twice.
+    The allocation stays within the budget: spare slots are freed before rows are refused. While a class grows, one
+    layer of it exists twice.
     """
 
     def __init__(self, shape: KVShape, budget: int, longest: int = _SHORT) -> None:
@@ -124,7 +124,7 @@ class SlotStore:
         self._kept |= {prompt: (pairs, begin, end) for prompt, (begin, end) in prompts.items()}
 
     def forget(self, prompts: Collection[Prompt]) -> None:
-        """See `KVStore.forget`; what stays is copied out of what was packed with it."""
+        """See `KVStore.forget`; the remaining prompts of a pack are copied out of it."""
         for prompt in prompts:
             del self._kept[prompt]
         for prompt, (pairs, begin, end) in self._kept.items():
@@ -163,13 +163,13 @@ class SlotStore:
         for at, new in wanted.items():
             self._allocate(self._classes[at], len(self._classes[at].rows) + len(new))
             self._classes[at].rows += new
-            self._classes[at].views = []  # they may be longer than what the last step saw
+            self._classes[at].views = []  # the new rows may be longer than the last step's width
             self._place |= dict.fromkeys(new, at)
         for pairs, spans in packs.values():
             self._fill(spans, pairs)
 
     def _fill(self, spans: Mapping[int, tuple[int, int]], pairs: Sequence[Tensor]) -> None:
-        """Begin rows with tokens [begin, end) of packed keys and values."""
+        """Fill rows with tokens [begin, end) of packed keys and values."""
         for kind in self._classes:
             rows = [(slot, *spans[row]) for slot, row in enumerate(kind.rows) if row in spans]
             if len(rows) <= _FEW:
@@ -289,7 +289,7 @@ class SlotStore:
             kind.pairs, kind.views = [], []
 
     def _allocate(self, kind: _Class, slots: int) -> None:
-        """At least so many slots; twice as many as there are, where the budget has room for them."""
+        """Allocate at least `slots` slots; twice the current number, where the budget has room."""
         if kind.slots >= slots:
             return
         slot = self._shape.position_bytes * kind.positions
@@ -303,11 +303,11 @@ class SlotStore:
     def _resize(self, kind: _Class, slots: int) -> None:
         if kind.slots == slots:
             return
-        kind.views, self._parts = [], []  # the last step's views would keep what is replaced
+        kind.views, self._parts = [], []  # the last step's views would keep the replaced memory alive
         shape, count = self._shape, min(len(kind.rows), slots)
         size = (2, slots, shape.kv_heads, kind.positions, shape.head_dim)
         kind.begins = _line_begins(*size[1:4], shape.device)
-        # Masked positions are multiplied by 0, and a NaN that was left in memory would pass through that.
+        # Masked positions are multiplied by 0, and a NaN left in memory would survive that.
         if not kind.pairs:
             kind.pairs = [torch.zeros(size, dtype=shape.dtype, device=shape.device) for _ in range(shape.layers)]
             return
@@ -317,6 +317,6 @@ class SlotStore:
 
 
 def _line_begins(slots: int, heads: int, positions: int, device: torch.device) -> Tensor:
-    """[slots, 2 * heads] where a slot's keys of each head, then its values, begin in the flat view."""
+    """Return where a slot's keys of each head, then its values, begin in the flat view, [slots, 2 * heads]."""
     keys = torch.arange(slots * heads, device=device).view(slots, heads) * positions
     return torch.cat([keys, keys + slots * heads * positions], 1)

@@ -1,18 +1,18 @@
 """The computation of a Llama-style model while it generates, and the weights that it shares with the optimiser.
 
-Prompts are packed, then each row takes a token at a time, in few large operations. One product for query, key and value
+Prompts are packed, then each row takes a token at a time, in few large operations: one product for query, key and value
 and one for gate and up; the residual added inside the product; scores in one batched product in which the query heads
-of a key-value head form a matrix, so that keys and values are never repeated.
+of a key-value head form a matrix, so keys and values are never repeated.
 
-On the CPU in float32 a row's numbers do not depend on the other rows, to the bit. Products are padded to as many rows
-as that takes (`_fewest_rows` tries it on the model's own matrices; one and two rows take another kernel), attention
-uses the products of `page_attention`, positions beyond a row's own are masked and add zeros to the end of a sum, and
+On the CPU in float32 a row's numbers do not depend on the other rows, bit for bit. Products are padded to enough rows
+for that (`_fewest_rows` tries it on the model's own matrices; one and two rows take another kernel), attention uses the
+products of `page_attention`, positions beyond a row's own are masked and add zeros to the end of a sum, and
 element-wise kernels, which compute the end of a tensor by other instructions, end in rows of padding.
 
 Weights are zero-copy: the decoder reads the memory that the optimiser writes. The query, key and value matrices of a
-layer, and its gate and up matrices, are laid side by side in one buffer and the module's parameters are pointed at
-slices of it. The decoder multiplies by the whole buffer; the module, its optimiser and its gradients keep working on
-the slices. No second copy exists and nothing is transferred after an update.
+layer, and its gate and up matrices, share one buffer each, and the module's parameters point at slices of it. The
+decoder multiplies by the whole buffer; the module, its optimiser and its gradients keep working on the slices. There is
+no second copy, and nothing is transferred after an update.
 """
 
 import math
@@ -40,10 +40,10 @@ from posttrain.engine.rollout.page_attention import (
 from posttrain.engine.rollout.port import KVShape, KVStore, Positions
 
 _ARCHITECTURES = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})  # rotary frequencies that no sequence length changes
+_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})  # frequencies independent of the sequence length
 _ROWS_TRIED = (4, 8, 16, 32)
 _VECTOR = 32  # floats that an element-wise kernel takes at a time
-_ANGLES = 1024  # rotary tables grow by so many positions
+_ANGLES = 1024  # positions by which rotary tables grow
 _CHUNK = 1024  # tokens of one prompt computed at a time
 _PIECE = 512  # tokens that a CPU takes through an MLP at a time: a quarter faster than 5,120 of the benchmark's model
 
@@ -54,10 +54,10 @@ class FusedLinear:
 
     weight: Tensor  # [outputs, inputs]
     bias: Tensor | None
-    transposed: Tensor  # the weight, seen as [inputs, outputs]
+    transposed: Tensor  # a view of the weight, [inputs, outputs]
 
     def views(self, names: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-        """The layers that it is made of, by their names: `sizes` rows each."""
+        """Yield the layers that it consists of, by their names: `sizes` rows each."""
         for part, held in (("weight", self.weight), ("bias", self.bias)):
             for name, rows, end in zip(names, sizes, accumulate(sizes), strict=True):
                 if held is not None:
@@ -90,7 +90,7 @@ class FusedWeights:
     addresses: dict[str, int]  # parameter name → address right after fusing
 
     def check(self) -> None:
-        """Make sure that the module's parameters still are the slices.
+        """Check that the module's parameters still are the slices.
 
         Raises:
             IntegrityError: a parameter was re-pointed (moved to a device, re-loaded by assignment), so the decoder
@@ -104,7 +104,7 @@ class FusedWeights:
                 )
 
     def views(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that the decoder reads, cut into those of the module and called by their names."""
+        """Yield the tensors that the decoder reads, split into the module's tensors, by their names."""
         yield "model.embed_tokens.weight", self.embedding
         for index, (layer, held) in enumerate(zip(self.module.model.layers, self.layers, strict=True)):
             prefix, attention, mlp = f"model.layers.{index}", layer.self_attn, layer.mlp
@@ -127,7 +127,7 @@ class FusedWeights:
 
 
 def why_not_fusable(module: PreTrainedModel) -> str | None:
-    """The first reason why the hand-written decoder would not compute what this module computes; None if it would."""
+    """Return the first reason why the hand-written decoder would differ from this module; None: it would not."""
     config: Any = module.config
     if type(module) not in _ARCHITECTURES:
         return f"architecture {type(module).__name__}"
@@ -147,7 +147,7 @@ def why_not_fusable(module: PreTrainedModel) -> str | None:
 
 
 def _altered_part(module: PreTrainedModel) -> str | None:
-    """A linear layer that somebody replaced (an adapter), or a hook that would be skipped."""
+    """Return a linear layer that was replaced (by an adapter), or a hook that the decoder would skip; None: none."""
     for name, part in module.named_modules():
         if name.endswith(("_proj", "lm_head")) and type(part) is not nn.Linear:
             return f"{name} is {type(part).__name__}"
@@ -157,9 +157,9 @@ def _altered_part(module: PreTrainedModel) -> str | None:
 
 
 def fuse_weights(module: PreTrainedModel) -> FusedWeights:
-    """Lay the module's parameters into fused buffers, in place. Fusing again changes nothing.
+    """Move the module's parameters into fused buffers, in place. Fusing again changes nothing.
 
-    The module must be one for which `why_not_fusable` is None.
+    `why_not_fusable` must return None for the module.
     """
     layers: list[LayerWeights] = []
     for layer in module.model.layers:
@@ -194,7 +194,7 @@ def _fuse(linears: Sequence[nn.Linear]) -> FusedLinear:
 
 
 def _stack(parameters: Sequence[Tensor]) -> Tensor:
-    """One tensor over all parameters along their first axis; each parameter becomes a slice of it."""
+    """Return one tensor over all parameters along their first axis; each parameter becomes a slice of it."""
     first = parameters[0].data
     rows = sum(len(parameter) for parameter in parameters)
     if _lie_together(parameters):
@@ -220,7 +220,7 @@ def _lie_together(parameters: Sequence[Tensor]) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """What was computed of prompts: keys and values, packed, and the last hidden state of each."""
+    """The results of computed prompts: keys and values, packed, and the last hidden state of each."""
 
     pairs: list[Tensor]  # of each layer, [tokens, 2, kv_heads, head_dim]
     hidden: Tensor  # [prompts, hidden]
@@ -249,19 +249,19 @@ class LlamaDecoder:
 
     @property
     def shape(self) -> KVShape:
-        """What one position of one row takes."""
+        """The size of one position of one row."""
         embedding = self._weights.embedding
         return KVShape(len(self._weights.layers), self._kv_heads, self._head_dim, embedding.dtype, embedding.device)
 
     def refresh(self) -> None:
-        """Weights have changed: what was computed from them is computed again."""
+        """Recompute everything that depends on weights, after they have changed."""
         found = [self._head_factors(layer) for layer in self._weights.layers]
         for held, fresh in zip(self._factors, found, strict=False):
             held.copy_(fresh)  # into the tensors that a recorded step reads
         self._factors = self._factors or found
 
     def prefill(self, prompts: Sequence[Sequence[int]], past: Prefix | None = None) -> Prefix:
-        """Compute prompts; with `past`, the next tokens of its one prompt, which is part of what comes back."""
+        """Compute prompts; with `past`, the next tokens of its one prompt, which the result includes."""
         begin = past.spans[0][1] if past is not None else 0
         lengths = [len(prompt) for prompt in prompts]
         positions = np.concatenate([np.arange(begin, begin + n) for n in lengths])
@@ -285,16 +285,16 @@ class LlamaDecoder:
         return Prefix(pairs, x[[end - 1 for end in ends]], spans)
 
     def chunk(self, begin: int) -> int:
-        """How many tokens of a prompt to compute after `begin` of them, so that their scores fit where any are held."""
+        """Return how many tokens of a prompt to compute after `begin`, so that any stored scores fit."""
         return _CHUNK if self._varlen else longest_chunk(begin, _CHUNK, self._heads)
 
     def step(self, store: KVStore, tokens: Tensor, positions: Positions) -> Tensor:
-        """[rows, vocabulary]: the logits after one more token [rows] in every row of the store."""
+        """Append one token [rows] to every row of the store; return the logits after it, [rows, vocabulary]."""
         store.begin_step(positions)
         return self.decode(store, *self.inputs(tokens, positions), len(positions))
 
     def decode(self, store: KVStore, tokens: Tensor, places: Tensor, count: int) -> Tensor:
-        """[count, vocabulary]: the step of `inputs`, of which so many are rows of the store's step."""
+        """Run a step on `inputs`, whose first `count` are rows of the store's step; return [count, vocabulary]."""
         x, cosine, sine = self._enter(tokens, places)
         spare = len(x) - count
         for index, layer in enumerate(self._weights.layers):
@@ -305,7 +305,7 @@ class LlamaDecoder:
 
     @property
     def rotations(self) -> int:
-        """Positions that the tables of rotations reach; they are allocated anew when it changes."""
+        """Positions that the rotary tables cover; they are allocated again when it changes."""
         return len(self._cosine)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -313,14 +313,14 @@ class LlamaDecoder:
         return self._logits(self._padded(hidden, self.rows(len(hidden))))[: len(hidden)]
 
     def rows(self, count: int) -> int:
-        """To how many rows so many are padded."""
+        """Return the padded number of rows."""
         return -(-max(count, self._fewest) // self._multiple) * self._multiple
 
     def _padded(self, x: Tensor, rows: int) -> Tensor:
         return x if len(x) == rows else F.pad(x, (0, 0) * (x.ndim - 1) + (0, rows - len(x)))
 
     def inputs(self, tokens: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Tokens and positions on the device, padded; the tables of rotations reach them from now on."""
+        """Return tokens and positions on the device, padded; extend the rotary tables to cover them."""
         device, longest = self._weights.embedding.device, int(positions.max())
         while longest >= len(self._cosine):
             self._extend_rotations()
@@ -330,12 +330,12 @@ class LlamaDecoder:
         return self._padded(tokens.to(device), rows), torch.from_numpy(padded).to(device)
 
     def _enter(self, tokens: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Embeddings and rotations."""
+        """Return embeddings and rotations."""
         embedded = F.embedding(tokens, self._weights.embedding)
         return embedded, self._cosine.index_select(0, places), self._sine.index_select(0, places)
 
     def _extend_rotations(self) -> None:
-        """[positions, 1, head_dim] tables, a block more; the sign of the rotated half is in the sine."""
+        """Extend the [positions, 1, head_dim] tables by a block; the sine includes the sign of the rotated half."""
         rotary, dtype = self._weights.module.model.rotary_emb, self._weights.embedding.dtype
         begin = len(self._cosine)
         places = torch.arange(begin, begin + _ANGLES, device=rotary.inv_freq.device).float()
@@ -346,14 +346,14 @@ class LlamaDecoder:
         self._sine = torch.cat([self._sine, tables[1].to(dtype)[:, None]])
 
     def _head_factors(self, layer: LayerWeights) -> Tensor:
-        """[heads + kv_heads, head_dim or 1]: norm weights of query and key heads, the query's over sqrt(head_dim)."""
+        """Norm weights of query and key heads, [heads + kv_heads, head_dim or 1]; the query's over sqrt(head_dim)."""
         query, key = layer.query_norm, layer.key_norm
         if query is None or key is None:
             query = key = layer.input_norm.new_ones(1)
         return torch.cat([(query * self._head_dim**-0.5).expand(self._heads, -1), key.expand(self._kv_heads, -1)])
 
     def _project(self, x: Tensor, index: int, cosine: Tensor, sine: Tensor) -> Tensor:
-        """Of layer `index`: [N, hidden] → query, key and value heads, [N, heads + 2 kv_heads, head_dim].
+        """Project in layer `index`: [N, hidden] → query, key and value heads, [N, heads + 2 kv_heads, head_dim].
 
         Query and key are rotated; the query is scaled by 1/sqrt(head_dim) already.
         """
@@ -366,7 +366,7 @@ class LlamaDecoder:
         return heads
 
     def _finish(self, x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
-        """The rest of a layer after attention; on a CPU in pieces: what lies between products stays in its cache."""
+        """Compute the rest of a layer after attention; on a CPU in pieces whose intermediate results stay in cache."""
         pieces = len(x) // _PIECE if x.device.type == "cpu" else 1
         if pieces < 2:
             return self._finish_piece(x, attended, layer)
@@ -376,13 +376,13 @@ class LlamaDecoder:
         return torch.cat([self._finish_piece(*part, layer) for part in parts])
 
     def _finish_piece(self, x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
-        """Output projection, residual, MLP, residual."""
+        """Apply output projection, residual, MLP, residual."""
         x = _add_linear(x, attended, layer.output)
         gate, up = _linear(self._rms_norm(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
         return _add_linear(x, F.silu(gate).mul_(up), layer.down)
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x / sqrt(mean(x²) + eps) * weight over the last axis.
+        """Return x / sqrt(mean(x²) + eps) * weight over the last axis.
 
         On the CPU torch composes its own from eight operations; on few rows their overhead is a quarter of a step.
         """
@@ -393,12 +393,12 @@ class LlamaDecoder:
         return x.mul(inverse).mul_(weight)
 
     def _logits(self, x: Tensor) -> Tensor:
-        """In float32, also from weights in bfloat16."""
+        """Return logits in float32, also from weights in bfloat16."""
         return float32_logits(self._rms_norm(x, self._weights.final_norm), self._weights.head)
 
 
 def why_attention_is_plain(model: LanguageModel) -> str | None:
-    """Why a model on CUDA attends with plain torch while it generates; None: it does not."""
+    """Return why a model on CUDA generates with plain torch attention; None: it does not."""
     return why_not_varlen(model.device, next(model.module.parameters()).dtype, _head_dim(model.module.config))
 
 
@@ -407,7 +407,7 @@ def _head_dim(config: Any) -> int:
 
 
 def _fewest_rows(weights: FusedWeights) -> int:
-    """From how many rows on a product gives each of them the same bits; tried on the model's own matrices."""
+    """Return from how many rows on each row of a product has the same bits; tried on the model's own matrices."""
     layer = weights.layers[0]
     matrices = (layer.qkv.weight, layer.output.weight, layer.gate_up.weight, layer.down.weight, weights.head)
     return next(
@@ -434,6 +434,6 @@ def _linear(x: Tensor, layer: FusedLinear) -> Tensor:
 
 
 def _add_linear(x: Tensor, y: Tensor, layer: FusedLinear) -> Tensor:
-    """x + W y + b."""
+    """Return x + W y + b."""
     out = torch.addmm(x, y, layer.transposed)
     return out if layer.bias is None else out.add_(layer.bias)

@@ -1,20 +1,20 @@
 """Attention of one query a row over pages of keys and values, and of packed prompts: plain torch, and varlen on CUDA.
 
-Every page that a row looks at is a short sequence of its own: its attention comes with the logarithm of the sum of its
-exponentials, and a row's parts are weighed by those and added. So any page size will do, long rows are spread over the
-whole device, keys and values are read where they lie, and `torch.nn.attention.varlen` is all it takes: its own block
-tables need another library (FlashAttention 3; torch 2.13 refuses them without). Splitting and merging: Dao et al.,
-"Flash-Decoding for long-context inference", 2023.
+Every page that a row reads is a separate short sequence: its attention is returned with its log-sum-exp, and the parts
+of a row are weighted by those and added. So any page size works, long rows spread over the whole device, keys and
+values are read in place, and `torch.nn.attention.varlen` suffices: its own block tables need another library
+(FlashAttention 3; torch 2.13 refuses them without). Splitting and merging: Dao et al., "Flash-Decoding for long-context
+inference", 2023.
 
-A CPU prefills with causal attention of prompts that are computed together, in plain torch. Prompts of similar length
-lie side by side in blocks. What a block reads, and what it may see, is the same in every layer and found once.
+A CPU prefills with causal attention over prompts that are computed together, in plain torch. Prompts of similar length
+are grouped in blocks. The tokens that a block reads, and its mask, are the same in every layer and computed once.
 
-The bits of a prompt do not depend on its company: rows of the batched products have the same bits whatever stands
-beside or behind them. Libraries choose how to add up by the size of the whole. Measured with torch 2.13 on the CPU in
+The bits of a prompt do not depend on the other prompts: rows of the batched products have the same bits whatever the
+other rows are. Libraries choose the order of a sum by the size of the whole. Measured with torch 2.13 on the CPU in
 float32 (the test is tests/unit/test_rollout_kernels.py): a product of one or two rows is another kernel; so are the
-last columns of scores that are no multiple of 4; and a sum over more than 192 terms is cut into pieces whose size
-depends on their number. So widths are multiples of 16, sums over positions are cut every 128, here, and no piece is
-narrower than 32.
+last columns of scores whose width is not a multiple of 4; and a sum over more than 192 terms is cut into pieces whose
+size depends on their number. So widths are multiples of 16, sums over positions are cut every 128 here, and no piece
+is narrower than 32.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from posttrain.engine.models.backbone import plan_packing
 
-_GATHERED = 2**24  # values of keys copied at a time by the plain way
+_GATHERED = 2**24  # values of keys copied at a time by the plain path
 _WIDEST_HEAD = 256
-_APART = 0.05  # by which half precision may round otherwise, of values around 1
+_APART = 0.05  # allowed difference in half precision, of values around 1
 _NARROWEST = 32
 _STEP = 16
 _PIECE = 128
@@ -39,7 +39,7 @@ _SCORES = 2**26  # attention scores held at a time
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Looks:
-    """Which rows look at which pages in one step, row by row."""
+    """Which rows read which pages in one step, row by row."""
 
     rows: int
     row: Tensor  # [looks] int64; `rows` where a look is padding
@@ -49,9 +49,9 @@ class Looks:
 
 @cache
 def why_not_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why heads on CUDA go without torch's variable-length attention; None: it takes them, or there is no CUDA.
+    """Return why heads on CUDA cannot use torch's variable-length attention; None: they can, or there is no CUDA.
 
-    It is tried on a few tokens and held against plain torch: torch's versions differ in what theirs takes.
+    It is tried on a few tokens and compared with plain torch: versions of torch accept different inputs.
     """
     if device.type != "cuda":
         return None
@@ -63,18 +63,18 @@ def why_not_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
         return "torch's variable-length attention takes compute capability 8.0 or newer"
     try:
         apart = _tried(device, dtype, head_dim)
-    except Exception as error:  # whatever this version of torch raises
+    except Exception as error:  # any error of this version of torch
         return f"torch's variable-length attention failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return None if apart < _APART else f"torch's variable-length attention is {apart:.2g} off plain attention"
 
 
 def fits_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether torch's variable-length attention takes such heads, and computes with them what plain torch does."""
+    """Whether torch's variable-length attention takes such heads, and agrees with plain torch on them."""
     return device.type == "cuda" and why_not_varlen(device, dtype, head_dim) is None
 
 
 def _tried(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
-    """How far both ways are apart over pages in any order, and of a prompt of which a part is known."""
+    """Return the difference of both paths over pages in any order, and of a prompt of which a part is known."""
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 3, 16, 2, head_dim, generator=generator).to(device, dtype)
     query = (torch.randn(2, 4, head_dim, generator=generator) * head_dim**-0.5).to(device, dtype)
@@ -91,7 +91,7 @@ def _tried(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
 def attend_pages(query: Tensor, keys: Tensor, values: Tensor, looks: Looks, *, varlen: bool) -> Tensor:
     """[rows, heads, head_dim] over pages [pages, positions, kv_heads, head_dim] → [rows, heads * head_dim].
 
-    The query is scaled already; query heads of a key-value head lie side by side.
+    The query is scaled already; query heads of a key-value head are adjacent.
     """
     kv_heads, head_dim = keys.shape[2:]
     asked = query.reshape(len(query), kv_heads, -1, head_dim).index_select(0, looks.row.clamp(max=looks.rows - 1))
@@ -101,7 +101,7 @@ def attend_pages(query: Tensor, keys: Tensor, values: Tensor, looks: Looks, *, v
 
 
 def _merged(out: Tensor, log_weight: Tensor, looks: Looks) -> Tensor:
-    """The parts of each row, [looks, kv_heads, group, head_dim], weighed → [rows, kv_heads, group, head_dim]."""
+    """Weigh and sum each row's parts, [looks, kv_heads, group, head_dim] → [rows, kv_heads, group, head_dim]."""
     size = (looks.rows + 1, *log_weight.shape[1:])
     index = looks.row[:, None, None].expand_as(log_weight)
     top = log_weight.new_full(size, float("-inf")).scatter_reduce_(0, index, log_weight, "amax")
@@ -113,7 +113,7 @@ def _merged(out: Tensor, log_weight: Tensor, looks: Looks) -> Tensor:
 
 
 def plain_pages(asked: Tensor, keys: Tensor, values: Tensor, looks: Looks) -> tuple[Tensor, Tensor]:
-    """[looks, kv_heads, group, head_dim] → the attention of every look in float32 at least, and its log weight."""
+    """[looks, kv_heads, group, head_dim] → the attention of each look, at least in float32, and its log weight."""
     dtype = torch.promote_types(asked.dtype, torch.float32)
     most = max(1, _GATHERED // keys[0].numel())
     parts = [
@@ -137,7 +137,7 @@ def _plain_part(asked: Tensor, keys: Tensor, values: Tensor, used: Tensor) -> tu
 
 
 def _varlen_pages(asked: Tensor, keys: Tensor, values: Tensor, looks: Looks) -> tuple[Tensor, Tensor]:
-    """`plain_pages` by one call; each look is a sequence of `group` queries and `used` keys."""
+    """`plain_pages` in one call; each look is a sequence of `group` queries and `used` keys."""
     count, kv_heads, group, head_dim = asked.shape
     positions = keys.shape[1]
     begins = torch.arange(count + 1, dtype=torch.int32, device=asked.device) * group
@@ -162,13 +162,13 @@ def _varlen_pages(asked: Tensor, keys: Tensor, values: Tensor, looks: Looks) -> 
 
 
 def attend_packed_prompts(query: Tensor, pairs: Tensor, lengths: Sequence[int], begin: int) -> Tensor:
-    """Causal attention of prompts by torch's variable-length attention, on CUDA.
+    """Compute causal attention of prompts by torch's variable-length attention, on CUDA.
 
     Args:
         query: [tokens, heads, head_dim], scaled.
-        pairs: [begin + tokens, 2, kv_heads, head_dim]; with `begin` there is one prompt, of which so much is known.
+        pairs: [begin + tokens, 2, kv_heads, head_dim]; with `begin` there is one prompt, whose first `begin` tokens are
+            known.
         lengths: of each prompt among the queries.
-
     Returns:
         [tokens, heads * head_dim].
     """
@@ -193,13 +193,13 @@ def attend_packed_prompts(query: Tensor, pairs: Tensor, lengths: Sequence[int], 
 
 
 def padded_width(positions: int) -> int:
-    """How many positions to attend over, where so many are to be seen; the others are masked."""
+    """Return the number of positions to attend over, for so many visible ones; the others are masked."""
     step = _STEP if positions <= _PIECE else _NARROWEST
     return max(_NARROWEST, -(-positions // step) * step)
 
 
 def weigh(weights: Tensor, values: Tensor) -> Tensor:
-    """[n, queries, width] of [n, width, head_dim] → [n, queries, head_dim], added up in pieces of a fixed size."""
+    """[n, queries, width] of [n, width, head_dim] → [n, queries, head_dim], summed in pieces of a fixed size."""
     width = weights.shape[2]
     if width <= _PIECE:
         return torch.bmm(weights, values)
@@ -212,12 +212,12 @@ def weigh(weights: Tensor, values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Block:
-    """Prompts that are attended to together."""
+    """Prompts that attend together."""
 
-    length: int  # tokens of each, at most
-    asked: Tensor  # [prompts, queries] tokens that ask
-    seen: Tensor  # [prompts * width] tokens that they see
-    ahead: Tensor  # [queries, width] what lies behind a query's own position
+    length: int  # maximum tokens of each
+    asked: Tensor  # [prompts, queries] the tokens that query
+    seen: Tensor  # [prompts * width] the tokens that they see
+    ahead: Tensor  # [queries, width] whether a position is behind a query's own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -225,19 +225,19 @@ class PromptPlan:
     """How prompts are regrouped for attention."""
 
     blocks: tuple[_Block, ...]
-    inverse: Tensor | None  # [tokens] where each lies in the concatenated blocks; None: already in place
+    inverse: Tensor | None  # [tokens] index of each in the concatenated blocks; None: already in place
 
 
 def longest_chunk(begin: int, most: int, heads: int) -> int:
-    """Tokens of a prompt to compute after `begin` of them, `most` at the most, so that their scores fit."""
+    """Return how many tokens of a prompt to compute after `begin`, at most `most`, so that their scores fit."""
     return max(_FEWEST_QUERIES, min(most, _SCORES // (heads * (begin + most))))
 
 
 def plan_prompts(lengths: Sequence[int], begin: int, heads: int, device: torch.device) -> PromptPlan:
-    """Prompts of these lengths, few enough at a time that their scores fit.
+    """Plan prompts of these lengths, few enough at a time that their scores fit.
 
     Args:
-        begin: tokens of the one prompt that were computed before; 0 where there are several.
+        begin: tokens of the one prompt that are already computed; 0 where there are several.
     """
     plan = plan_packing(lengths, device)
     blocks: list[_Block] = []
@@ -249,14 +249,14 @@ def plan_prompts(lengths: Sequence[int], begin: int, heads: int, device: torch.d
 
 
 def attend_prompts(query: Tensor, pairs: Tensor, plan: PromptPlan) -> Tensor:
-    """[tokens, heads, head_dim] and [seen, 2, kv_heads, head_dim] → [tokens, heads * head_dim], as they were packed."""
+    """[tokens, heads, head_dim] and [seen, 2, kv_heads, head_dim] → [tokens, heads * head_dim], in packed order."""
     said = [_attend_block(query, pairs, block) for block in plan.blocks]
     attended = said[0] if len(said) == 1 else torch.cat(said)
     return attended if plan.inverse is None else attended.index_select(0, plan.inverse)
 
 
 def _block(index: Tensor, begin: int) -> _Block:
-    """Of the tokens [prompts, length] of prompts."""
+    """Return the block of prompts with these tokens [prompts, length]."""
     length = index.shape[1]
     queries = max(_FEWEST_QUERIES, length)
     width = padded_width(begin + queries)
@@ -280,6 +280,6 @@ def _attend_block(query: Tensor, pairs: Tensor, block: _Block) -> Tensor:
 
 
 def _repeat_last(index: Tensor, width: int) -> Tensor:
-    """[rows, n] → [rows, width]: what nobody looks at is some real token, so that it is finite."""
+    """[rows, n] → [rows, width]: masked positions repeat a real token, so that they are finite."""
     spare = width - index.shape[1]
     return index if spare <= 0 else torch.cat([index, index[:, -1:].expand(-1, spare)], 1)

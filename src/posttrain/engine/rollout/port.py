@@ -1,8 +1,8 @@
-"""The ports of rollout engines and of key-value stores, and what a rollout takes and gives.
+"""The ports of rollout engines and of key-value stores, and the inputs and outputs of a rollout.
 
-The port of engines states what every engine is asked for, and what it must honour. A rollout takes prompts by their
-place in the data stream, and gives groups of trajectories. A key-value store holds keys and values of the rows that are
-decoded, within a budget of bytes.
+The port of engines states which calls every engine answers, and which guarantees it gives. A rollout takes prompts by
+their position in the data stream and returns groups of trajectories. A key-value store holds keys and values of the
+rows that are decoded, within a budget of bytes.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class SamplingParams:
     """
 
     max_new_tokens: int
-    temperature: float = 1.0  # logits are divided by it; reported log-probabilities are under it, greedy or not
+    temperature: float = 1.0  # logits are divided by it; log-probabilities are reported at it, greedy or not
     greedy: bool = False  # take the most likely token; on a tie the one with the lower index
     seed: int = 0
-    batch_size: int = 256  # rows decoded together; changes speed and memory, not what is drawn
+    batch_size: int = 256  # rows decoded together; changes speed and memory, never the draws
     ignore_eos: bool = False  # decode to the limit; for measurements
-    top_k: int = 0  # draw among the k most likely tokens; 0: all. This and the next two, in turn: never in training
+    top_k: int = 0  # draw among the k most likely tokens; 0: all. It and the next two apply in turn, never in training
     top_p: float = 1.0  # of those, among the most likely that together have this share of their probability
     min_p: float = 0.0  # of those, among the ones at least this times as likely as the most likely one
     stop: tuple[str, ...] = ()  # the response ends with the token that completes one of these in its text
@@ -66,25 +66,25 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens can never be drawn; log-probabilities are of the whole distribution all the same."""
+        """Whether some tokens can never be drawn; log-probabilities are of the whole distribution even then."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One response that is asked for: `Generation("388.2", tokens=(1, 5, 9), key=388, sample=2, …)`.
+    """One requested response: `Generation("388.2", tokens=(1, 5, 9), key=388, sample=2, …)`.
 
     Raises:
         InputError: no tokens, or a limit outside 1..max_new_tokens.
     """
 
-    id: str  # what the answer is known by; unique among those not yet answered
-    tokens: tuple[int, ...]  # what the response continues
-    key: int  # position in the data stream: the prompt's name in the random numbers
+    id: str  # names the answer; unique among those not yet answered
+    tokens: tuple[int, ...]  # the context that the response continues
+    key: int  # position in the data stream: identifies the prompt in the random numbers
     sampling: SamplingParams
-    limit: int  # tokens of the response at most
-    sample: int = 0  # among the samples of its prompt
-    policy: str = ""  # whose response: "" the policy in training; names adapters, opponents, older versions
+    limit: int  # maximum tokens of the response
+    sample: int = 0  # number among the samples of its prompt
+    policy: str = ""  # whose response: "" is the policy in training; others are adapters, opponents, older versions
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -104,10 +104,10 @@ class Completion:
 
 
 def prompt_segments(work: Sequence[Generation]) -> dict[tuple[int, ...], Segment]:
-    """One for all generations that begin with it.
+    """Return one segment per prompt, shared by all generations that begin with it.
 
     Raises:
-        InputError: a token that no vocabulary has.
+        InputError: a token outside every vocabulary.
     """
     found: dict[tuple[int, ...], Segment] = {}
     for asked in work:
@@ -123,81 +123,81 @@ def prompt_segments(work: Sequence[Generation]) -> dict[tuple[int, ...], Segment
 
 
 class RolloutEngine(Protocol):
-    """Samples responses from a policy; work goes in and comes out as a stream.
+    """Samples responses from a policy; work and answers are streams.
 
     Every implementation:
 
     - draws token t of sample s of a prompt with key k from random numbers that depend on (seed, k, s, t) only, so
-      neither the company of a generation nor its order nor an interruption changes a response (up to rounding of the
-      logits; the native engine on the CPU: not by a bit);
+      the other generations, the order and interruptions never change a response (up to rounding of the logits; the
+      native engine on the CPU: bit-identical);
     - reports log-probabilities of the whole distribution at the sampling temperature;
     - ends a response after the first end-of-sequence token, which it keeps, or at its limit (status `truncated`);
-    - ends it before that with the first token at whose end the text of the response, as its tokenizer decodes it with
-      special tokens, contains one of `sampling.stop`: the token is kept as it was sampled, also where its text goes on
-      behind the string, the status is `ok` and the sequence `stopped`. What was decoded behind it is dropped. An
-      engine that knows no text refuses such generations;
+    - ends it earlier at the first token after which the text of the response, as its tokenizer decodes it with special
+      tokens, contains one of `sampling.stop`: the token is kept as sampled, even if its text continues behind the
+      string, the status is `ok` and the sequence `stopped`. Tokens decoded behind it are dropped. An engine without a
+      tokenizer refuses such generations;
     - answers every generation once, each sampled segment with the version that sampled it.
 
-    `contract.RolloutEngineContract` is this list and what is said below, as tests for an engine of your own.
+    `contract.RolloutEngineContract` tests this list and the docstrings below on your own engine.
     """
 
     @property
     def name(self) -> str:
-        """Which implementation this is."""
+        """The name of the implementation."""
 
     @property
     def context_length(self) -> int:
-        """Tokens of prompt and response together that it takes."""
+        """The maximum number of tokens of prompt and response together."""
 
     def views(self) -> Iterable[tuple[str, Tensor]] | None:
-        """The very tensors it decodes with, unfused, by the names of the Hugging Face module's parameters (of a tied
-        one, its first name, once for each place that it is read from); None: it cannot say.
+        """Return the very tensors it decodes with, unfused, by the names of the Hugging Face module's parameters (a
+        tied one by its first name, once for each place that reads it); None: the engine cannot report them.
         """
 
     def counts(self) -> Mapping[str, int]:
-        """What it has computed since it was opened, as far as it counts: `prefilled_tokens` of prompts, `steps` of
-        decoding, `decoded_tokens` (rows times steps), `preemptions`, `recomputed_tokens` (read again after one, or
-        after an update), `discarded_tokens` behind the end of a response.
+        """Return what it has computed since it was opened, as far as it counts: `prefilled_tokens` of prompts, `steps`
+        of decoding, `decoded_tokens` (rows times steps), `preemptions`, `recomputed_tokens` (read again after a
+        preemption or an update), `discarded_tokens` behind the end of a response.
         """
 
     def submit(self, work: Sequence[Generation]) -> None:
-        """Take generations on, in the order of the stream; returns at once.
+        """Take generations, in the order of the stream; return immediately.
 
         Raises:
             InputError: an id that is in work already, a policy that it does not serve, a prompt that does not fit
-                the context with its limit, stop strings of an engine that knows no text. None of `work` is taken then.
+                the context with its limit, stop strings of an engine without a tokenizer. None of `work` is taken then.
         """
 
     def completed(self, timeout: float) -> list[Completion]:
-        """What has ended since the last call, in the order in which it ended; waits for the first of them.
+        """Return what has ended since the last call, in the order in which it ended; wait for the first answer.
 
-        Returns an empty list after `timeout` seconds, and at once where nothing is in work or the engine is paused.
+        Returns an empty list after `timeout` seconds, and immediately if nothing is in work or the engine is paused.
 
         Raises:
-            JobFailedError: the model gave logits that are not finite.
-            IntegrityError: somebody re-pointed weights that a zero-copy engine reads.
+            JobFailedError: the model returned logits that are not finite.
+            IntegrityError: another component re-pointed weights that a zero-copy engine reads.
         """
 
     def abort(self, ids: Collection[str]) -> None:
-        """End these where they are: they complete with what they have, status `aborted`. Others are passed over."""
+        """End these generations now: they complete with the tokens they have, status `aborted`. Ignore other ids."""
 
     def pause(self) -> None:
-        """Compute nothing until `resume`; what is in work stays."""
+        """Compute nothing until `resume`; work stays."""
 
     def resume(self) -> None:
-        """Go on."""
+        """Continue after `pause`."""
 
     def update(self, policy: str, version: str, *, in_flight: InFlight = "finish") -> None:
-        """From now on `version` of `policy` samples. Weights that are read in place have changed already.
+        """Sample with `version` of `policy` from now on. Weights that are read in place have changed already.
 
         Args:
-            in_flight: what becomes of responses that have begun. `finish`: the old version ends them, which an engine
-                that reads weights in place cannot do; `recompute`: they go on under the new weights, what they have
-                said is computed again; `keep_kv`: they go on with keys and values of the old weights.
+            in_flight: what happens to begun responses. `finish`: the old version ends them, which an engine that reads
+                weights in place cannot do; `recompute`: they continue under the new weights, and their earlier tokens
+                are computed again; `keep_kv`: they continue with keys and values of the old weights.
 
         Raises:
-            InputError: weights are read in place and it is not paused, or `finish` with begun responses; a policy that
-                it does not serve.
+            InputError: weights are read in place and the engine is not paused, or `finish` with begun responses; a
+                policy that it does not serve.
         """
 
 
@@ -206,12 +206,12 @@ class RolloutEngine(Protocol):
 class PromptBatch:
     """Prompts to sample from: `PromptBatch(tokens=((1, 5, 9),), keys=(388,))`.
 
-    Random numbers are a function of key and sample, so a prompt gets the same responses on any rank and in any company.
+    Random numbers are a function of key and sample, so a prompt gets the same responses on any rank and in any batch.
     """
 
     tokens: tuple[tuple[int, ...], ...]
-    keys: tuple[int, ...]  # position in the data stream; repeats only where samples go on by themselves
-    first: tuple[int, ...] = ()  # the number of each prompt's first sample, where a sample goes on by itself; else 0
+    keys: tuple[int, ...]  # position in the data stream; repeats only where samples continue independently
+    first: tuple[int, ...] = ()  # number of each prompt's first sample, where samples continue independently; else 0
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.tokens) or len(self.first) not in (0, len(self.tokens)):
@@ -223,11 +223,11 @@ class PromptBatch:
 
     @property
     def item_lengths(self) -> tuple[int, ...]:
-        """Tokens of every prompt."""
+        """Tokens of each prompt."""
         return tuple(len(prompt) for prompt in self.tokens)
 
     def select_items(self, items: Sequence[int], /) -> PromptBatch:
-        """The named prompts, in the named order; may be none."""
+        """Return the named prompts, in the named order; may be empty."""
         first = tuple(self.first[i] for i in items) if self.first else ()
         return PromptBatch(tuple(self.tokens[i] for i in items), tuple(self.keys[i] for i in items), first)
 
@@ -243,7 +243,7 @@ class Rollouts:
 
     @classmethod
     def gather(cls, parts: Sequence[Rollouts], shards: Sequence[Sequence[int]], /) -> Rollouts:
-        """The groups of all ranks in the order of the prompts.
+        """Return the groups of all ranks in the order of the prompts.
 
         Raises:
             InputError: a rank returned another number of groups than it had prompts.
@@ -261,12 +261,12 @@ class Rollouts:
         filled = next((part for part in parts if part.groups), parts[0])
         counts = Counter[str]()
         for part in parts:
-            counts.update(part.counts)  # keeps what is 0
+            counts.update(part.counts)  # keeps zero counts
         return cls(tuple(placed[prompt] for prompt in sorted(placed)), replace(filled.provenance, rank=0), counts)
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
-        """The answer of every sample, prompt by prompt."""
+        """The last trajectory of every sample, prompt by prompt."""
         return tuple(sample.last for group in self.groups for sample in group.samples)
 
     @property
@@ -277,7 +277,7 @@ class Rollouts:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one position of one row takes."""
+    """The size of one position of one row."""
 
     layers: int
     kv_heads: int
@@ -287,15 +287,15 @@ class KVShape:
 
     @property
     def position_bytes(self) -> int:
-        """Of all layers, keys and values."""
+        """Bytes of one position: all layers, keys and values."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 class KVStore(Protocol):
     """Keys and values of kept prompts and of rows that begin with them.
 
-    Whoever adds and extends asks first what it takes (`row_bytes`, `growth_bytes`), and stays within the budget. Rows
-    are known by numbers, prompts by their tokens. `order` is how the rows of one step lie.
+    A caller that adds or extends rows first asks for their bytes (`row_bytes`, `growth_bytes`) and stays within the
+    budget. Rows are identified by numbers, prompts by their tokens. `order` is the order of the rows in a step.
     """
 
     @property
@@ -307,46 +307,46 @@ class KVStore(Protocol):
         """Bytes that rows and kept prompts occupy."""
 
     def reach(self, longest: int, rows: int) -> None:
-        """Rows of so many positions may come, about so many at a time."""
+        """Prepare for rows of up to `longest` positions, about `rows` at a time."""
 
     def allow(self, budget: int) -> None:
-        """The budget is this from now on."""
+        """Set the budget."""
 
     def keep(self, prompts: Mapping[Prompt, tuple[int, int]], pairs: Sequence[Tensor]) -> None:
         """Hold computed prompts: [begin, end) of packed keys and values, by layer [tokens, 2, kv_heads, head_dim]."""
 
     def forget(self, prompts: Collection[Prompt]) -> None:
-        """These are kept no longer; rows that began with them stay."""
+        """Drop these prompts; rows that began with them stay."""
 
     def prompt_bytes(self, length: int) -> int:
-        """Bytes that a kept prompt of so many tokens occupies."""
+        """Return the bytes of a kept prompt of so many tokens."""
 
     def row_bytes(self, length: int, prompt: int) -> int:
-        """Bytes that a row with room for so many positions takes beside its kept prompt of `prompt` tokens."""
+        """Return the bytes of a row with room for `length` positions, without its kept prompt of `prompt` tokens."""
 
     def growth_bytes(self, lengths: Mapping[int, int]) -> int:
-        """Bytes that `extend` takes beside those that are used."""
+        """Return the bytes that `extend` takes in addition to `used`."""
 
     def bytes_alone(self, length: int, prompt: int) -> int:
-        """What one row of so many positions takes at the most until it ends, with its kept prompt."""
+        """Return the maximum bytes that one row of `length` positions takes until it ends, with its kept prompt."""
 
     def add(self, rows: Mapping[int, tuple[Prompt, int]]) -> None:
-        """New rows: each begins with its kept prompt and has room for so many positions."""
+        """Add rows: each begins with its kept prompt and has room for so many positions."""
 
     def capacity(self, row: int) -> int:
-        """Positions that the row has room for."""
+        """Return how many positions the row has room for."""
 
     def extend(self, lengths: Mapping[int, int]) -> None:
         """Make room for more positions of these rows; the order may change."""
 
     def remove(self, rows: Collection[int]) -> None:
-        """Forget rows; the order of others may change."""
+        """Remove rows; the order of others may change."""
 
     def clear(self) -> None:
-        """Forget all and give the memory back."""
+        """Remove everything and free the memory."""
 
     def begin_step(self, positions: Positions) -> None:
-        """Every row, in order, will write its next key at this position and attend up to it."""
+        """Begin a step: every row, in order, writes its next key at this position and attends up to it."""
 
     def attend(self, layer: int, heads: Tensor) -> Tensor:
         """Write keys and values and attend: [rows, heads + 2 kv_heads, head_dim] → [rows, heads * head_dim].

@@ -1,7 +1,7 @@
 """Random numbers by counter, and drawing a token by inverting the distribution function.
 
-A random number is a hash of (seed, prompt key, sample, token), so it does not matter which rows are decoded together,
-in which order, on which device, or whether a run was interrupted. The hash is the output function of SplitMix64
+A random number is a hash of (seed, prompt key, sample, token), so it does not depend on which rows are decoded
+together, their order, the device, or interruptions of the run. The hash is the output function of SplitMix64
 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) in wrapping 64-bit integer
 arithmetic.
 """
@@ -27,13 +27,13 @@ _SMALL = 1024  # tokens of a vocabulary whose sums are taken in one step
 
 
 def _signed(word: int) -> int:
-    """The int64 with the bits of `word` modulo 2^64."""
+    """Return the int64 with the bits of `word` modulo 2^64."""
     word %= _WORD
     return word - _WORD if word >= _WORD // 2 else word
 
 
 def _mix(state: Tensor) -> Tensor:
-    """SplitMix64's bijection on int64 bit patterns; right shifts are logical."""
+    """Apply SplitMix64's bijection to int64 bit patterns; right shifts are logical."""
     for shift, factor in zip(_SHIFTS, (*_FACTORS, None), strict=True):
         state = state ^ ((state >> shift) & ((1 << (64 - shift)) - 1))
         if factor is not None:
@@ -42,12 +42,12 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _absorb(state: Tensor, words: Tensor) -> Tensor:
-    """Word number `words` of the stream that `state` starts."""
+    """Return word number `words` of the stream that `state` starts."""
     return _mix(state + (words + 1) * _signed(_GAMMA))
 
 
 def row_keys(seed: int, prompt_keys: Sequence[int], samples: Sequence[int], device: torch.device) -> Tensor:
-    """[rows] int64: a key for each (seed, prompt key, sample)."""
+    """Return a key for each (seed, prompt key, sample), [rows] int64."""
     prompts = torch.tensor([_signed(key) for key in prompt_keys], dtype=torch.int64, device=device)
     sample = torch.tensor(samples, dtype=torch.int64, device=device)
     start = _mix(torch.tensor([_signed(seed)], dtype=torch.int64, device=device))
@@ -55,7 +55,7 @@ def row_keys(seed: int, prompt_keys: Sequence[int], samples: Sequence[int], devi
 
 
 def uniforms(keys: Tensor, first: int | Tensor, count: int) -> Tensor:
-    """[rows, count] float64 in [0, 1): the numbers for tokens `first` … `first + count - 1` of each row.
+    """Return the numbers for tokens `first` … `first + count - 1` of each row, [rows, count] float64 in [0, 1).
 
     Args:
         first: of every row, or [rows] of each.
@@ -65,10 +65,10 @@ def uniforms(keys: Tensor, first: int | Tensor, count: int) -> Tensor:
 
 
 def draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """One token per row from softmax(logits / temperature), by inverting its distribution function.
+    """Draw one token per row from softmax(logits / temperature), by inverting its distribution function.
 
-    The function is inverted in two steps, first over blocks of tokens, then inside the block: only one pass over the
-    vocabulary and sums in float64. A small vocabulary takes one step, of fewer operations.
+    The function is inverted in two steps, first over blocks of tokens, then inside the block: a single pass over the
+    vocabulary and sums in float64. A small vocabulary takes one step, with fewer operations.
 
     Args:
         logits: [rows, vocabulary].
@@ -95,7 +95,7 @@ def draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, T
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the distribution function of `weights` passes `uniform`, [rows, 1]; the function, and its value there."""
+    """Return where the distribution function of `weights` passes `uniform`, [rows, 1]; the function; its value."""
     steps = weights.cumsum(-1, dtype=torch.float64)
     target = (uniform * steps[:, -1])[:, None]
     # Right of equal values: a token of probability zero is never drawn. The bound matters for NaN only.
@@ -103,11 +103,11 @@ def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def draw_likely(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-    """One token per row from the likely ones; its log-probability is of the whole softmax.
+    """Draw one token per row among the likely ones; its log-probability is of the whole softmax.
 
-    `top_k`, then `top_p`, then `min_p` leave tokens out, each of the renormalised distribution that the one before it
-    left, as Hugging Face and vLLM do; tokens as likely as the k-th stay. `min_p` compares with the most likely token,
-    so renormalising does not change it.
+    `top_k`, then `top_p`, then `min_p` leave tokens out, each from the renormalised distribution that the previous one
+    left, as in Hugging Face and vLLM; ties with the k-th token stay. `min_p` compares with the most likely token, so
+    renormalising does not change it.
     """
     scaled = logits.float() / sampling.temperature
     probabilities = scaled.softmax(-1)
@@ -127,14 +127,14 @@ def draw_likely(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> tu
 
 
 def most_likely(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The token of the largest logit in each row, and its log-probability at the temperature."""
+    """Return the token of the largest logit in each row, and its log-probability at the temperature."""
     scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
     token = scaled.argmax(-1)
     return token, scaled.log_softmax(-1).gather(1, token[:, None])[:, 0]
 
 
 def choose(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-    """One token per row as `sampling` asks, and its log-probability."""
+    """Choose one token per row as `sampling` specifies; return it and its log-probability."""
     if sampling.greedy:
         return most_likely(logits, sampling.temperature)
     if sampling.truncates:
@@ -143,7 +143,7 @@ def choose(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> tuple[T
 
 
 def generation_keys(work: Sequence[Generation]) -> list[int]:
-    """The key of each generation's random numbers."""
+    """Return the key of each generation's random numbers."""
     if all(asked.sampling.seed == work[0].sampling.seed for asked in work):
         seed, cpu = work[0].sampling.seed, torch.device("cpu")
         found: list[int] = row_keys(seed, [asked.key for asked in work], [asked.sample for asked in work], cpu).tolist()
@@ -153,7 +153,7 @@ def generation_keys(work: Sequence[Generation]) -> list[int]:
 
 @final
 class RowDraws:
-    """Draws token after token for rows that may differ in their sampling and in how far they are.
+    """Draws token after token for rows that may differ in their sampling and in their number of tokens.
 
     Args:
         sampling: [rows].
@@ -177,7 +177,7 @@ class RowDraws:
         self._used = 0
 
     def _found_alike(self) -> list[tuple[SamplingParams, Tensor | None]]:
-        """Rows of one sampling; None: all of them."""
+        """Return the rows of each sampling; None: all rows."""
         if all(other is self._sampling[0] for other in self._sampling):
             return [(self._sampling[0], None)]
         alike: dict[SamplingParams, list[int]] = {}
@@ -186,7 +186,7 @@ class RowDraws:
         return [(params, torch.tensor(rows, device=self._device)) for params, rows in alike.items()]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows [n], in this order; at least one."""
+        """Continue with these rows [n], in this order; at least one."""
         if self._alike[0][1] is None:
             self._sampling = self._sampling[: len(rows)]
         else:
@@ -195,7 +195,7 @@ class RowDraws:
         self._numbers = self._numbers.index_select(0, torch.tensor(rows, device=self._device))
 
     def join(self, others: RowDraws) -> None:
-        """The rows of `others` stand behind these from now on; there are as many draws left as both have."""
+        """Append the rows of `others`; the draws left are the minimum of both."""
         left = min(self.left, others.left)
         parts = [draws._numbers.narrow(1, draws._used, left) for draws in (self, others)]
         self._numbers, self._used = torch.cat(parts), 0
@@ -204,11 +204,11 @@ class RowDraws:
 
     @property
     def left(self) -> int:
-        """How many tokens more it can draw."""
+        """How many more tokens it can draw."""
         return self._numbers.shape[1] - self._used
 
     def next(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The next token of every row, and its log-probability."""
+        """Draw the next token of every row; return it and its log-probability."""
         uniform = self._numbers[:, self._used]
         self._used += 1
         if len(self._alike) == 1:

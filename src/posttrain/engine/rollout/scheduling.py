@@ -1,13 +1,13 @@
 """The schedule of the rows that are decoded, the intake of an engine, and the table of rows. No tensors.
 
-Schedule: a queue in stream order, admission by memory, preemption of the youngest. It changes when a row is decoded,
-never its tokens. Rows are admitted from the head of the queue alone and preempted from its end, so those that are
-decoded always come before those that wait, and the oldest always progresses.
+Schedule: a queue in stream order, admission by memory, preemption of the youngest. It decides when a row is decoded,
+never its tokens. Rows are admitted from the head of the queue alone and preempted from its end, so decoded rows always
+precede waiting ones, and the oldest always progresses.
 
-Intake: what every engine in this process keeps of its work: the ids, whether it is paused, which version samples.
+Intake: the state that every engine in this process keeps: ids in work, whether it is paused, the sampling version.
 
-Table: the rows that are decoded, side by side as arrays: the tokens of each, and how many of them the model has read. A
-step touches every row, so the table loops over rows only where they enter, leave, or have a text to watch.
+Table: the decoded rows, as arrays: the tokens of each, and how many of them the model has read. A step touches every
+row, so the table loops over rows only where they enter, leave, or have a text to check.
 """
 
 import math
@@ -27,14 +27,14 @@ from posttrain.engine.samples import Floats, Ints, Segment, Status, Trajectory
 _REFILL_SHARE = 16  # slots are refilled once a 16th of them is free: a pass over one short prompt costs a whole step
 _NO_TOKENS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 Indices = npt.NDArray[np.int64]
-_FIRST = 64  # lines and columns that there are at first; they double
-_TOGETHER = 64  # steps that are written together, at the most
+_FIRST = 64  # initial lines and columns; doubled on demand
+_TOGETHER = 64  # maximum number of steps that are written together
 _ALL = slice(None)
 
 
 @dataclass
 class RolloutCounters:
-    """What an engine has computed since it was opened."""
+    """The counters of an engine since it was opened."""
 
     prefilled_tokens: int = 0  # of prompts
     decoded_tokens: int = 0  # rows times steps
@@ -46,28 +46,28 @@ class RolloutCounters:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A generation on its way. What it says while it is decoded is in the `RowTable`, and here when it leaves that."""
+    """A generation in work. The `RowTable` holds its tokens while it is decoded; they return here when it leaves."""
 
     number: int  # in the order of the stream
     asked: Generation
-    prompt: Segment  # one for all rows that begin with it
+    prompt: Segment  # shared by all rows that begin with it
     key: int  # of its random numbers
     tail: Tail | None = None  # of its text; None: no string ends it
     ended: bool = False  # by a token or a string, before or at its limit
     stopped: bool = False  # at a string
     tokens: Ints = field(default_factory=lambda: _NO_TOKENS)
     logprobs: Floats = field(default_factory=lambda: _NO_LOGPROBS)
-    marks: list[tuple[str, int]] = field(default_factory=list)  # version, first of its tokens
+    marks: list[tuple[str, int]] = field(default_factory=list)  # version, index of its first token
 
     def mark(self, version: str, begin: int) -> None:
-        """Tokens from `begin` on are said by this version."""
+        """Record that tokens from `begin` on are sampled by this version."""
         if self.marks and self.marks[-1][1] == begin:
             self.marks.pop()
         if not self.marks or self.marks[-1][0] != version:
             self.marks.append((version, begin))
 
     def completion(self, version: str, *, aborted: bool = False) -> Completion:
-        """What it has said."""
+        """Return its tokens as the answer."""
         marks = [mark for mark in self.marks if mark[1] < len(self.tokens)] or [(version, 0)]
         ends = [*(begin for _, begin in marks[1:]), len(self.tokens)]
         said = [
@@ -80,10 +80,10 @@ class Row:
 
 @final
 class Schedule:
-    """The rows that wait and those that are decoded.
+    """The waiting rows and the decoded rows.
 
     Args:
-        texts: what tokens say; None: no row ends at a string.
+        texts: the text of tokens; None: no row ends at a string.
     """
 
     def __init__(self, texts: StopStrings | None = None) -> None:
@@ -96,7 +96,7 @@ class Schedule:
     def submit(
         self, work: Sequence[Generation], keys: Sequence[int], prompts: Mapping[tuple[int, ...], Segment]
     ) -> None:
-        """Put generations at the end of the queue, each with the key of its random numbers; see `prompt_segments`."""
+        """Append generations to the queue, each with the key of its random numbers; see `prompt_segments`."""
         for asked, key in zip(work, keys, strict=True):
             tail = self._texts.tail(asked.sampling.stop) if self._texts and asked.sampling.stop else None
             self.waiting.append(Row(self._next, asked, prompts[asked.tokens], key, tail))
@@ -108,7 +108,7 @@ class Schedule:
         return self._wanted[prompt] > 0
 
     def refill(self) -> int:
-        """How many rows to admit now, at most."""
+        """Return the maximum number of rows to admit now."""
         if not self.waiting:
             return 0
         most = self.waiting[0].asked.sampling.batch_size
@@ -117,7 +117,7 @@ class Schedule:
         return max(0, min(free, len(self.waiting))) if enough else 0
 
     def admit(self, count: int) -> list[Row]:
-        """The first of the queue are decoded from now on."""
+        """Move the first `count` rows of the queue to the decoded ones."""
         rows = [self.waiting.popleft() for _ in range(count)]
         for row in rows:
             self._wanted[row.asked.tokens] -= 1
@@ -126,18 +126,18 @@ class Schedule:
         return rows
 
     def preempt(self, rows: Iterable[Row]) -> None:
-        """These wait again, in their places; the model will read them anew."""
+        """Move these rows back to the head of the queue, in stream order; the model will read them again."""
         for row in sorted(rows, key=lambda row: -row.number):
             del self.running[row.number]
             self.waiting.appendleft(row)
             self._wanted[row.asked.tokens] += 1
 
     def youngest(self) -> Row:
-        """The row that is preempted first."""
+        """Return the row that is preempted first."""
         return self.running[max(self.running)]
 
     def take(self, which: Callable[[Row], bool]) -> list[Row]:
-        """Remove rows, waiting or decoded, in the order of the stream."""
+        """Remove the matching rows, waiting or decoded; return them in stream order."""
         found = [row for row in (*self.running.values(), *self.waiting) if which(row)]
         numbers = {row.number for row in found}
         for row in found:
@@ -151,10 +151,10 @@ class Schedule:
 
 @final
 class Intake:
-    """Holds what is submitted against what the port promises. Weights are read in place: one policy, updated paused.
+    """Checks submitted work against the port's rules. Weights are read in place: one policy, updated while paused.
 
     Args:
-        reads_text: whether the engine knows what its tokens say, without which no response ends at a string.
+        reads_text: whether the engine has a tokenizer, which stop strings require.
     """
 
     def __init__(self, name: str, context_length: int, *, reads_text: bool = False) -> None:
@@ -164,7 +164,7 @@ class Intake:
         self.version = ""
 
     def take(self, work: Sequence[Generation]) -> None:
-        """Note new work.
+        """Register new work.
 
         Raises:
             InputError: see `RolloutEngine.submit`.
@@ -188,11 +188,11 @@ class Intake:
         self._ids |= ids
 
     def give(self, ids: Iterable[str]) -> None:
-        """These have been answered."""
+        """Release the ids of answered generations."""
         self._ids.difference_update(ids)
 
     def update(self, policy: str, version: str, in_flight: InFlight, begun: int) -> None:
-        """See `RolloutEngine.update`; `begun` responses would go on."""
+        """See `RolloutEngine.update`; `begun` responses would continue."""
         self._served(policy)
         if not self.paused:
             raise InputError(
@@ -216,12 +216,12 @@ _NUMBERS = ("line", "prompt", "limit", "said", "read", "room", "heeds", "watches
 
 @final
 class RowTable:
-    """Rows in the order of a step, which `arrange` says.
+    """The decoded rows, in the order that `arrange` sets.
 
-    What a row says lies in one line of two matrices, which it keeps until it leaves. What changes with every step is a
-    vector over the rows: its line, the tokens of its prompt, how many it may say, has said, and of these the model has
-    read, the positions that the store has for it, whether tokens end it, whether a text may. Steps after which nothing
-    has to be done wait, and are written together: with few rows a call of numpy costs more than what it computes.
+    The tokens of a row are in one line of two matrices, which it keeps until it leaves. Everything that changes with
+    each step is a vector over the rows: the line, the tokens of the prompt, the limit, the tokens generated and read by
+    the model, the positions that the store has for it, whether tokens end it, whether a text may. Steps that need no
+    action are buffered and written together: with few rows a numpy call costs more than the work it does.
 
     Args:
         ends: tokens that end a response.
@@ -229,8 +229,8 @@ class RowTable:
 
     def __init__(self, ends: Collection[int]) -> None:
         self._ends = sorted(ends)
-        self._place: dict[int, int] = {}  # of each number in the order
-        self._waiting: list[tuple[Indices, Floats]] = []  # what all rows have said since, step by step
+        self._place: dict[int, int] = {}  # number → index in the order
+        self._waiting: list[tuple[Indices, Floats]] = []  # tokens of all rows not yet written, step by step
         self._set([], np.empty((len(_NUMBERS), 0), np.int64))
         self._free = list(range(_FIRST - 1, -1, -1))  # lines
         self._tokens = np.zeros((_FIRST, _FIRST), np.int32)
@@ -242,39 +242,39 @@ class RowTable:
         each: list[Indices] = list(numbers)
         self._line, self._prompt, self._limit, self._said, self._read, self._room, self._heeds, self._watches = each
         self._heeding, self._watching = self._heeds > 0, bool(self._watches.any())
-        self._longest = int(self._said.max(initial=0))  # said by anybody, at the most
-        self._steps = 0  # since then; so many at the least until somebody is at the limit, or has no room:
+        self._longest = int(self._said.max(initial=0))  # most tokens of any row
+        self._steps = 0  # since then; lower bounds on the steps until a row reaches its limit, or has no room:
         self._free_steps = int((self._limit - self._said).min(initial=2**31))
         self._roomy_steps = int((self._room - self._prompt - self._read).min(initial=2**31))
-        self._even = bool((self._read + 1 == self._said).all())  # nobody reads anew what was said before
+        self._even = bool((self._read + 1 == self._said).all())  # no row reads earlier tokens again
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def read(self) -> Indices:
-        """[rows] tokens of its response that the model has read."""
+        """Tokens of its response that the model has read, [rows]."""
         return self._read + len(self._waiting)
 
     @property
     def positions(self) -> Indices:
-        """[rows] where the next token lies that the model reads."""
+        """Position of the next token that the model reads, [rows]."""
         return self._prompt + self.read
 
     @property
     def unread(self) -> Indices:
-        """[rows] the next token that the model reads."""
+        """The next token that the model reads, [rows]."""
         return self._waiting[-1][0] if self._waiting else self._tokens[self._line, self._read].astype(np.int64)
 
     @property
     def most_left(self) -> int:
-        """Steps until the last row has said all that it may."""
+        """Steps until the last row reaches its limit."""
         return int((self._limit - self.read).max()) - 1
 
     def known(self, count: int) -> Indices | None:
-        """[count, rows] what rows have said already and the model reads anew, -1 where a token is drawn; None: nowhere.
+        """Return known tokens that the model reads again, [count, rows], -1 where a token is drawn; None: none known.
 
-        The first is what follows the next token that is read.
+        The first line follows the next token that is read.
         """
         if self._even:
             return None
@@ -283,14 +283,14 @@ class RowTable:
         return np.where(at < self._said, found, -1).astype(np.int64)
 
     def outgrowing(self, count: int) -> dict[int, int]:
-        """By number, the positions that rows need for so many tokens more, where they have no room for them."""
+        """Return, by number, the positions that rows need for `count` more tokens, where they lack room for them."""
         if self._steps + count <= self._roomy_steps:
             return {}
         needed = self.positions + count
         return {self.rows[at].number: int(needed[at]) for at in np.flatnonzero(needed > self._room).tolist()}
 
     def enter(self, rows: Sequence[Row], version: str) -> None:
-        """They are decoded from now on, by this version of the policy; the model has read nothing of what they said."""
+        """Add rows to be decoded by this version of the policy; the model has read none of their response tokens."""
         self._write()
         self._more_lines(len(rows) - len(self._free))
         self._reach(max(len(row.tokens) for row in rows))
@@ -305,12 +305,12 @@ class RowTable:
         self._set([*self.rows, *rows], np.concatenate([self._state, np.array(begun, np.int64).T], 1))
 
     def give_room(self, positions: Mapping[int, int]) -> None:
-        """Rows, by number, have room for so many positions."""
+        """Set the number of positions that rows, by number, have room for."""
         for number, room in positions.items():
             self._room[self._place[number]] = room
 
     def arrange(self, numbers: Sequence[int]) -> Indices:
-        """Take these rows in this order from now on; [rows] where they stood before."""
+        """Order the rows by these numbers from now on; return their previous indices, [rows]."""
         self._write()
         before = np.array([self._place[number] for number in numbers], dtype=np.int64)
         self._place = {number: place for place, number in enumerate(numbers)}
@@ -318,7 +318,7 @@ class RowTable:
         return before
 
     def begin(self, rows: Sequence[Row], tokens: Indices, logprobs: Floats) -> list[Row]:
-        """The first token [rows] of each of these; those whom it ends.
+        """Append the first token [rows] of each of these rows; return the rows that it ends.
 
         Raises:
             JobFailedError: see `note`.
@@ -328,7 +328,7 @@ class RowTable:
         return [row for row, over in zip(rows, self._say(at, tokens, logprobs).tolist(), strict=True) if over]
 
     def note(self, tokens: Indices, logprobs: Floats, counters: RolloutCounters) -> list[Row]:
-        """What was drawn, [steps, rows] in the order; the rows that have ended. What lies behind an end is dropped.
+        """Append drawn tokens, [steps, rows] in order; return the ended rows. Tokens behind an end are dropped.
 
         Raises:
             JobFailedError: a log-probability that is not finite.
@@ -341,7 +341,7 @@ class RowTable:
         ended = np.zeros(len(self.rows), np.bool_)
         for chosen, probable in zip(tokens, logprobs, strict=True):
             self._read += ~ended
-            fresh = self._read >= self._said  # not where the row has ended
+            fresh = self._read >= self._said  # False where the row has ended
             if fresh.all():
                 ended = self._say(_ALL, chosen, probable)
                 continue
@@ -352,13 +352,13 @@ class RowTable:
         return [self.rows[at] for at in np.flatnonzero(ended).tolist()]
 
     def mark(self, version: str) -> None:
-        """What rows say from now on is this version's."""
+        """Attribute further tokens of all rows to this version."""
         self._write()
         for row, said in zip(self.rows, self._said.tolist(), strict=True):
             row.mark(version, said)
 
     def leave(self, rows: Iterable[Row]) -> None:
-        """They are decoded no longer, and keep what they have said; the others are to be arranged anew."""
+        """Remove rows, which keep their tokens; the caller arranges the others again."""
         self._write()
         for row in rows:
             place = self._place.pop(row.number)
@@ -367,7 +367,7 @@ class RowTable:
             self._free.append(line)
 
     def _nothing_ends(self, tokens: Indices, logprobs: Floats) -> bool:
-        """Whether this step needs only to be written: it ends no row, and no row reads anew."""
+        """Whether this step only needs to be written: it ends no row, and no row reads earlier tokens again."""
         return (
             self._even
             and not self._watching
@@ -378,7 +378,7 @@ class RowTable:
         )
 
     def _write(self) -> None:
-        """Nothing waits any more."""
+        """Write all buffered steps."""
         if not self._waiting:
             return
         tokens, logprobs = (np.stack(parts, 1) for parts in zip(*self._waiting, strict=True))
@@ -392,8 +392,8 @@ class RowTable:
         self._read += count
 
     def _say(self, at: Indices | slice, tokens: Indices, logprobs: Floats) -> npt.NDArray[np.bool_]:
-        """Append a token to the rows at these places; for each of them whether it ends the row."""
-        if not math.isfinite(logprobs.sum()):  # nor is the sum of numbers of which one is not
+        """Append a token to the rows at these indices; return whether it ends each of them."""
+        if not math.isfinite(logprobs.sum()):  # a sum with a term that is not finite is not finite
             raise JobFailedError(
                 "policy logits must be finite, got NaN or infinity while sampling; the policy has diverged"
             )
@@ -419,7 +419,7 @@ class RowTable:
         return over
 
     def _reach(self, columns: int) -> None:
-        """There are so many columns."""
+        """Extend the matrices to at least so many columns."""
         while columns > self._tokens.shape[1]:
             self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)], 1)
             self._logprobs = np.concatenate([self._logprobs, np.zeros_like(self._logprobs)], 1)

@@ -1,10 +1,10 @@
 """The rollout role, the choice of its engine for a model, and the checked call of any engine.
 
-The role samples responses, from the policy's own weights where it stands beside them, else from a copy.
+The role samples responses from the policy's own weights where both share a process, else from a copy.
 
-One call takes prompts to trajectories over any engine, and checks what can be checked. An error of an engine of
-somebody else's would otherwise be trained on: an answer of other weights, one that is
-too long, log-probabilities that are no numbers. Each ends the call in one line that names the sample.
+One call takes prompts to trajectories over any engine, and checks the answers. Without the checks, training would use
+the errors of a third-party engine: an answer of other weights, an answer that is too long, log-probabilities that are
+not finite. Each error ends the call with one line that names the sample.
 """
 
 import time
@@ -53,18 +53,18 @@ from posttrain.engine.weights.stream import (
     exchange,
 )
 
-_CALLS = count()  # an answer that comes late is of another call
-PATIENCE = 3600.0  # seconds without any answer after which an engine is given up
-_ROUNDING = 1e-3  # a log-probability may lie above 0 by that much
-_LOOK = 0.25  # seconds until more prompts can be taken on, where nothing ends
-_Rows = dict[int, dict[int, Trajectory]]  # key → number of a sample → what has come
+_CALLS = count()  # distinguishes late answers of an earlier call
+PATIENCE = 3600.0  # seconds without any answer after which the call fails
+_ROUNDING = 1e-3  # how far above 0 a log-probability may be
+_LOOK = 0.25  # seconds until more prompts can be taken, where nothing ends
+_Rows = dict[int, dict[int, Trajectory]]  # key → sample number → its answer
 _Answered = list[tuple[Generation, Trajectory]]
 
 
 class EngineError(JobFailedError):
-    """A rollout engine does not keep what its port promises."""
+    """A rollout engine breaks a guarantee of its port."""
 
-    failure_class: ClassVar[FailureClass] = FailureClass.BAD_INPUT  # who brings the engine mends it
+    failure_class: ClassVar[FailureClass] = FailureClass.BAD_INPUT  # the engine's author has to fix it
 
 
 class SilentError(InfrastructureError):
@@ -83,23 +83,23 @@ def generate(
     version: str = "",
     patience: float = PATIENCE,
 ) -> list[Trajectory]:
-    """`samples` responses to every prompt, prompt by prompt.
+    """Return `samples` responses to every prompt, prompt by prompt.
 
     Args:
         prompts: token ids.
-        prompt_keys: [prompts] the names of the prompts in the random numbers; 0, 1, 2 … by default. Give stable keys,
-            and a prompt gets the same responses in any batch.
-        limits: [prompts * samples] tokens at most for each response, at most `max_new_tokens`.
+        prompt_keys: [prompts] identify the prompts in the random numbers; 0, 1, 2 … by default. With stable keys, a
+            prompt gets the same responses in any batch.
+        limits: [prompts * samples] maximum tokens of each response, at most `max_new_tokens`.
         first: [prompts] the number of each prompt's first sample; 0 by default.
         version: of the policy that must have sampled.
 
     Raises:
         InputError: no prompt, an empty prompt, a prompt that does not fit the context together with its response,
             counts that do not match.
-        EngineError: an answer that was not asked for, came twice, is too long or empty.
+        EngineError: an unrequested or repeated answer, one that is too long or empty.
         SilentError: no answer at all.
         JobFailedError: logits or log-probabilities that are not finite.
-        IntegrityError: another version answered; somebody re-pointed weights that a zero-copy engine reads.
+        IntegrityError: another version answered; another component re-pointed weights that a zero-copy engine reads.
     """
     work = plan_generations(
         prompts, samples, sampling, prompt_keys, limits, first, context_length=engine.context_length
@@ -115,11 +115,11 @@ def answers(
     patience: float = PATIENCE,
     look: float = float("inf"),
 ) -> Generator[list[tuple[Generation, Trajectory]], Sequence[Generation] | None, None]:
-    """What an engine answers, as it does. What was not taken when this is closed is taken back.
+    """Yield an engine's answers as they arrive. Closing the generator aborts the work that is left.
 
     Args:
-        work: what it answers; more of it may be sent whenever something is yielded.
-        look: seconds after which nothing is yielded, where nothing was answered.
+        work: the first generations; the caller may send more whenever the generator yields.
+        look: seconds after which it yields an empty list, where nothing was answered.
 
     Raises:
         EngineError, SilentError, JobFailedError, IntegrityError: see `generate`.
@@ -161,7 +161,7 @@ def plan_generations(
     *,
     context_length: int,
 ) -> list[Generation]:
-    """The generations that such a call means, prompt by prompt.
+    """Return the generations of such a call, prompt by prompt.
 
     Raises:
         InputError: see `generate`.
@@ -209,11 +209,11 @@ def plan_generations(
 def _next(
     engine: RolloutEngine, waiting: dict[str, Generation], patience: float, end: float, look: float
 ) -> list[Completion]:
-    """The next answers, or none after `look` seconds; those to earlier calls, which were taken back or answered, are
-    passed over.
+    """Return the next answers, or none after `look` seconds; skip answers to earlier calls, which were aborted or
+    answered.
 
     Raises:
-        SilentError: none until `end`.
+        SilentError: no answer until `end`.
     """
     asked, until = next(iter(waiting)), time.monotonic() + look
     while True:
@@ -230,18 +230,18 @@ def _next(
 
 
 def _of_an_earlier_call(found: str, asked: str) -> bool:
-    """Whether an id is older: the number of a call is in its ids (`plan_generations`)."""
+    """Whether an id is of an earlier call: ids begin with the number of their call (`plan_generations`)."""
     numbers = [name.partition(".")[0] for name in (found, asked)]
     return all(number.isdecimal() for number in numbers) and int(numbers[0]) < int(numbers[1])
 
 
 def _asked(engine: str, done: Completion, waiting: dict[str, Generation], known: dict[str, Generation]) -> Generation:
-    """What an answer answers, from now on among those that are known.
+    """Return the generation of an answer and add it to `known`.
 
     Raises:
-        EngineError: it was not asked for, or came before.
+        EngineError: an unrequested or repeated answer.
     """
-    if done.id in known or done.id not in waiting:  # an id is one call's, so a sample is named by its prompt
+    if done.id in known or done.id not in waiting:  # ids are per call, so messages name a sample by its prompt
         what = f"{_sample(known[done.id])} twice" if done.id in known else f"{done.id} without being asked"
         raise EngineError(f"rollout engine {engine} must answer every sample once, got {what}; mend it")
     known[done.id] = waiting[done.id]
@@ -249,7 +249,7 @@ def _asked(engine: str, done: Completion, waiting: dict[str, Generation], known:
 
 
 def _check(engine: str, answer: Trajectory, asked: Generation, prompt: Ints, version: str) -> None:
-    """Hold an answer against what was asked for.
+    """Check an answer against its generation.
 
     Raises:
         EngineError, IntegrityError: see `generate`.
@@ -266,7 +266,7 @@ def _check(engine: str, answer: Trajectory, asked: Generation, prompt: Ints, ver
 
 
 def _fault(answer: Trajectory, asked: Generation, prompt: Ints) -> str | None:
-    """What is wrong with an answer by itself, but for its numbers."""
+    """Return the fault of an answer, its numbers apart; None: no fault."""
     if answer.prompt is not prompt and not np.array_equal(answer.prompt, prompt):
         return f"must continue its {len(prompt)} tokens, got another beginning"
     if not 1 <= answer.generated <= asked.limit:
@@ -279,7 +279,7 @@ def _fault(answer: Trajectory, asked: Generation, prompt: Ints) -> str | None:
 
 
 def _check_numbers(engine: str, found: Sequence[tuple[Generation, Trajectory]]) -> None:
-    """Log-probabilities are finite and not above 0; looked at together, for most answers are short.
+    """Require log-probabilities to be finite and not above 0; checked together, because most answers are short.
 
     Raises:
         EngineError, JobFailedError: see `generate`.
@@ -307,18 +307,18 @@ def _sample(asked: Generation) -> str:
 def open_rollout(
     model: LanguageModel, kv_cache: int | None = None, *, texts: StopStrings | None = None
 ) -> RolloutEngine:
-    """The native zero-copy decoder where it computes what the module computes, otherwise the module itself.
+    """Return the native zero-copy decoder if it computes what the module computes, otherwise the module's own engine.
 
     Args:
         kv_cache: bytes that keys and values may take (`runtime.kv_cache`); None: as many as the rows of a call need.
-        texts: what the model's tokens say; None: generations with stop strings are refused.
+        texts: the text of the model's tokens; None: generations with stop strings are refused.
     """
     native = why_not_fusable(model.module) is None
     return NativeRollout(model, kv_cache, texts=texts) if native else ModuleRollout(model, kv_cache, texts=texts)
 
 
 def decoding_fallbacks(model: LanguageModel) -> dict[str, str]:
-    """What is slower, and why.
+    """Return the slower paths in use, and the reason of each.
 
     `module_decoder`, where `open_rollout` takes the module itself; `plain_attention`, where the native decoder attends
     with plain torch on CUDA.
@@ -335,12 +335,12 @@ class RolloutWorker:
     """One rank of the rollout role.
 
     Args:
-        context: where it stands; a `LanguageModel` lent there is decoded from in place, a `WeightSource` alone is a
-            neighbour whose shards are gathered.
-        source: where it loads a copy of its own from, where no model is lent; its tokenizer, for stop strings.
-        engine: instead of the one that fits the model, in the controller's process.
+        context: its rank context; the rank decodes in place from a `LanguageModel` lent there. A `WeightSource` alone
+            is a neighbour whose shards are gathered.
+        source: what it loads its own copy from, where no model is lent; its tokenizer, for stop strings.
+        engine: replaces the one that fits the model, in the controller's process.
         kv_cache: bytes that keys and values may take; None: not bounded.
-        patience: seconds without any answer after which its engine is given up.
+        patience: seconds without any answer after which the call fails.
     """
 
     def __init__(
@@ -387,7 +387,7 @@ class RolloutWorker:
         return self._view
 
     def layout(self) -> Layout:
-        """What it decodes with: names, shapes and types that a publication has to have."""
+        """Return the names, shapes and types of the weights that it decodes with, which a publication must have."""
         return layout_of(self._module)
 
     def fallbacks(self) -> dict[str, str]:
@@ -395,7 +395,7 @@ class RolloutWorker:
         return dict(self._fallbacks)
 
     def samples_with(self, version: PolicyVersion) -> str:
-        """From now on say that `version` samples. An alias looks first whether it still reads the policy's memory.
+        """Report `version` from now on. An alias first checks that it still reads the policy's memory.
 
         Raises:
             IntegrityError: the engine decodes with a tensor that is neither the policy's own nor equal to it.
@@ -412,30 +412,30 @@ class RolloutWorker:
         return str(version)
 
     def offer(self, layout: Layout) -> tuple[Attestation, int]:
-        """What it decodes with, for ranks of the rollout that were replaced; see `WeightSource.attest`."""
+        """Offer its weights to replaced ranks of the rollout; see `WeightSource.attest`."""
         self._given = WeightSource(self._shards)
         return self._given.attest(layout)
 
     def bucket(self) -> Bucket:
-        """The next bucket of what was offered."""
+        """Return the next bucket of the offered weights."""
         return self._given.bucket()
 
     def take(self, arriving: Sequence[Stored[Bucket]]) -> None:
-        """Copy one bucket of every rank of the policy to where it belongs."""
+        """Copy one bucket of every rank of the policy into place."""
         for stored in arriving:
             self._put(stored.value())
 
     def exchange(self, count: int) -> None:
-        """Copy what the policy's ranks hold to where it belongs, `count` buckets from each. Collective."""
+        """Copy the shards of the policy's ranks into place, `count` buckets from each. Collective."""
         if self._neighbour is None:
             raise InputError(f"rollout rank {self._rank} must stand beside a policy, has no neighbour; send it buckets")
         exchange(self._neighbour, count, self._put)
 
     def attest(self) -> Standing:
-        """What this engine decodes with now, by the views that it decodes from.
+        """Attest the weights that this engine decodes with now, by its views.
 
         Raises:
-            InputError: an engine that cannot say.
+            InputError: the engine cannot report its weights.
         """
         views = self._engine.views()
         if views is None:
@@ -450,13 +450,13 @@ class RolloutWorker:
         return Standing(found, version, changed=found != before)
 
     def accept(self, version: PolicyVersion, found: Attestation) -> str:
-        """What was attested is what `version` is: from now on it samples."""
+        """Accept the attested weights as `version`, and sample with it from now on."""
         self._served = (str(version), found)
         self._say(version)
         return str(version)
 
     def generate(self, prompts: PromptBatch, sampling: SamplingParams, samples: int) -> Rollouts:
-        """`samples` responses to every prompt.
+        """Return `samples` responses to every prompt.
 
         Raises:
             InputError, EngineError, SilentError, JobFailedError, IntegrityError: see `generating.generate`.
@@ -479,8 +479,8 @@ class RolloutWorker:
         return Rollouts(groups_of(found, prompts.keys, samples), provenance, self._counted(before))
 
     def feed(self, prompts: PromptBatch, sampling: SamplingParams, samples: int) -> Iterator[Rollouts]:
-        """Take prompts on besides those in work, and yield what ends first, or nothing after a moment. The rest stays
-        in work for the next call, until which it stands still.
+        """Take more prompts in addition to those in work, and yield the groups that end first, or none after a moment.
+        The rest stays in work, paused until the next call.
 
         Raises:
             InputError, EngineError, SilentError, JobFailedError, IntegrityError: see `generating.generate`.
@@ -516,7 +516,7 @@ class RolloutWorker:
         return {name: count - before.get(name, 0) for name, count in self._engine.counts().items()}
 
     def _say(self, version: PolicyVersion) -> None:
-        """From now on this version samples; nothing is in work between two calls."""
+        """Sample with this version from now on; nothing is in work between two calls."""
         self._engine.pause()
         self._engine.update("", str(version))
         self._engine.resume()
@@ -526,14 +526,14 @@ class RolloutWorker:
         return (Shard(name, tuple(p.shape), p.detach()) for name, p in self._module.named_parameters())
 
     def _put(self, bucket: Bucket) -> None:
-        """In a call of its own, so that nothing of a bucket is left when the next one comes."""
+        """Copy a bucket into place; a separate call, so that no reference to it is left when the next one arrives."""
         held = dict(self._module.named_parameters())
         for shard in bucket.shards():
             put(held, shard)
 
 
 def _whole(rows: _Rows, found: Sequence[tuple[Generation, Trajectory]], samples: int) -> tuple[Group, ...]:
-    """The groups whose last sample is among what was found; they leave `rows`."""
+    """Return the groups whose last sample is in `found`, and remove them from `rows`."""
     for asked, answer in found:
         rows[asked.key][asked.sample] = answer
     whole = [key for key in dict.fromkeys(asked.key for asked, _ in found) if len(rows[key]) == samples]

@@ -1,1 +1,1 @@
-"""Where workers live: in the controller's own process, or in Ray actors."""
+"""Where workers run: in the controller's own process, or in Ray actors."""

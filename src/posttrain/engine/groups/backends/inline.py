@@ -1,6 +1,6 @@
 """Workers in the controller's own process and thread: no copies, no processes, the same semantics.
 
-With several ranks, calls run one after the other, so there are no collectives; that serves tests and measurements of
+With several ranks, calls run one after the other, so there are no collectives; that suits tests and measurements of
 dispatch. A worker with collectives runs inline on one rank.
 """
 
@@ -19,13 +19,13 @@ R = TypeVar("R")
 @final
 @dataclass(frozen=True, slots=True)
 class InlineStored(Generic[R]):
-    """A value and its reference are the same thing here."""
+    """A value that is its own reference."""
 
     here: ClassVar[bool] = True
     held: R
 
     def value(self) -> R:
-        """The value itself, not a copy."""
+        """Return the value itself, not a copy."""
         return self.held
 
 
@@ -41,18 +41,18 @@ class InlineCall(Generic[R]):
     failure: Exception | None
 
     def done(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def answered(self) -> Answer[R] | None:
-        """None after a failure."""
+        """Return the answer; None after a failure."""
         return self.answer
 
 
 @final
 @dataclass(slots=True)
 class InlineFlow(Generic[R]):
-    """A generator that goes on while somebody takes from it."""
+    """A generator that advances when an answer is taken."""
 
     role: str
     rank: int
@@ -68,7 +68,7 @@ class InlineFlow(Generic[R]):
         return Answer(self._count, self._started or time.time(), self._seconds)
 
     def next(self) -> list[R]:
-        """The next answer; none where it has ended."""
+        """Return the next answer; an empty list where it has ended."""
         self._started, begin = self._started or time.time(), time.perf_counter()
         try:
             return [next(self.answers)]
@@ -88,7 +88,7 @@ class InlineBackend:
     """`Backend` inside this process.
 
     Args:
-        ranks: how many places; more than one without collectives.
+        ranks: number of ranks; more than one without collectives.
         device: of every context.
         pool: its name.
     """
@@ -118,7 +118,7 @@ class InlineBackend:
     def submit(
         self, role: str, ranks: Sequence[int], method: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Call[R]]:
-        """See `Backend.submit`; they have run when this returns, one after the other."""
+        """See `Backend.submit`; the calls have run when this returns, one after the other."""
         return [self._run(role, rank, method, args, kwargs) for rank in ranks]
 
     def submit_stored(
@@ -154,7 +154,7 @@ class InlineBackend:
         return []
 
     def wait(self, calls: Sequence[Call[R]], timeout: float) -> list[Answer[R]]:
-        """See `Backend.wait`; there is nothing left to wait for, so deadlines are the group's to notice afterwards."""
+        """See `Backend.wait`; all calls have run, so the group checks deadlines afterwards."""
         answers: list[Answer[R]] = []
         for call in calls:
             assert isinstance(call, InlineCall)
@@ -165,10 +165,10 @@ class InlineBackend:
         return answers
 
     def replace(self, rank: int, timeout: float) -> None:
-        """Nobody is lost here but with the controller."""
+        """Do nothing: a worker is lost only with the controller."""
 
     def give_up(self, reason: str) -> None:
-        """Nothing here can be stuck."""
+        """Do nothing: no call can be stuck here."""
 
     def close(self) -> None:
         """See `Backend.close`."""

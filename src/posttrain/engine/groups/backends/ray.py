@@ -1,10 +1,10 @@
-"""Workers in Ray actors, one process per rank on one machine or many, and the room for a pool in a Ray cluster.
+"""Workers in Ray actors, one process per rank on one machine or many, and a pool's resources in a Ray cluster.
 
-An actor is a `Host`, an ordinary class; methods and arguments reach it as values. Ray itself schedules, transports and
-notices deaths. It restarts nothing: where ranks work together a lost rank means a lost pool, and the job resumes from a
-checkpoint; where they work alone `replace` starts the lost one anew.
+An actor is a `Host`, an ordinary class; methods and arguments reach it as values. Ray schedules, transports and detects
+deaths. It restarts nothing: where ranks work together a lost rank means a lost pool, and the job resumes from a
+checkpoint; where they work alone `replace` starts the lost one again.
 
-A pool's room in the cluster is one bundle of resources per rank: all bundles or none.
+A pool reserves one bundle of resources per rank in the cluster: all bundles or none.
 """
 
 import os
@@ -38,24 +38,24 @@ from posttrain.engine.groups.port import (
 )
 
 _ACCELERATOR = "accelerator_type:"
-_TRACE = 0.001  # Ray's own amount for "a node with this accelerator"; also of CPUs where none are reserved
+_TRACE = 0.001  # the amount by which Ray marks a node with this accelerator; also the CPUs where none are reserved
 _PREFIX = "posttrain-"
 R = TypeVar("R")
 _SMALL = 64 * 1024  # bytes; Ray copies smaller arguments into each call anyway
-_CLOSING = 10.0  # seconds that processes get to leave by themselves, and again to be gone
+_CLOSING = 10.0  # seconds for processes to leave by themselves, and again to end
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class RankResources:
-    """What one rank gets: `RankResources(cpus=4, gpus=1, kind="h100")`."""
+    """Resources of one rank: `RankResources(cpus=4, gpus=1, kind="h100")`."""
 
     cpus: float = 1.0  # 0: none are reserved
     gpus: float = 0.0
-    kind: str | None = None  # of accelerator, as Ray names it, in any case of letters
+    kind: str | None = None  # of accelerator, as Ray names it, in any letter case
 
     def bundle(self, offered: Mapping[str, float]) -> dict[str, float]:
-        """As Ray counts it; `offered` tells how the cluster writes the accelerator."""
+        """Return the resources as Ray counts them; `offered` has the cluster's spelling of the accelerator."""
         wanted = {"CPU": float(self.cpus) or _TRACE}
         if self.gpus:
             wanted["GPU"] = float(self.gpus)
@@ -66,7 +66,7 @@ class RankResources:
 
 
 def reserve(pool: str, ranks: int, resources: RankResources, seconds: float) -> Any:
-    """A placement group with one bundle per rank, close together where the cluster can.
+    """Reserve a placement group with one bundle per rank, close together where possible.
 
     Raises:
         InputError: the cluster could not hold the pool even if it were empty; nothing was created.
@@ -95,7 +95,7 @@ def reserve(pool: str, ranks: int, resources: RankResources, seconds: float) -> 
 
 
 def _holders(own: Any) -> str:
-    """The placement groups that hold resources now; other work in the cluster has no name to give."""
+    """Return the placement groups that hold resources now; other work in the cluster has no names."""
     groups = placement_group_table().values()
     names = [g["name"] or g["placement_group_id"] for g in groups if g["state"] == "CREATED"]
     return ", ".join(sorted(name.removeprefix(_PREFIX) for name in names)) or "other work in the cluster"
@@ -111,12 +111,12 @@ class RayBackend:
 
     Args:
         pool: its name.
-        ranks: how many processes.
+        ranks: number of processes.
         resources: of each.
         threads: of torch and OpenMP in each.
         sequence_parallel: consecutive ranks that work on one shard.
         start_seconds: for the cluster to have room, and again for the processes to be up.
-        collective_seconds: how long one collective may last.
+        collective_seconds: maximum duration of one collective.
         collective: whether the ranks form a process group. A rank of a pool without one can be replaced.
 
     Raises:
@@ -144,7 +144,7 @@ class RayBackend:
         self.pool, self.ranks = pool, ranks
         self.processes: tuple[Process, ...] = ()
         self._hosts: list[Any] = []
-        self._started: dict[str, Parcel] = {}  # role → what constructs its workers
+        self._started: dict[str, Parcel] = {}  # role → the constructor call of its workers
         self._broken = ""
         self._closed = False
         self._room = reserve(pool, ranks, resources, start_seconds)
@@ -234,11 +234,11 @@ class RayBackend:
             return
         self._closed = True
         hosts, self._hosts = self._hosts, []
-        if not ray.is_initialized():  # the cluster went first, and took everything with it
+        if not ray.is_initialized():  # the cluster ended first, with all its processes
             return
         if not self._broken and self.processes:
             leaving = [host.close.remote() for host in hosts]
-            with suppress(RayError):  # a host may be gone already
+            with suppress(RayError):  # a host may have ended already
                 ray.wait(leaving, num_returns=len(leaving), timeout=_CLOSING)
         for host in hosts:
             ray.kill(host)
@@ -308,7 +308,7 @@ class RayBackend:
             ) from error
 
     def _sent(self, parcel: Parcel, ranks: Sequence[int]) -> Any:
-        """The parcel, or a reference to it: what several ranks get is copied into the object store once."""
+        """Return the parcel, or a reference to it: a parcel for several ranks is copied into the object store once."""
         return ray.put(parcel) if len(ranks) > 1 and parcel.size > _SMALL else parcel
 
     def _usable(self, role: str) -> None:
@@ -321,5 +321,5 @@ class RayBackend:
             )
 
     def give_up(self, reason: str) -> None:
-        """See `Backend.give_up`; the first reason is told."""
+        """See `Backend.give_up`; the first reason is reported."""
         self._broken = self._broken or reason

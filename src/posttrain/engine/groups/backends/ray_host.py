@@ -1,11 +1,11 @@
 """The host in each process of a Ray pool, and the calls to hosts.
 
-A host holds the workers of every role that lives in its process. A call records what became of it on each host, and how
-long the other hosts are waited for when one has failed.
+A host holds the workers of every role in its process. A call records its outcome on each host, and how long to wait for
+the other hosts when one has failed.
 
 The controller waits in `settle` and nowhere else. The wait ends with every answer; with the deadline; or with a failure
-and then the grace, within which ranks that were merely slower report too. A rank still silent after that may be stuck
-in a collective that will never complete, so the pool is given up.
+and then the grace period, within which slower ranks report too. A rank without an outcome after that may be stuck in a
+collective that will never complete, so the pool is given up.
 """
 
 import os
@@ -56,7 +56,7 @@ class Failure:
 @final
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a call ended; without an answer when it failed, or when the answer stays in the object store."""
+    """The result of a call; without an answer when it failed, or when the answer stays in the object store."""
 
     started: float  # seconds since the epoch
     seconds: float
@@ -69,8 +69,8 @@ class Host:
     """One rank. Ray makes it an actor with one thread, so calls run one at a time, in the order they were made.
 
     Args:
-        context: what its workers get.
-        paths: the controller's `sys.path`; what is missing here is appended.
+        context: passed to its workers.
+        paths: the controller's `sys.path`; paths missing here are appended.
         threads: of torch.
     """
 
@@ -80,7 +80,7 @@ class Host:
         self._context = context
         self._address = ray.util.get_node_ip_address()
         self._workers: dict[str, Any] = {}
-        self._store: Any = None  # a TCPStore; torch exports the name only where it was built with it
+        self._store: Any = None  # a TCPStore; torch exports the name only in builds with it
         if context.device != "cpu":
             torch.cuda.set_device(context.device)
 
@@ -89,13 +89,13 @@ class Host:
         return f"{self._context.pool}[{self._context.rank}]"
 
     def identify(self, alone: bool) -> Process:
-        """Which process this is."""
+        """Return the process of this host."""
         return Process(self._context.rank, os.getpid(), self._address, self._context.device, alone)
 
     def open_store(self, seconds: float) -> tuple[str, int]:
         """Rank 0: listen on this node's address for the other ranks.
 
-        The socket is made here because a store that makes its own would listen on every address of the node.
+        The socket is created here because a store's own socket would listen on every address of the node.
         """
         listening = socket.create_server((self._address, 0), backlog=max(128, self._context.size))
         port: int = listening.getsockname()[1]
@@ -103,7 +103,7 @@ class Host:
         return self._address, port
 
     def join(self, address: tuple[str, int], seconds: float) -> None:
-        """Form the default process group of the pool's ranks; a collective may last so many seconds."""
+        """Form the default process group of the pool's ranks; a collective may take so many seconds."""
         interfaces = psutil.net_if_addrs().items()
         mine = [name for name, found in interfaces if any(a.address == self._address for a in found)]
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if mine else ():
@@ -123,7 +123,7 @@ class Host:
         started, begin = time.time(), time.perf_counter()
         try:
             worker, args, kwargs = unpack(parcel, fetch)
-            self._workers.pop(role, None)  # its memory is free when the next one loads
+            self._workers.pop(role, None)  # frees its memory before the next one loads
             self._workers[role] = worker(self._context, *args, **kwargs)
         except Exception as error:
             return Outcome(started, time.perf_counter() - begin, failure=_failure(error))
@@ -141,12 +141,12 @@ class Host:
             return Outcome(started, time.perf_counter() - begin, failure=_failure(error))
 
     def keep(self, role: str, parcel: Parcel) -> tuple[Outcome, Parcel | None]:
-        """As `call`; two values for the object store, of which the controller fetches the first only."""
+        """Like `call`; returns two values for the object store, of which the controller fetches the first only."""
         outcome = self.call(role, parcel)
         return Outcome(outcome.started, outcome.seconds, None, outcome.failure), outcome.answer
 
     def stream(self, role: str, parcel: Parcel) -> Iterator[Outcome]:
-        """As `call`, of a method that yields: an outcome for each answer."""
+        """Like `call`, for a method that yields: an outcome for each answer."""
         answers: Iterator[Any] | None = None
         while True:
             started, begin = time.time(), time.perf_counter()
@@ -164,7 +164,7 @@ class Host:
             yield outcome
 
     def close(self) -> None:
-        """Let go of the workers and leave the process group."""
+        """Release the workers and leave the process group."""
         self._workers.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -186,13 +186,13 @@ class Host:
 
 
 def fetch(handle: Any) -> Parcel:
-    """The stored value of a handle, from the object store."""
+    """Fetch the stored value of a handle from the object store."""
     parcel: Parcel = ray.get(handle)
     return parcel
 
 
 def _failure(error: Exception) -> Failure:
-    """The exception as itself where it survives the journey, as text in any case."""
+    """Return the exception, pickled where it can be rebuilt elsewhere, and as text in any case."""
     try:
         pickled: bytes | None = pickle.dumps(error)
         if type(pickle.loads(pickled or b"")) is not type(error):  # noqa: S301  # our own bytes, read back
@@ -227,7 +227,7 @@ class RayCall(Generic[R]):
         return self.settled or bool(ray.wait([self.reference], timeout=0)[0])
 
     def answered(self) -> Answer[R] | None:
-        """The answer, where it has been fetched."""
+        """Return the answer, if it has been fetched."""
         return self._answer
 
     @property
@@ -236,7 +236,7 @@ class RayCall(Generic[R]):
         return self._answer is not None or self.failure is not None
 
     def settle(self) -> None:
-        """Fetch the outcome, which is there."""
+        """Fetch the outcome, which is available."""
         try:
             outcome: Outcome = ray.get(self.reference)
         except RayError as error:
@@ -279,7 +279,7 @@ class RayFlow(Generic[R]):
     def __init__(self, role: str, process: Process, method: str, outcomes: Any, size: int) -> None:
         self.role, self.rank, self.outcomes, self.ended = role, process.rank, outcomes, False
         self._process, self._method, self._size = process, method, size
-        self.failure: Exception | None = None  # that is raised when what came before has been taken
+        self.failure: Exception | None = None  # raised after the earlier answers have been taken
         self._taken = Answer(0, time.time(), 0.0, size)
 
     def taken(self) -> Answer[int]:
@@ -287,11 +287,11 @@ class RayFlow(Generic[R]):
         return self._taken
 
     def next(self) -> list[R]:
-        """What is there; none where it has ended.
+        """Return the next answer; an empty list where it has ended or failed.
 
         Raises:
-            WorkerLostError: its process is gone.
-            Exception: what the worker raised.
+            WorkerLostError: its process has ended.
+            Exception: raised by the worker.
         """
         if self.failure is not None:
             self.ended = True
@@ -315,15 +315,15 @@ class RayFlow(Generic[R]):
 
 
 def take(flows: Sequence[RayFlow[R]], timeout: float, give_up: Callable[[str], None]) -> list[R]:
-    """What has come of them; waits `timeout` seconds at most for the first of it. A failure is raised when what
-    its rank yielded before it has been taken.
+    """Return the answers that have arrived; wait at most `timeout` seconds for the first one. A failure is raised after
+    all earlier answers of its rank have been taken.
 
     Args:
-        give_up: told why the pool cannot be used any longer.
+        give_up: called with the reason when the pool cannot be used any longer.
 
     Raises:
-        WorkerLostError: a process is gone.
-        Exception: what a worker raised.
+        WorkerLostError: a process has ended.
+        Exception: raised by a worker.
     """
     found, deadline = list[R](), time.monotonic() + timeout
     while waiting := [flow for flow in flows if not flow.ended]:
@@ -347,12 +347,12 @@ def settle(calls: Sequence[RayCall[Any]], timeout: float, give_up: Callable[[str
     Args:
         calls: of one dispatch.
         timeout: seconds.
-        give_up: told why the pool cannot be used any longer.
+        give_up: called with the reason when the pool cannot be used any longer.
 
     Raises:
         DeadlineError: calls without an outcome when the time is over.
-        WorkerLostError: a process is gone.
-        Exception: what a worker raised; the first failure, except that a lost process explains the others' failures.
+        WorkerLostError: a process has ended.
+        Exception: raised by a worker; the first failure, except that a lost process explains the others' failures.
     """
     waiting = {call.reference: call for call in calls if not call.settled}
     failure = next((call.failure for call in calls if call.failure is not None), None)
@@ -366,7 +366,7 @@ def settle(calls: Sequence[RayCall[Any]], timeout: float, give_up: Callable[[str
         if call.failure is None:
             continue
         if isinstance(call.failure, WorkerLostError) and call.failure.process:
-            raise call.failure  # the others are not waited for: they go on
+            raise call.failure  # does not wait for the others, which continue
         if failure is None:
             deadline = time.monotonic() + GRACE
         if failure is None or (isinstance(call.failure, WorkerLostError) and not isinstance(failure, WorkerLostError)):
@@ -392,7 +392,7 @@ def _named(calls: Sequence[RayCall[Any]]) -> str:
 
 
 def _rebuilt(failure: Failure) -> Exception:
-    """The worker's exception, of its own type where it can be had, caused by its traceback."""
+    """Return the worker's exception, with its own type where possible, caused by its traceback."""
     error: Exception | None = None
     if failure.pickled is not None:
         try:

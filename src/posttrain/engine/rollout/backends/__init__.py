@@ -1,1 +1,1 @@
-"""One file per rollout back-end. They do not know each other."""
+"""One file per rollout back-end. The files are independent of each other."""

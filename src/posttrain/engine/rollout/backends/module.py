@@ -15,7 +15,7 @@ from posttrain.engine.rollout.decoding import Rows, StopStrings, decode_batch
 from posttrain.engine.rollout.port import Generation
 from posttrain.engine.samples import Trajectory
 
-_DROP_SHARE = 0.15  # the cache is copied when rows are dropped, so it pays for several at a time
+_DROP_SHARE = 0.15  # the cache is copied when rows are dropped, so several are dropped at a time
 
 
 class ModuleRollout(BatchedEngine):
@@ -23,7 +23,7 @@ class ModuleRollout(BatchedEngine):
 
     Args:
         kv_cache: bytes that keys and values may take; None: as many as a batch needs.
-        texts: what tokens say, for responses that end at strings; None: such generations are refused.
+        texts: the text of tokens, for responses that end at strings; None: such generations are refused.
     """
 
     def __init__(self, model: LanguageModel, kv_cache: int | None = None, *, texts: StopStrings | None = None) -> None:
@@ -54,11 +54,11 @@ class ModuleRollout(BatchedEngine):
 
 
 class _ModuleSession:
-    """Rows padded on the left, with whatever cache the module returns.
+    """Rows padded on the left, with the cache that the module returns.
 
-    A cache whose layers can select rows holds each prompt once until it is spread over its rows, and drops ended
-    rows. Any other cache starts with all rows and keeps them. A module that returns no cache reads its whole rows at
-    every step.
+    A cache whose layers can select rows holds each prompt once until it is expanded to its rows, and drops ended rows.
+    Any other cache starts with all rows and keeps them. A module that returns no cache reads its whole rows at every
+    step.
     """
 
     def __init__(self, model: LanguageModel, rows: Rows) -> None:
@@ -78,7 +78,7 @@ class _ModuleSession:
         self._mask = (columns >= torch.tensor(padding, device=self._device)[:, None]).long()
 
     def prefill(self) -> Tensor:
-        """[rows, vocabulary]: the logits after each row's prompt."""
+        """Return the logits after each row's prompt, [rows, vocabulary]."""
         rows = torch.tensor(self._rows.prompt_of_row, device=self._device)
         logits = self._forward(self._tokens)
         if self._cache is not None and not _can_select(self._cache):
@@ -89,13 +89,13 @@ class _ModuleSession:
         return logits[rows]
 
     def step(self, tokens: Tensor) -> Tensor:
-        """[slots, vocabulary]: the logits after one more token in every slot."""
+        """Append one token to every slot; return the logits after it, [slots, vocabulary]."""
         self._tokens = torch.cat([self._tokens, tokens[:, None]], 1)
         self._mask = torch.cat([self._mask, torch.ones_like(tokens)[:, None]], 1)
         return self._forward(self._tokens if self._cache is None else tokens[:, None])
 
     def drop(self, count: int, free: Tensor, moved: Tensor) -> None:
-        """Move rows from the last slots into free ones and forget the rest."""
+        """Move rows from the last slots into free ones and drop the rest."""
         index = torch.arange(count, device=self._device)
         index[free] = moved
         self._select(index)
@@ -118,6 +118,6 @@ class _ModuleSession:
 
 
 def _can_select(cache: Any) -> bool:
-    """Whether every layer of the cache can pick rows."""
+    """Whether every layer of the cache can select rows."""
     layers = getattr(cache, "layers", None)
     return bool(layers) and all(hasattr(one, "batch_select_indices") for one in (cache, *(layers or ())))

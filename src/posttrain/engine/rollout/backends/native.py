@@ -1,16 +1,17 @@
 """The native rollout engine for Llama, Qwen2 and Qwen3 weights, and its store of computed prompts.
 
-The engine reads weights without a copy, batches continuously, and takes memory as it needs it. The loop of `completed`,
+The engine reads weights without a copy, batches continuously, and takes memory on demand. The loop of `completed`,
 until a row has ended::
 
-    ┌─▶ admit from the head of the queue while the budget has room: compute the prompt, once for all who share it,
+    ┌─▶ admit from the head of the queue while the budget has room: compute each prompt once for all its rows,
     │   long ones in chunks; draw the first token
-    │   make room for the next tokens: rows that outgrow their slot move, the youngest are preempted if need be
-    │   decode a token for every row, or n before looking where looking is dear; what lies behind an end is dropped
-    └── rows that ended give their slots back
+    │   make room for the next tokens: rows that outgrow their slot move, the youngest are preempted if necessary
+    │   decode a token for every row, or n before a check where checks are expensive; drop tokens behind an end
+    └── rows that ended free their slots
 
-A preempted row waits at the head of the queue. When its turn comes its prompt is computed again, and the model reads
-the row's earlier tokens one by one in the same steps as the others: so it goes on as if it had not been preempted.
+A preempted row waits at the head of the queue. When it is admitted again its prompt is computed again, and the model
+reads the row's earlier tokens one by one in the same steps as the others: so it continues as if it had not been
+preempted.
 
 Computed prompts are kept for rows that begin with them; long prompts are computed in chunks.
 """
@@ -36,24 +37,24 @@ from posttrain.engine.rollout.sampling import RowDraws, generation_keys
 from posttrain.engine.rollout.scheduling import Indices, Intake, RolloutCounters, Row, RowTable, Schedule
 from posttrain.engine.samples import Floats
 
-_PREFILL_TOKENS = 8192  # of prompts between two decoding steps
-_RESERVE_SHARE = 16  # a 16th of the budget is left to rows that grow
-_UNSEEN = 16  # steps between two looks, at most
-_AHEAD = 64  # tokens whose random numbers are made at a time
+_PREFILL_TOKENS = 8192  # of prompts computed between two decoding steps
+_RESERVE_SHARE = 16  # a 16th of the budget is reserved for rows that grow
+_UNSEEN = 16  # maximum steps between two checks
+_AHEAD = 64  # tokens whose random numbers are computed together
 
 
 @final
 class KeptPrompts:
-    """Their keys and values are in the store, their last hidden states here.
+    """Computed prompts: the store holds their keys and values, this object their last hidden states.
 
     Args:
-        counters: told what is computed.
+        counters: where computed tokens are counted.
     """
 
     def __init__(self, decoder: LlamaDecoder, store: KVStore, counters: RolloutCounters) -> None:
         self._decoder, self._store, self._counters = decoder, store, counters
         self._hidden: dict[Prompt, Tensor] = {}  # [1, hidden] after each
-        self._begun: tuple[Prompt, Prefix] | None = None  # the beginning of a long one
+        self._begun: tuple[Prompt, Prefix] | None = None  # the computed beginning of a long one
 
     def __contains__(self, prompt: Prompt) -> bool:
         return prompt in self._hidden
@@ -63,26 +64,26 @@ class KeptPrompts:
 
     @property
     def any(self) -> bool:
-        """Whether something is held, if only the beginning of a prompt."""
+        """Whether anything is held, including the beginning of a prompt."""
         return bool(self._hidden or self._begun)
 
     @property
     def begun_bytes(self) -> int:
-        """Of the beginning of a long prompt, which the store does not hold yet."""
+        """Bytes of the beginning of a long prompt, which the store does not hold yet."""
         return 0 if self._begun is None else self._decoder.shape.position_bytes * len(self._begun[1].pairs[0])
 
     def logits(self, prompts: Sequence[Prompt]) -> Tensor:
-        """[prompts, vocabulary] after each."""
+        """Return the logits after each prompt, [prompts, vocabulary]."""
         return self._decoder.logits(torch.cat([self._hidden[prompt] for prompt in prompts]))
 
     def compute(self, prompts: Sequence[Prompt]) -> None:
-        """All of these together."""
+        """Compute all of these prompts together."""
         if prompts:
             self._counters.prefilled_tokens += sum(len(prompt) for prompt in prompts)
             self._keep(prompts, self._decoder.prefill(prompts))
 
     def advance(self, prompt: Prompt) -> bool:
-        """Compute the next chunk of a long prompt; whether it was the last."""
+        """Compute the next chunk of a long prompt; return whether it was the last."""
         past = self._begun[1] if self._begun is not None and self._begun[0] == prompt else None
         begin = past.spans[0][1] if past is not None else 0
         piece = prompt[begin : begin + self._decoder.chunk(begin)]
@@ -96,13 +97,13 @@ class KeptPrompts:
         return True
 
     def forget(self, prompts: Collection[Prompt]) -> None:
-        """Rows that begin with these stay."""
+        """Drop these prompts; rows that begin with them stay."""
         self._store.forget(prompts)
         for prompt in prompts:
             del self._hidden[prompt]
 
     def forget_all(self) -> None:
-        """Also the beginning of a long one."""
+        """Drop all prompts, including the beginning of a long one."""
         self.forget(list(self._hidden))
         self._begun = None
 
@@ -112,18 +113,18 @@ class KeptPrompts:
 
 
 class NativeRollout:
-    """`RolloutEngine` over the weights of a `LanguageModel`, read where they are.
+    """`RolloutEngine` over the weights of a `LanguageModel`, read in place.
 
     Opening it re-points the module's parameters at fused buffers; their values, names and shapes stay. On the CPU in
-    float32 a response does not depend on its company, by no bit of a log-probability, nor on preemptions.
+    float32 a response, with its log-probabilities, is bit-identical in any batch and after preemptions.
 
     Args:
-        kv_cache: bytes that keys and values may take; by default half of the memory that is free when work comes. One
-            row is always decoded, also where its slots, which come in sizes, take somewhat more.
-        read_every: steps between two looks at which rows have ended, at most 16; by default 1 on the CPU, else 16.
+        kv_cache: bytes that keys and values may take; by default half of the memory that is free when work arrives. One
+            row is always decoded, even if its slots, which have fixed sizes, take somewhat more.
+        read_every: steps between two checks for ended rows, at most 16; by default 1 on the CPU, else 16.
         store: makes the key-value store of a shape and a budget; by default pages on CUDA, contiguous slots elsewhere.
-        record: repeats what a step over pages does on the same tensors; by default CUDA graphs on CUDA, else none.
-        texts: what tokens say, for responses that end at strings; None: such generations are refused.
+        record: repeats a step over pages on the same tensors; by default CUDA graphs on CUDA, else none.
+        texts: the text of tokens, for responses that end at strings; None: such generations are refused.
 
     Raises:
         InputError: a model for which `why_not_fusable` has a reason; `read_every` outside 1..16.
@@ -163,7 +164,7 @@ class NativeRollout:
         self.counters = RolloutCounters()
         self._begin_store()
         self._done: list[Completion] = []
-        self._fresh = False  # the weights are those that were looked at
+        self._fresh = False  # the weights were checked and have not changed since
         self._draws: RowDraws | None = None
 
     def counts(self) -> Mapping[str, int]:
@@ -200,7 +201,7 @@ class NativeRollout:
             self._schedule.submit(work, generation_keys(work), prompts)
 
     def _begin_store(self) -> None:
-        """Empty, with the budget."""
+        """Open an empty store with the budget."""
         self._store = store = self._open_store(self._decoder.shape, self._budget)
         self._prompts = KeptPrompts(self._decoder, store, self.counters)
         self._step: Callable[[Tensor, Indices], Tensor] = partial(self._decoder.step, store)
@@ -260,10 +261,10 @@ class NativeRollout:
         self._table.mark(version)
 
     def _look_at_weights(self) -> None:
-        """They may have changed while nothing was in work, or the engine was paused.
+        """Check the weights, which may have changed while nothing was in work or the engine was paused.
 
         Raises:
-            IntegrityError: somebody re-pointed them.
+            IntegrityError: another component re-pointed them.
         """
         if not self._fresh:
             self._weights.check()
@@ -296,7 +297,7 @@ class NativeRollout:
         self._arranged = False
 
     def _begin(self, rows: Sequence[Row], fresh: Sequence[Row]) -> list[Row]:
-        """They enter the table, with the first token of each `fresh` one; those that end with it."""
+        """Add rows to the table, and draw the first token of each `fresh` one; return the rows that end with it."""
         alone, others = not len(self._table), self._draws
         self._table.enter(rows, self._intake.version)
         self._draws = None
@@ -316,7 +317,7 @@ class NativeRollout:
         return len(row.asked.tokens) + max(1, len(row.tokens)) + self._read_every
 
     def _admissible(self) -> int:
-        """How many rows of the queue's head begin now: their prompts are computed, and there is room for them."""
+        """Return how many rows at the queue's head begin now: their prompts are computed, and the budget has room."""
         schedule, store, kept = self._schedule, self._store, self._prompts
         most = schedule.refill()
         if not most:
@@ -333,7 +334,7 @@ class NativeRollout:
                 kept.forget([other for other in kept if other != prompt])
             if not alone and planned > self._budget - self._budget // _RESERVE_SHARE:
                 break
-            if new and len(prompt) > self._decoder.chunk(0):  # it is computed in chunks
+            if new and len(prompt) > self._decoder.chunk(0):  # computed in chunks
                 if count or not kept.advance(prompt):
                     break
             elif new:
@@ -346,11 +347,11 @@ class NativeRollout:
         return count
 
     def _forget_unwanted(self) -> None:
-        """Keep prompts that waiting rows share."""
+        """Drop the prompts that no waiting row has."""
         self._prompts.forget([prompt for prompt in self._prompts if not self._schedule.wanted(prompt)])
 
     def _decode(self) -> None:
-        """A few tokens for every row, and what follows from them."""
+        """Decode a few tokens for every row, and process them."""
         self._make_room()
         self._arrange()
         table = self._table
@@ -373,12 +374,12 @@ class NativeRollout:
         self._note(said)
 
     def _draw(self, rows: Sequence[Row], first: Sequence[int], ahead: int) -> RowDraws:
-        """The draws of these rows, from the token `first` on."""
+        """Return the draws of these rows, from the token `first` on."""
         sampling, keys = [row.asked.sampling for row in rows], [row.key for row in rows]
         return RowDraws(sampling, keys, first, self._model.device, ahead)
 
     def _note(self, said: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """What was drawn; rows that it ends give their slots back, and the others go on with their draws."""
+        """Record drawn tokens; ended rows free their slots, and the others keep their draws."""
         tokens, logprobs = (
             torch.stack(parts) if len(parts) > 1 else parts[0][None] for parts in zip(*said, strict=True)
         )
@@ -391,7 +392,7 @@ class NativeRollout:
         self._arrange()
 
     def _arrange(self) -> None:
-        """The table and the draws take rows as the store does."""
+        """Order the table and the draws as the store's rows."""
         if self._arranged:
             return
         kept = self._table.arrange(self._store.order).tolist()
@@ -409,14 +410,14 @@ class NativeRollout:
             del self._schedule.running[row.number]
 
     def _make_room(self) -> None:
-        """Let every row grow by the next tokens; where the budget has no room, the youngest are preempted."""
+        """Make room for the next tokens of every row; where the budget has none, preempt the youngest."""
         store, running = self._store, self._schedule.running
         self._arrange()
         needs = self._table.outgrowing(self._read_every)
         if not needs:
             return
         while store.used + self._prompts.begun_bytes + store.growth_bytes(needs) > self._budget:
-            if self._prompts.any:  # can be computed again, at less than rows
+            if self._prompts.any:  # cheaper to compute again than rows
                 self._prompts.forget_all()
                 continue
             if len(running) == 1:
@@ -434,13 +435,13 @@ class NativeRollout:
         self.counters.preemptions += len(rows)
 
     def _drop(self, rows: Sequence[Row]) -> None:
-        """They are decoded no longer, though they have not ended."""
+        """Stop decoding rows that have not ended."""
         self._store.remove([row.number for row in rows])
         self._table.leave(rows)
         self._draws, self._arranged = None, False
 
     def _forget_all(self) -> None:
-        """Give the memory back; rows that are left are lost, and their ids free."""
+        """Free the memory; remaining rows are lost, and their ids released."""
         self._intake.give(row.asked.id for row in self._schedule.take(lambda row: True))
         self._store.clear()
         self._begin_store()

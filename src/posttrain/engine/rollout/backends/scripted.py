@@ -1,4 +1,4 @@
-"""A rollout engine that says what it is told: for tests of whatever stands above it."""
+"""A rollout engine with scripted responses, for tests of the components above it."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,7 +16,7 @@ class ScriptedRollout(BatchedEngine):
     Args:
         logprob: reported for every token.
         context_length: tokens of prompt and response together that it accepts.
-        texts: what tokens say, for responses that end at strings; None: such generations are refused.
+        texts: the text of tokens, for responses that end at strings; None: such generations are refused.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """The first lines of a local job: `python -s -S -P bootstrap.py MODULE ATTEMPT_DIR`.
 
-With `-S` nothing of site-packages has run yet, no `.pth` file either. The environment is compared with the one that
-the order names; only then the process becomes the job: the same interpreter anew, without `-S`, which Ray would hand
-down to its workers. An environment that differs is the job's answer: one line in `result.json`, and nothing of it was
-imported.
+With `-S` no file of site-packages has run yet, not even a `.pth` file. The environment is compared with the one that
+the order names. Only then the process becomes the job: the same interpreter again, without `-S`, which Ray would pass
+on to its workers. If the environment differs, the job fails with one line in `result.json`, and imports none of its
+packages.
 """
 
 import json
@@ -18,18 +18,18 @@ from posttrain.store.atomic import create_json
 
 
 def main(module: str, folder: str) -> None:
-    """Compare, then become the job."""
+    """Compare the environment, then become the job."""
     if not refused(Path(folder)):
         os.execv(sys.executable, [sys.executable, "-s", "-P", *compiled_flags(), "-m", module, folder])
 
 
 def compiled_flags() -> list[str]:
-    """Python's options that keep compiled files where this process keeps them."""
+    """Return the Python options that keep compiled files in this process's folder."""
     return ["-X", f"pycache_prefix={sys.pycache_prefix}"] if sys.pycache_prefix else []
 
 
 def refused(folder: Path) -> bool:
-    """Whether the environment is another one; then that is the job's answer."""
+    """Return whether the environment differs; if so, write the job's failed result."""
     different = trouble(folder)
     if different:
         failure = {"kind": "bad_input", "message": different, "signature": "EnvironmentChanged"}
@@ -40,18 +40,18 @@ def refused(folder: Path) -> bool:
 
 
 def marks(folder: Path) -> str:
-    """A digest of sizes, times and inodes of the files that an attempt's environment has; empty: nobody compares."""
+    """Return a digest of sizes, times and inodes of the files in an attempt's environment; empty: it is not compared."""
     expected = _expected(folder)
     return marks_of(expected.roots) if isinstance(expected, Environment) else ""
 
 
 def trouble(folder: Path) -> str:
-    """How the environment differs from the one that the job was ordered for; empty where it does not."""
+    """Return how the environment differs from the one that the order names; empty: it does not."""
     expected = _expected(folder)
     if not isinstance(expected, Environment):
         return expected
     found = read_environment(expected.roots, expected.packages, expected.files)
-    if found == expected:  # by their files: a digest of twenty thousand takes longer
+    if found == expected:  # compares the files: a digest of 20,000 takes longer
         return ""
     return (
         f"the environment must be the one that the run began with, got {found.differs(expected)}; "
@@ -60,12 +60,12 @@ def trouble(folder: Path) -> str:
 
 
 def _expected(folder: Path) -> Environment | str:
-    """The environment that the order names; else what is wrong with it, or an empty text where it names none."""
+    """Return the environment that the order names; else the error, or an empty text if the order names none."""
     try:
         order = json.loads((folder / "job.json").read_bytes())
         digest, cache = str(order.get("environment") or ""), Path(order["cache_dir"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return ""  # no order of ours: the module itself says what is wrong with it
+        return ""  # not a valid order: the module itself reports the error
     if not digest:
         return ""
     expected = pinned(digest, cache)

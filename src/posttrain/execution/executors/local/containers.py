@@ -1,4 +1,4 @@
-"""Jobs in containers, calls of podman, and the fetching of images.
+"""Run jobs in podman containers, and fetch images.
 
 A request that names an image becomes `podman run` of it, under the same supervisor:
 
@@ -8,15 +8,15 @@ A request that names an image becomes `podman run` of it, under the same supervi
         │ podman ends with the container, and passes signals on; killed, it leaves the container alone
         └ before exit.json: podman rm --force, until podman reports none of that name
 
-Inside there is the image, read-only, without capabilities and without a network; the attempt's folder at its own path,
-writable, with what lies in it for supervisors covered; of a served workspace the folder of the socket over which jobs
-ask their server, else the store, read-only. Of the environment there is what the request lists, and its secrets, which
-stand in no command line. No process in it can make a symbolic link, a device or a pipe with a name: whoever drives the
-run reads the folder, and follows what lies there.
+The image is read-only, without capabilities and without a network. The attempt's folder is mounted writable at its own
+path; the supervisor's files in it are covered. A served workspace adds the folder of its server's socket, any other the
+store, read-only. The environment contains the variables of the request and its secrets, which appear in no command
+line. No process in the container can create a symbolic link, a device or a named pipe, because drivers read the folder
+and follow its entries.
 
-An image is fetched again and again while its registry is away, within a time.
+Fetching an image is retried within a time limit while its registry is unavailable.
 
-Imports only the standard library, and modules of Posttrain that keep to it: the supervisor imports this.
+Imports only the standard library, and modules of Posttrain that do the same: the supervisor imports this.
 """
 
 import errno
@@ -43,49 +43,49 @@ from posttrain.domain.requests import WORKSPACE, JobRequest
 from posttrain.store.atomic import open_plain, write_json
 from posttrain.store.reaching import INSIDE, PRIVATE_CACHE, SOCKETS
 
-FETCH_VARIABLE = "POSTTRAIN_IMAGE_FETCH_SECONDS"  # of whoever drives: how long one attempt waits for its image
-FETCH_SECONDS = 1800.0  # tens of GB come in that time; a registry that is away is waited for
-_PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)  # seconds before an image is asked for again
+FETCH_VARIABLE = "POSTTRAIN_IMAGE_FETCH_SECONDS"  # of the driver's environment: how long one attempt waits for its image
+FETCH_SECONDS = 1800.0  # enough for tens of GB and an outage of the registry
+_PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)  # seconds before the next try to fetch an image
 SPEC = "container"  # the key of spec.json
-_COVERED = ("spec.json", "request.json", "supervisor.json", "supervisor.lock")  # what supervisors go by
+_COVERED = ("spec.json", "request.json", "supervisor.json", "supervisor.lock")  # the files that supervisors read
 _OLDEST = 4
 
 
-_FINAL = re.compile(  # what podman says where another try fetches nothing either
+_FINAL = re.compile(  # podman errors that a retry does not fix
     r"manifest unknown|name unknown|not found|unauthorized|authentication required|denied|forbidden|invalid reference",
     re.IGNORECASE,
 )
 
 
-_FRAMED = re.compile(r'level=\w+ msg="(.*)"$')  # what it says while it tries again by itself
+_FRAMED = re.compile(r'level=\w+ msg="(.*)"$')  # podman's log lines during its own retries
 
 
-_WORDS = 400  # characters of what podman said, the last ones: there is the cause
+_WORDS = 400  # characters at the end of podman's message, which contain the cause
 
 
 _LINE = 1200
 
 
-_TAIL = 8192  # bytes of a log in which its last words are
+_TAIL = 8192  # bytes read from the end of a log
 
 
-_VARIABLES = (  # of whoever starts podman, that it needs
+_VARIABLES = (  # that podman requires from its parent process
     *("PATH", "HOME", "USER", "LOGNAME", "LANG", "TMPDIR", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME"),
     *("CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF", "CONTAINERS_REGISTRIES_CONF", "REGISTRY_AUTH_FILE"),
     "DBUS_SESSION_BUS_ADDRESS",
 )
 
 
-_SECONDS = 60.0  # for one word with podman on a busy machine
+_SECONDS = 60.0  # for one podman call on a busy machine
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What podman needs of an environment, beside what jobs get of it."""
+    """Return the variables of an environment that podman requires, in addition to those of jobs."""
     return {name: environment[name] for name in _VARIABLES if name in environment}
 
 
 def podman(*words: str) -> subprocess.CompletedProcess[str]:
-    """What podman answers to a short question. Raises as `subprocess.run`."""
+    """Run a short podman command. Raises as `subprocess.run`."""
     return subprocess.run(
         ["podman", *words], capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL, check=False,
         env=variables(os.environ), cwd="/",
@@ -93,10 +93,10 @@ def podman(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def fetch_seconds(job: str) -> float:
-    """How long a job waits for its image.
+    """Return how long a job waits for its image.
 
     Raises:
-        InputError: whoever drives says what is no time.
+        InputError: the driver's environment variable is not a positive number.
     """
     said = os.environ.get(FETCH_VARIABLE, "")
     try:
@@ -109,10 +109,10 @@ def fetch_seconds(job: str) -> float:
 
 
 def fetched(image: str, seconds: float, pause: Callable[[float], None] = time.sleep) -> str:
-    """Fetch an image, as often as that takes a registry that is away; why it is not here, with podman's last words.
+    """Fetch an image, with retries; return why it failed, with podman's last message, or empty.
 
     Args:
-        seconds: within which it must come.
+        seconds: the time limit for all tries.
     """
     until, tried = time.monotonic() + seconds, 0
     while True:
@@ -134,9 +134,9 @@ def fetched(image: str, seconds: float, pause: Callable[[float], None] = time.sl
 
 
 def _pulled(image: str, seconds: float) -> tuple[int | None, str]:
-    """Exit code of podman, None: it did not come to an end in time; and its last words.
+    """Return podman's exit code (None: it did not end in time) and its last message.
 
-    They go into a file: whatever it started, and is still there, would hold a pipe.
+    A file receives the messages, since surviving children of podman would keep a pipe open.
     """
     with tempfile.TemporaryFile() as said:
         try:
@@ -159,26 +159,26 @@ def _late(image: str, seconds: float, words: str) -> str:
 
 
 def _last(words: str) -> str:
-    """Podman's last line, which says what was wrong."""
+    """Return podman's last line, which contains the error."""
     return one_line((words.strip().splitlines() or [""])[-1])
 
 
 def _cause(words: str, image: str) -> str:
-    """What podman said, without the name of the image, in which there may be any word, and without a log's frame."""
+    """Return podman's message without its log frame and without the image's name, which may contain any word."""
     framed = _FRAMED.search(words)
     found = (framed[1] if framed else words).replace(f"docker://{image}", "it")
     return found.replace(image, "it").replace(image.partition("@")[0], "it")[-_WORDS:]
 
 
 def one_line(words: str) -> str:
-    """Some of what podman said, as one line."""
+    """Return a podman message as one line, truncated."""
     return " ".join(words.split())[:_LINE]
 
 
 def last_words(folder: Path) -> str:
-    """What podman, or whoever starts it, said last of a container that it did not start; empty: nothing is there.
+    """Return the last log line of podman or `become` about a container that did not start; empty: there is no such line.
 
-    A job may have written there as well: it is a line for a person, and decides nothing.
+    A job may write to the same log, so the line is only for people and decides nothing.
     """
     with suppress(PosttrainError, OSError), open_plain(folder / "log.txt") as log:
         log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL))
@@ -187,13 +187,13 @@ def last_words(folder: Path) -> str:
     return ""
 
 
-_LATE_SECONDS = 60  # after which podman itself ends what should have been ended
+_LATE_SECONDS = 60  # after which podman itself ends an overdue container
 
 
 _AGAIN_SECONDS = 0.5  # between two tries to remove a container
 
 
-_PLACE_DIGITS = 12  # of what tells a workspace from others whose runs have the same names
+_PLACE_DIGITS = 12  # of the workspace's label, which distinguishes runs of equal names
 
 
 _SHARED_MEMORY = "2g"
@@ -221,25 +221,25 @@ _WHITEOUT = 4  # of renameat2: leaves a device
 _NAMESPACES = 0x7E020000  # of clone: every CLONE_NEW… flag
 
 
-_RUNTIME = "runc"  # crun obeys annotations, which an image brings: they would replace the profile
+_RUNTIME = "runc"  # crun obeys an image's annotations, which could replace the profile
 
 
 _NO_SUCH = 1  # exit code of `podman container exists`
 
 
-_SIGNALLED = 128  # beyond it podman says which signal ended the job
+_SIGNALLED = 128  # a larger exit code is this plus the signal that ended the job
 
 
 _RAN = ("exited", "stopped")
 
 
-REFUSED = 125  # as podman ends where it starts nothing
+REFUSED = 125  # podman's exit code if it starts nothing
 
 
-_ORDERS = "run.oci."  # annotations that tell an OCI runtime what to do
+_ORDERS = "run.oci."  # prefix of annotations that control an OCI runtime
 
 
-_SHARE = 0.9  # of the machine's memory, for a job that names none
+_SHARE = 0.9  # of the machine's memory, for a job without a memory request
 
 
 _PROCESSES = 16384  # with threads
@@ -249,7 +249,7 @@ _TEMPORARY = "4g"  # of memory
 
 
 def trouble() -> str:
-    """Why no job can run in an image here, with what to do; empty: they can."""
+    """Return why no job can run in an image here, with the remedy; empty: jobs can."""
     return _trouble(os.environ.get("PATH", ""), os.environ.get("CONTAINERS_CONF", ""))
 
 
@@ -274,10 +274,10 @@ def _trouble(*_: str) -> str:
 
 
 def contained(request: JobRequest, folder: Path) -> dict[str, Any]:
-    """What stands in spec.json of a job that names an image.
+    """Return the container entry of spec.json for a job that names an image.
 
     Raises:
-        InputError: podman is missing or too old, or the folder or the store cannot be shown to a container.
+        InputError: podman is missing or too old, or the folder or the store cannot be mounted.
     """
     if why := trouble():
         raise InputError(f"job {request.name} asks for image {request.image}: {why}")
@@ -290,18 +290,18 @@ def contained(request: JobRequest, folder: Path) -> dict[str, Any]:
     return {
         "name": f"{request.name}-{place}-{secrets.token_hex(4)}",  # a copy of the workspace has the same digits
         "folder": str(folder),
-        "place": [here.st_dev, here.st_ino],  # a copy of the folder has another
+        "place": [here.st_dev, here.st_ino],  # a copy of the folder has another inode
         "profile": _profile() or {},
         "fetch_seconds": fetch_seconds(request.name),
         "memory": request.gang[0].memory or int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * _SHARE),
         "limits": _controllers(os.environ.get("PATH", ""), os.environ.get("CONTAINERS_CONF", "")),
-        "word": secrets.token_hex(16),  # in exit.json: the job cannot see it, so it cannot say how it ended
+        "word": secrets.token_hex(16),  # in exit.json: the job cannot read it, so it cannot forge the file
         "mounts": mounts,
     }
 
 
 def _mount(folder: Path) -> list[str]:
-    """Where a job reads its inputs: the folder of its server's socket, or the store."""
+    """Return the mount from which a job reads its inputs: the folder of its server's socket, or the store."""
     order = json.loads((folder / "job.json").read_bytes())
     if order.get("served"):
         return [str(folder.parents[3] / SOCKETS), INSIDE, "ro"]
@@ -315,7 +315,7 @@ def _mount(folder: Path) -> list[str]:
 
 
 def become(folder: Path, spec: Mapping[str, Any]) -> NoReturn:
-    """Execute podman in the place of this process."""
+    """Replace this process with podman."""
     box = spec[SPEC]
     (folder / PRIVATE_CACHE).mkdir(mode=0o700, exist_ok=True)
     write_json(folder / _PROFILE, box["profile"])
@@ -336,9 +336,9 @@ def become(folder: Path, spec: Mapping[str, Any]) -> NoReturn:
 
 
 def _refused(image: str, seconds: float) -> str:
-    """Why no job runs in an image, which is fetched where it is not here; empty: jobs may.
+    """Fetch an image if it is not here; return why no job can run in it; empty: jobs can.
 
-    Here is what came under that very name: podman finds a digest under any, and a project allows names.
+    Only an image fetched under the same name counts: podman finds a digest under any name, but projects allow names.
     """
     held = podman("image", "inspect", "--format={{json .RepoDigests}}", image)
     here = not held.returncode and image in (json.loads(held.stdout) or ())
@@ -358,10 +358,10 @@ def _refused(image: str, seconds: float) -> str:
 def command(folder: Path, spec: Mapping[str, Any]) -> list[str]:
     """`podman run …` for a job whose supervisor has its devices."""
     box, variables = spec[SPEC], {"HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1", **spec["environment"]}
-    if not spec.get("taken"):  # where a hook for devices is installed, it would show all of them
+    if not spec.get("taken"):  # an installed device hook would otherwise expose all devices
         variables["NVIDIA_VISIBLE_DEVICES"] = "void"
     words = ["podman", f"--runtime={_RUNTIME}", "run", f"--name={box['name']}", "--pull=never", "--log-driver=none"]
-    words += ["--user=0:0", "--umask=0077"]  # what a job leaves is its owner's alone
+    words += ["--user=0:0", "--umask=0077"]  # only the owner can read a job's files
     words += ["--read-only", "--cap-drop=all", "--security-opt=no-new-privileges", "--network=none"]
     words += ["--image-volume=ignore", "--no-healthcheck", *_limits(box)]
     words += [f"--security-opt=seccomp={folder / _PROFILE}", f"--shm-size={_SHARED_MEMORY}", "--http-proxy=false"]
@@ -370,17 +370,17 @@ def command(folder: Path, spec: Mapping[str, Any]) -> list[str]:
     mounts += [("/dev/null", folder / name, "true") for name in _COVERED if (folder / name).exists()]
     mounts.append((folder / "job.json", folder / "job.json", "true"))
     words += [f"--mount=type=bind,source={source},destination={target},ro={only}" for source, target, only in mounts]
-    if spec.get("max_seconds") is not None:  # should nobody be left who ends it
+    if spec.get("max_seconds") is not None:  # in case no supervisor is left to end it
         words.append(f"--timeout={int(spec['max_seconds'] + spec.get('grace_seconds', 0.0)) + _LATE_SECONDS}")
     words += [f"--env={name}={value}" for name, value in variables.items()]
-    words += [f"--env={name}" for name in spec["secrets"]]  # their values podman finds in its own environment
+    words += [f"--env={name}" for name in spec["secrets"]]  # podman reads their values from its own environment
     words += [f"--device=nvidia.com/gpu={device}" for device in spec.get("taken", ())]
     return [*words, "--entrypoint=python", spec["image"], "-s", "-P", "-m", spec["module"], str(folder)]
 
 
 def _limits(box: Mapping[str, Any]) -> Iterator[str]:
     yield from ("--read-only-tmpfs=false", f"--tmpfs=/tmp:rw,exec,nosuid,nodev,mode=1777,size={_TEMPORARY}")
-    yield "--oom-score-adj=1000"  # before anything of the machine
+    yield "--oom-score-adj=1000"  # killed before the machine's own processes
     if "memory" in box["limits"]:
         yield from (f"--memory={box['memory']}", f"--memory-swap={box['memory']}")
     if "pids" in box["limits"]:
@@ -389,7 +389,7 @@ def _limits(box: Mapping[str, Any]) -> Iterator[str]:
 
 @functools.cache
 def _controllers(*_: str) -> list[str]:
-    """Which limits podman can set here: `memory`, `pids`; without root and with cgroups of version 1, none."""
+    """Return the limits that podman can set here: `memory`, `pids`; none for rootless podman on cgroups v1."""
     with suppress(OSError, subprocess.SubprocessError, ValueError):
         said = podman("info", "--format={{json .Host.CgroupControllers}}").stdout
         return [str(name) for name in json.loads(said) or ()]
@@ -397,7 +397,7 @@ def _controllers(*_: str) -> list[str]:
 
 
 def gone(box: Mapping[str, Any]) -> bool:
-    """End a job's container and remove it; whether podman says that there is none of that name."""
+    """End a job's container and remove it; return whether podman confirms that it no longer exists."""
     with suppress(OSError, subprocess.SubprocessError):
         podman("rm", "--force", "--ignore", "--time=0", "--volumes", str(box["name"]))
         return podman("container", "exists", str(box["name"])).returncode == _NO_SUCH
@@ -405,9 +405,9 @@ def gone(box: Mapping[str, Any]) -> bool:
 
 
 def code_of(box: Mapping[str, Any], code: int) -> int:
-    """A job's exit code, from that of the podman that ran it: negative for a signal.
+    """Return a job's exit code from that of podman: negative for a signal.
 
-    A podman that was told to end before its container began ends with 0, as if the job had.
+    If podman is terminated before its container starts, it exits with 0, as if the job had.
     """
     if code > _SIGNALLED:
         return _SIGNALLED - code
@@ -420,10 +420,10 @@ def code_of(box: Mapping[str, Any], code: int) -> int:
 
 
 def clear(folder: Path, box: Mapping[str, Any], beat: Callable[[], None]) -> None:
-    """After the job: return when its container is gone; its private cache goes too.
+    """Remove a finished job's container and its private cache; return when both are removed.
 
     Args:
-        beat: called meanwhile.
+        beat: called while waiting.
     """
     while not gone(box):
         beat()
@@ -432,7 +432,7 @@ def clear(folder: Path, box: Mapping[str, Any], beat: Callable[[], None]) -> Non
 
 
 def forget(folder: Path) -> None:
-    """Remove a job's private cache, however deep its folders are."""
+    """Remove a job's private cache, however deep it is nested."""
     subprocess.run(
         ["rm", "-rf", "--", str(folder / PRIVATE_CACHE)],
         stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False,
@@ -440,20 +440,20 @@ def forget(folder: Path) -> None:
 
 
 def is_copy(folder: Path, box: Mapping[str, Any]) -> bool:
-    """Whether a folder is a copy of the one whose container has that name."""
+    """Return whether a folder is a copy of the container's original folder."""
     here, (device, number) = os.stat(folder), box["place"]
     if here.st_ino != number:
         return True
     if here.st_dev == device:
         return False
-    try:  # a file system that was mounted again may have another number
+    try:  # a remounted file system may have another device number
         return not os.path.samestat(os.stat(box["folder"]), here)
     except OSError:
         return False
 
 
 def _profile() -> dict[str, Any] | None:
-    """Podman's own profile of system calls, less what no job may do; None: it has none."""
+    """Return podman's seccomp profile without the system calls that are forbidden for jobs; None: there is no profile."""
     for path in _PROFILES:
         with suppress(OSError, ValueError):
             found: dict[str, Any] = json.loads(path.read_bytes())
@@ -465,7 +465,7 @@ def _profile() -> dict[str, Any] | None:
             moved = {"index": 4, "value": _WHITEOUT, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
             found["syscalls"] += [
                 {**denied, "args": []},
-                {"names": ["clone"], "action": "SCMP_ACT_ALLOW", "args": [plain]},  # no namespace of its own
+                {"names": ["clone"], "action": "SCMP_ACT_ALLOW", "args": [plain]},  # no new namespaces
                 {"names": ["renameat2"], "action": "SCMP_ACT_ALLOW", "args": [moved]},
                 {**denied, "names": ["clone3"], "errnoRet": errno.ENOSYS, "errno": "ENOSYS", "args": []},
             ]

@@ -1,8 +1,8 @@
 """Runs jobs as processes of this machine, each under a supervisor that outlives the command that launched it.
 
-Everything known about a job is in its attempt folder (`spec.json`, `supervisor.json`, `supervisor.lock`, `exit.json`),
-so any process can observe and kill. A supervisor lives exactly as long as it holds the lock: the kernel says so, not
-a pid.
+All state of a job is in its attempt folder (`spec.json`, `supervisor.json`, `supervisor.lock`, `exit.json`), so any
+process can observe and kill it. A supervisor is alive exactly while it holds the lock, which the kernel guarantees; a
+pid proves nothing.
 """
 
 import errno
@@ -44,12 +44,12 @@ from posttrain.store.attempts import AttemptFolder, unclaimed
 
 _SUPERVISOR = "posttrain.execution.executors.local.supervisor"
 _LAUNCH_SECONDS = 60.0  # a cold start of Python on a busy machine
-_GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL, of jobs of before that say nothing
-_KILL_SECONDS = 10.0  # for the kernel to take a killed process away
-_REMOVE_SECONDS = 120.0  # for podman to take a container away
+_GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL, for jobs of older versions without a grace
+_KILL_SECONDS = 10.0  # for the kernel to remove a killed process
+_REMOVE_SECONDS = 120.0  # for podman to remove a container
 _POLL_SECONDS = 0.02
 _NODE = os.uname().nodename
-_ANSWERS = (0, ALREADY_CLAIMED, NO_DEVICE)  # of a supervisor on its way
+_ANSWERS = (0, ALREADY_CLAIMED, NO_DEVICE)  # exit codes of a supervisor's start
 
 
 class LocalExecutor:
@@ -67,11 +67,11 @@ class LocalExecutor:
         images: bool = False,
     ) -> None:
         """Args:
-        preload: a module that imports what jobs need (see `ForkServer`); None: every job imports for itself.
-        devices: of this machine, asked once, when a job first needs one; none: jobs share what is there.
-        runs: the folder below which attempt folders are, for `list`.
-        keep: what jobs, and whatever works for them, get of this process's environment.
-        images: run jobs that name one in containers of podman.
+        preload: a module that imports the packages of jobs (see `ForkServer`); None: every job imports by itself.
+        devices: of this machine, read once, when a job first needs one; without devices jobs share the machine's.
+        runs: the folder that contains the attempt folders, for `list`.
+        keep: selects the variables of this process's environment that jobs and their helpers get.
+        images: run jobs that name an image in containers of podman.
         """
         self.name, self.images = "podman" if images else "local", images
         self._keep = keep
@@ -80,7 +80,7 @@ class LocalExecutor:
         self._machine = functools.cache(devices)
 
     def submit(self, request: JobRequest) -> Submission:
-        """See `Executor.submit`; the handle is the supervisor's pid. Whether it has one is never unknown."""
+        """See `Executor.submit`; the handle is the supervisor's pid. It never returns `Unknown`."""
         if not os.path.exists("/proc/self/stat"):
             raise InfrastructureError("the local executor needs Linux's /proc, which is not there; run on Linux")
         refuse_elsewhere(request, self._own(request), images=self.images)
@@ -99,10 +99,10 @@ class LocalExecutor:
                 raise CapacityError(self.capacity().lack(request.devices) or "its devices were taken a moment ago")
             ours = code == 0
             if code == ALREADY_CLAIMED:
-                time.sleep(_POLL_SECONDS)  # somebody holds the lock and has not written the claim yet
+                time.sleep(_POLL_SECONDS)  # another supervisor holds the lock but has not written its claim yet
 
     def capacity(self) -> Capacity:
-        """See `Executor.capacity`: the devices of this machine, whoever has them."""
+        """See `Executor.capacity`: the devices of this machine, used by any workspace."""
         machine = self._machine()
         try:
             if machine.names and not os.access(machine.folder, os.R_OK | os.W_OK | os.X_OK):
@@ -119,7 +119,7 @@ class LocalExecutor:
         return [_observe(_folder(job)) for job in jobs]
 
     def trouble(self) -> str:
-        """Why it runs no job in an image, though it should; empty: it does, or need not."""
+        """Return why it cannot run jobs in an image; empty: it can, or is not configured to."""
         return containers.trouble() if self.images else ""
 
     def signal(self, job: JobRef, word: Signal) -> None:
@@ -130,7 +130,7 @@ class LocalExecutor:
             attempt.request_stop() if word is Signal.STOP else attempt.request_checkpoint()
 
     def kill(self, job: JobRef) -> None:
-        """See `Executor.kill`; returns when the job is gone."""
+        """See `Executor.kill`; returns when the job has ended."""
         folder = _folder(job)
         spec = read_json(folder / "spec.json") or {}
         most = _REMOVE_SECONDS if containers.SPEC in spec else _KILL_SECONDS
@@ -149,7 +149,7 @@ class LocalExecutor:
         found = []
         for claim in self._runs.glob("*/*/*/supervisor.json") if self._runs else ():
             folder = claim.parent
-            if (folder / "exit.json").is_file():  # one look is enough for the many that ended
+            if (folder / "exit.json").is_file():  # a cheap check for the many ended jobs
                 continue
             try:
                 asked = read_json(folder / "spec.json") or {}
@@ -157,7 +157,7 @@ class LocalExecutor:
                 if name and name.startswith(prefix) and _observe(folder).live:
                     found.append(Listed(name, asked.get("labels") or {}, int(asked.get("epoch", 0))))
             except (PosttrainError, OSError, AttributeError, TypeError, ValueError):
-                continue  # a folder that is damaged, or a copy without its locks, says nothing of the others
+                continue  # a damaged folder, or a copy without its locks, does not affect the others
         return sorted(found, key=lambda job: job.name)
 
     def logs(self, job: JobRef, cursor: int = 0) -> LogPage:
@@ -165,7 +165,7 @@ class LocalExecutor:
         return read_log(_folder(job) / "log.txt", cursor)
 
     def _own(self, request: JobRequest) -> dict[str, str]:
-        """What its job gets of this process's environment: what all jobs get, and the secrets that it names."""
+        """Return the variables that a job gets from this process: those of all jobs, and the secrets that it names."""
         named = {name: os.environ[name] for name in request.secrets if name in os.environ}
         return self._keep(os.environ) | processes.without_trackers(named)
 
@@ -174,7 +174,7 @@ class LocalExecutor:
         reserved = {"machine": asdict(machine), "devices": request.devices if machine.names else 0}
         boxed = {containers.SPEC: containers.contained(request, folder)} if request.image else {}
         with unclaimed(folder) as free:
-            if not free:  # what a running container must not see is covered as long as nobody replaces it
+            if not free:  # replacing files that a running container covers would expose them
                 return ALREADY_CLAIMED
             write_json(folder / "spec.json", {**asdict(request), **reserved, **boxed})
         code, own = None, self._own(request)
@@ -186,14 +186,14 @@ class LocalExecutor:
 
 
 def refuse_elsewhere(request: JobRequest, own: Mapping[str, str] | None = None, *, images: bool = False) -> None:
-    """Refuse what one machine without a scheduler does not give.
+    """Refuse requests that one machine without a scheduler cannot meet.
 
     Args:
         own: the environment that its jobs get; None: this process's.
-        images: its jobs can run in them.
+        images: whether its jobs can run in images.
 
     Raises:
-        InputError: more than one pod, more than the machine has, another environment, a secret that nobody set.
+        InputError: more than one pod, more than the machine has, another environment, a secret that is not set.
     """
     group = request.gang[0]
     here = "the local executor runs one pod on this machine, in this environment"
@@ -226,7 +226,7 @@ def _observe(folder: Path) -> Observation:
         state = JobState.RUNNING if "job_pid" in claim else JobState.STARTING
         return seen(state, seconds=_seconds(folder, None))
     box = (read_json(folder / "spec.json") or {}).get(containers.SPEC)
-    record = _ended(folder, box)  # read after the lock was seen free: it is complete or will never be
+    record = _ended(folder, box)  # read after the lock is free: it is complete or never will be
     seconds = _seconds(folder, record)
     if record is not None:
         code, cause = int(record["exit_code"]), Cause.OVERTIME if record.get("overtime") else None
@@ -248,7 +248,7 @@ def _observe(folder: Path) -> Observation:
 
 
 def _ended(folder: Path, box: Mapping[str, Any] | None) -> Any:
-    """The supervisor's record of the end. What a job in a container wrote in its place has not the word, and is not."""
+    """Return the supervisor's record of the end; a file forged by a job in a container lacks the secret `word`."""
     if not box:
         return read_json(folder / "exit.json")
     with suppress(PosttrainError, OSError):
@@ -259,14 +259,14 @@ def _ended(folder: Path, box: Mapping[str, Any] | None) -> Any:
 
 
 def _seconds(folder: Path, ended: Any) -> float | None:
-    """By the supervisor's record of the end, else by its last sign of life."""
+    """Return a job's seconds from the supervisor's record of the end, else from its last heartbeat."""
     claim = read_json(folder / "supervisor.json")
     if not claim or "started_at" not in claim:
         return None
     if ended is not None and "seconds" in ended:
         return float(ended["seconds"])
     beaten = (folder / "supervisor.lock").stat().st_mtime - float(claim["started_at"])
-    return max(0.0, beaten) + processes.HEARTBEAT_SECONDS  # it may have died just before the next one
+    return max(0.0, beaten) + processes.HEARTBEAT_SECONDS  # it may have died just before its next heartbeat
 
 
 def _folder(job: JobRef) -> Path:
@@ -274,28 +274,28 @@ def _folder(job: JobRef) -> Path:
 
 
 def _start_supervisor(folder: Path, request: JobRequest, own: dict[str, str]) -> int:
-    """Start one and wait until it has the attempt or knows that another one has; its exit code.
+    """Start a supervisor, wait until it or another one has claimed the attempt, and return its exit code.
 
     Raises:
-        InfrastructureError: it could do neither, and will not.
+        InfrastructureError: no supervisor has claimed it, and none will.
     """
     command = [sys.executable, "-s", "-P", "-m", _SUPERVISOR, str(folder), str(folder / "spec.json")]
     try:
         with open(folder / "log.txt", "ab", opener=private) as log:
-            # a session of its own from the start: Ctrl-C at the terminal is not for the job
+            # a separate session from the start, so that Ctrl-C at the terminal does not reach the job
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 env=own,
             )  # fmt: skip
             code = process.wait(_LAUNCH_SECONDS)
     except subprocess.TimeoutExpired:
-        process.kill()  # what it has forked is in a session of its own, and lives
+        process.kill()  # the supervisor that it forked has its own session and survives
         process.wait()
         _withdraw(folder, _too_late(request))
         return ALREADY_CLAIMED
     except OSError as error:
         raise unwritable(folder, error) from error
-    if code < 0:  # it was killed, and what it forked may have the attempt, or come to it later
+    if code < 0:  # it was killed, but the supervisor that it forked may claim the attempt
         _withdraw(folder, f"the supervisor of {request.name} was killed while it started (signal {-code})")
         return ALREADY_CLAIMED
     if code not in _ANSWERS:
@@ -306,12 +306,12 @@ def _start_supervisor(folder: Path, request: JobRequest, own: dict[str, str]) ->
 
 
 def _withdraw(folder: Path, why: str) -> None:
-    """Claim the attempt for nobody, so that a supervisor that comes late starts nothing; return if one has come.
+    """Write a claim without a process, so that a late supervisor starts nothing; return if one has claimed it before.
 
     Raises:
-        InfrastructureError: none has, and none can any more.
+        InfrastructureError: no supervisor has claimed the attempt, and none can any more.
     """
-    if create_json(folder / "supervisor.json", {"pid": os.getpid(), "identity": ""}):  # which no process has
+    if create_json(folder / "supervisor.json", {"pid": os.getpid(), "identity": ""}):  # an identity that no process has
         raise InfrastructureError(why)
 
 
@@ -323,7 +323,7 @@ def _too_late(job: JobRef) -> str:
 
 
 def _supervised(folder: Path) -> bool:
-    """Whether a supervisor holds the attempt. Only asked once there is a claim: then nobody needs the lock any more."""
+    """Return whether a supervisor holds the attempt; call it only after the claim: then no process needs the lock."""
     try:
         lock = os.open(folder / "supervisor.lock", os.O_RDONLY)
     except FileNotFoundError:
@@ -338,20 +338,20 @@ def _supervised(folder: Path) -> bool:
 
 
 def _job(folder: Path, claim: Any) -> tuple[int, str] | None:
-    """The pid and identity of the job that runs in the folder; None in a copy of the folder that it runs in."""
+    """Return pid and identity of the job that runs in the folder; None: no job, or the folder is a copy of the job's."""
     if not claim or "job_pid" not in claim or _of_another(folder, claim["job_pid"]):
         return None
     return (claim["job_pid"], claim["job_identity"])
 
 
 def _of_another(folder: Path, pid: int) -> bool:
-    """Whether a process runs in another folder that is still there: this one is a copy of that. Neither the supervisor
-    nor the job changes its folder; one that was moved is the same.
+    """Return whether a process runs in another folder that still exists: then this folder is a copy of it. Supervisor
+    and job never change their folder; a moved folder is the same folder.
     """
     try:
         place = os.stat(f"/proc/{pid}/cwd")
         return place.st_nlink > 0 and stat.S_ISDIR(place.st_mode) and not os.path.samestat(place, os.stat(folder))
-    except OSError:  # it is gone, or somebody else's now
+    except OSError:  # the process has ended, or another user has its pid
         return False
 
 

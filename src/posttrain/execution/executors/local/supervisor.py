@@ -1,4 +1,4 @@
-"""The parent of one local job: starts it, outlives whoever asked for it, and writes down how it ended.
+"""The parent of one local job: starts it, outlives its launcher, and records how it ended.
 
 `python -m posttrain.execution.executors.local.supervisor ATTEMPT_DIR SPEC.json`
 
@@ -6,19 +6,19 @@
 
     launcher ──▶ intermediate ──fork──▶ supervisor ──fork──▶ job
                     │ exits when the         │ holds supervisor.lock as long as it lives
-                    ▼ claim is written       │ 1. supervisor.json: the claim. Who finds one starts nothing, ever
+                    ▼ claim is written       │ 1. supervisor.json: the claim. A supervisor that finds one starts nothing
                  0 claimed                   │ 2. forks; the child waits on a pipe
-                75 somebody else did         │ 3. supervisor.json with the job's pid and start; then the child runs it
+                75 claimed by another        │ 3. supervisor.json with the job's pid and start; then the child runs it
                 76 no device is free         │    (before 1: locks the job's devices, or claims nothing)
-                                             │ 4. waits, and four times a second says how long by the lock's time of
-                                             │    change; kills what the job left of its process group; exit.json
+                                             │ 4. waits, and four times a second records the job's time as the lock's
+                                             │    mtime; kills the rest of the job's process group; exit.json
 
-Who unblocks whom: the launcher waits for the intermediate, which waits for the claim (a byte, or the end of the pipe if
-the supervisor dies); a launcher that has waited long enough writes a claim itself, and a supervisor that comes later
-starts nothing; the forked child waits for the supervisor's word in the same way; the supervisor waits for the job
-only. The job dies with its supervisor (parent-death signal), so a lost supervisor means a lost job.
+The launcher waits for the intermediate, which waits for the claim (a byte, or the end of the pipe if the supervisor
+dies). A launcher whose time is over writes a claim itself, and a later supervisor starts nothing. The forked child
+waits for a byte from the supervisor in the same way; the supervisor waits for the job only. The job dies with its
+supervisor (parent-death signal), so a lost supervisor means a lost job.
 
-Nothing here imports more than the standard library (and rooms of ours that keep to it): it has to start in a blink.
+Imports only the standard library and modules of Posttrain that do the same, to start fast.
 """
 
 import ctypes
@@ -50,7 +50,7 @@ _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 _RESERVE = ".reserve"  # space for the record of the end
 _CGROUPS = Path("/sys/fs/cgroup")
 _COUNTS = ("memory.events", "memory.oom_control")
-_DYING_SECONDS = 10.0  # from when the kernel kills a process until it has given its memory back and is gone
+_DYING_SECONDS = 10.0  # from the kernel's kill until the process has released its memory and ended
 _PR_SET_PDEATHSIG = 1
 _BOX = "container"  # the key of spec.json, as `containers` has it
 _FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -58,7 +58,7 @@ Start = Callable[[Path, dict[str, Any]], NoReturn]
 
 
 def main(attempt_dir: str, spec_file: str, start: Start | None = None) -> int:
-    """Detach a supervisor for the attempt; the exit code says who has it.
+    """Detach a supervisor for the attempt; return an exit code: claimed, claimed by another, or no device.
 
     Args:
         start: how the forked process becomes the job; by default `execute`.
@@ -77,14 +77,14 @@ def main(attempt_dir: str, spec_file: str, start: Start | None = None) -> int:
         word = b"0" if claimed is None else b"1"
     except _NoDeviceError:
         claimed, word = None, b"2"
-    with suppress(BrokenPipeError):  # the launcher waits no longer; whether it found the claim is on disk
+    with suppress(BrokenPipeError):  # the launcher has stopped waiting; the claim on disk decides
         os.write(writing, word)
     os.close(writing)
     if claimed is not None:
         lock, spec, taken = claimed
         _supervise(folder, spec, contain if _BOX in spec else start or execute, taken, launchers)
         taken.close()
-        os.close(lock)  # after exit.json: whoever sees the lock free finds the record
+        os.close(lock)  # after exit.json: a process that finds the lock free can read the record
     os._exit(0)
 
 
@@ -93,11 +93,11 @@ class _NoDeviceError(Exception):
 
 
 def _claim(folder: Path, asked: Path) -> tuple[int, dict[str, Any], devices.Taken] | None:
-    """The lock's descriptor, what is asked for and the job's devices, with the claim written; None when this attempt
-    has or had a supervisor. What is asked for is read under the lock: nobody replaces it any more.
+    """Write the claim; return the lock's descriptor, the spec and the job's devices; None if this attempt has or had a
+    supervisor. The spec is read under the lock, so no process replaces it afterwards.
 
     Raises:
-        _NoDeviceError: nothing is claimed.
+        _NoDeviceError: not enough devices are free; nothing is claimed.
     """
     lock = os.open(folder / "supervisor.lock", os.O_CREAT | os.O_RDWR, 0o600)
     try:
@@ -124,7 +124,7 @@ def _supervise(
     taken.sign(record)
     spec["taken"] = taken.names
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
-    os.umask(0o077)  # what a job leaves is its owner's alone
+    os.umask(0o077)  # only the owner can read a job's files
     kills = OomKills(folder_of_cgroup(), launchers)
     with suppress(OSError):
         (folder / _RESERVE).write_bytes(bytes(4096))
@@ -156,7 +156,7 @@ def _supervise(
     code = _wait(job, folder / "result.json", beat, limit)
     box = spec.get(_BOX)
     if box:
-        from posttrain.execution.executors.local import containers  # here: other jobs need none of it
+        from posttrain.execution.executors.local import containers  # here: other jobs do not need it
 
         code = containers.code_of(box, code)
         said = containers.last_words(folder) if code == containers.REFUSED else ""
@@ -166,16 +166,16 @@ def _supervise(
     ended |= {"word": box["word"], "said": said} if box else {}
     if code in _KILLED and not limit.over:
         ended |= kills.told(code)
-    with suppress(OSError):  # the record of the end fits on a disk that is full
+    with suppress(OSError):  # frees space for the record of the end on a full disk
         (folder / _RESERVE).unlink()
     crashpoint("supervisor.before_exit_record")
-    if (folder / "exit.json").is_dir():  # a job may put anything there
+    if (folder / "exit.json").is_dir():  # a job may have created it
         (folder / "exit.json").rename(folder / f".exit.json.{time.monotonic_ns()}")
     write_json(folder / "exit.json", ended)
 
 
 def folder_of_cgroup() -> Path | None:
-    """The cgroup of this process that counts whom the kernel killed for memory; None: nothing counts."""
+    """Return the folder of this process's cgroup that counts OOM kills; None: there is no counter."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, place = line.split(":", 2)
         if controllers in ("", "memory"):
@@ -186,13 +186,13 @@ def folder_of_cgroup() -> Path | None:
 
 
 class OomKills:
-    """Whether the kernel killed a job for memory, as far as the counter of its cgroup shows it.
+    """Detects OOM kills of a job by the counter of its cgroup.
 
-    Where other processes share the cgroup the counter may be of one of them.
+    If other processes share the cgroup, the counter may refer to another process.
 
     Args:
-        folder: of the cgroup; None: nothing counts.
-        launchers: processes that may be there besides this one and what it starts.
+        folder: of the cgroup; None: there is no counter.
+        launchers: processes that may be in the cgroup in addition to this one and its children.
     """
 
     def __init__(self, folder: Path | None, launchers: Collection[int] = ()) -> None:
@@ -202,7 +202,7 @@ class OomKills:
         self.look()
 
     def look(self) -> None:
-        """Note how many were killed and who is there; called again and again while the job runs."""
+        """Record the number of OOM kills and whether others share the cgroup; called repeatedly while the job runs."""
         now = time.monotonic()
         while len(self._seen) > 1 and self._seen[1][0] < now - _DYING_SECONDS:
             del self._seen[0]
@@ -210,11 +210,11 @@ class OomKills:
         self._shared = self._shared or self._others()
 
     def asked(self) -> None:
-        """Somebody wants the job to end: that it was killed shows nothing."""
+        """Record that the job was asked to end: a kill then proves no lack of memory."""
         self._asked = True
 
     def told(self, code: int) -> dict[str, Any]:
-        """What the record of the end holds of it, of a job that was killed."""
+        """Return the entries about memory for the record of the end of a killed job."""
         if self._asked or self._count() <= self._seen[0][1]:
             return {}
         if self._shared:
@@ -230,7 +230,7 @@ class OomKills:
         return 0
 
     def _others(self) -> bool:
-        """Whether a process is there that this one did not start."""
+        """Return whether the cgroup contains a process that this one did not start."""
         if self._folder is None:
             return False
         with suppress(OSError, ValueError):
@@ -249,16 +249,16 @@ class OomKills:
 
 
 def _beat(folder: Path, started: float, begun: float, taken: devices.Taken) -> None:
-    """Say how long the job has run, so that it is known if this process is killed. Clocks that are set do not count."""
+    """Record how long the job has run, in case this process is killed. Changes of the wall clock do not count."""
     at = started + time.monotonic() - begun
     taken.touch()
-    with suppress(OSError):  # a disk in trouble must not end the job
+    with suppress(OSError):  # a disk error must not end the job
         os.utime(folder / "supervisor.lock", (at, at))
 
 
 def _fork_job(folder: Path, spec: dict[str, Any], start: Start) -> tuple[int, int]:
-    """The pid of the job-to-be and the descriptor whose first byte lets it run."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl  # before the fork: nothing is loaded in the child
+    """Fork the job's process; return its pid and the descriptor whose first byte starts the job."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl  # before the fork, so that the child loads nothing
     supervisor = os.getpid()
     waiting, release = os.pipe()
     job = os.fork()
@@ -272,24 +272,23 @@ def _fork_job(folder: Path, spec: dict[str, Any], start: Start) -> tuple[int, in
         finally:
             os._exit(_CANNOT_EXECUTE)
     os.close(waiting)
-    with suppress(PermissionError, ProcessLookupError):  # the child does it too; whoever comes first
+    with suppress(PermissionError, ProcessLookupError):  # the child does it too
         os.setpgid(job, job)
     return job, release
 
 
 def execute(folder: Path, spec: dict[str, Any]) -> NoReturn:
-    """Become the job: another Python."""
+    """Replace this process with the job, in a new Python interpreter."""
     settle(folder)
-    # -P: the attempt folder, where the job runs, is no place to import modules from; -s: nor is a home; -S: nothing of
-    # site-packages runs before it is compared. Compiled files have a place of their own: a forged one beside its source
-    # would be believed
+    # -P, -s: import nothing from the attempt folder or the home; -S: no file of site-packages runs before the comparison
+    # of environments. Compiled files have a separate folder: Python would trust a forged one next to its source
     command = [sys.executable, "-s", "-S", "-P", "-X", f"pycache_prefix={compiled()}"]
     command += [str(Path(__file__).with_name("bootstrap.py")), spec["module"], str(folder)]
     os.execve(sys.executable, command, job_environment(spec["environment"]))
 
 
 def contain(folder: Path, spec: dict[str, Any]) -> NoReturn:
-    """Become what runs the job in its container."""
+    """Replace this process with podman, which runs the job in its container."""
     from posttrain.execution.executors.local import containers
 
     settle(folder)
@@ -297,7 +296,7 @@ def contain(folder: Path, spec: dict[str, Any]) -> NoReturn:
 
 
 def settle(folder: Path) -> None:
-    """Read from nothing, write to the attempt's log, hear signals."""
+    """Read from /dev/null, write to the attempt's log, unblock signals."""
     log = os.open(folder / "log.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
         os.dup2(source, target)
@@ -305,35 +304,35 @@ def settle(folder: Path) -> None:
 
 
 def job_environment(given: Mapping[str, str], kept: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables that a job gets: this process's but for those of Python and of trackers, and what it is given.
+    """Return the variables of a job: the given ones, and this process's except those of Python and of trackers.
 
     Args:
-        kept: what jobs get of the environment of whoever submits them; None: this process's.
+        kept: the variables that jobs get from the submitting process; None: this process's.
     """
     own = without_trackers(os.environ if kept is None else kept)
     return {name: value for name, value in own.items() if not name.startswith("PYTHON")} | dict(given)
 
 
 def compiled() -> str:
-    """The folder of this user's compiled files."""
+    """Return the folder of this user's compiled files."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(base, "posttrain", "compiled")
 
 
 def private(path: str, flags: int) -> int:
-    """An opener: the file is its owner's alone."""
+    """Open a file that only its owner can access; an opener for `open`."""
     return os.open(path, flags, 0o600)
 
 
 class _Limit:
-    """A job's maximum runtime: once it is over the job is asked to end, and killed after its grace."""
+    """A job's maximum runtime; afterwards the job is terminated, and killed after its grace."""
 
     def __init__(self, seconds: float, grace: float, begun: float, log: Path) -> None:
         self.over = False
         self._seconds, self._grace, self._begun, self._log = seconds, grace, begun, log
 
     def enforce(self, job: int) -> None:
-        """Called again and again while the job runs; its number is its group's."""
+        """End the job if its time is over; called repeatedly. The job's pid is its process group."""
         ran = time.monotonic() - self._begun
         if ran > self._seconds and not self.over:
             self.over = True
@@ -345,9 +344,9 @@ class _Limit:
 
 
 def _wait(job: int, result: Path, beat: Callable[[], None], limit: _Limit) -> int:
-    """The job's exit code, negative for a signal. What it started dies with it.
+    """Wait for the job, kill its process group, and return the exit code, negative for a signal.
 
-    A job that has left its result may take `LEAVING_SECONDS` to go: nothing else of its run starts before it has.
+    A job that has left its result has `LEAVING_SECONDS` to end, since no other job of its run starts before.
     """
     ended, since = os.pidfd_open(job), math.inf
     while not select.select([ended], [], [], HEARTBEAT_SECONDS)[0]:
@@ -357,7 +356,7 @@ def _wait(job: int, result: Path, beat: Callable[[], None], limit: _Limit) -> in
         if time.monotonic() - since > LEAVING_SECONDS:
             os.killpg(job, signal.SIGKILL)
     os.close(ended)
-    os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)  # leaves a zombie, so that the group's number stays ours
+    os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)  # leaves a zombie, so that the group id is not reused
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     with suppress(ProcessLookupError):
         os.killpg(job, signal.SIGKILL)

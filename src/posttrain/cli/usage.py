@@ -1,0 +1,162 @@
+"""The groups of the commands, their examples and exit codes in `--help`, and hints for words that are no command.
+
+A test parses every example. `main` attaches the examples and codes to the commands.
+"""
+
+from collections.abc import Mapping
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Run": ("demo", "examples", "init", "plan", "lock", "run", "sweep", "attach", "stop", "retry", "signal", "dead"),
+    "Look": ("ls", "get", "logs", "why", "diff", "compare", "trace", "note", "sample", "eval"),
+    "Ship": ("export", "promote", "approve", "reject", "rollback", "channel", "lineage", "verify"),
+    "Share": ("serve", "login", "logout", "whoami", "project", "member", "token", "sink", "track"),
+    "Keep": ("asset", "import", "gc", "backup", "restore", "erase", "doctor"),
+}
+VERBS = [verb for verbs in GROUPS.values() for verb in verbs]
+
+EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "init": ("posttrain init", "posttrain init --from trl train_grpo.py"),
+    "demo": ("posttrain demo", "posttrain demo --task 03 --seed 7"),
+    "examples": ("posttrain examples", "posttrain examples 01-sort --to my-sort"),
+    "plan": ("posttrain plan run.yaml", "posttrain plan run.yaml --set grpo.steps=100 -o json"),
+    "lock": ("posttrain lock run.yaml", "posttrain lock run.yaml --seed 7 --out run.lock.json"),
+    "run": ("posttrain run run.yaml", "posttrain run run.yaml --seed 7 --detach"),
+    "sweep": ("posttrain sweep run.yaml --set grpo.lr=1e-4,5e-4", "posttrain sweep run.yaml --seeds 3 --dry-run"),
+    "attach": ("posttrain attach sort-1f2e3d4c", "posttrain attach sort-1f2e3d4c --timeout 60"),
+    "stop": ("posttrain stop sort-1f2e3d4c", "posttrain stop sort"),
+    "retry": ("posttrain retry sort-1f2e3d4c", "posttrain retry sort-1f2e3d4c --detach"),
+    "signal": (
+        "posttrain signal sort-1f2e3d4c labels-ready",
+        'posttrain signal sort-1f2e3d4c labels-ready --reason "batch 7 is complete"',
+    ),
+    "dead": ("posttrain dead", "posttrain dead sort-1f2e3d4c --retry"),
+    "ls": ("posttrain ls", "posttrain ls --tag baseline --limit 5"),
+    "get": ("posttrain get prod", "posttrain get sort-1f2e3d4c --report"),
+    "logs": ("posttrain logs sort-1f2e3d4c", "posttrain logs sort-1f2e3d4c grpo --follow"),
+    "why": ("posttrain why sort-1f2e3d4c", "posttrain why sort -o json"),
+    "diff": ("posttrain diff sort-1f2e3d4c sort-5a6b7c8d", "posttrain diff sort-1f2e sort-5a6b -o json"),
+    "compare": ("posttrain compare sort-1f2e3d4c sort-5a6b7c8d", "posttrain compare sort/before sort/after"),
+    "trace": ("posttrain trace sort-1f2e3d4c", "posttrain trace sort-1f2e3d4c --sample 12.384.3"),
+    "note": (
+        'posttrain note sort-1f2e3d4c "the learning rate that we keep" --tag baseline',
+        "posttrain note sort-1f2e3d4c --untag baseline",
+    ),
+    "sample": ('posttrain sample prod "Q: sort 3 1 2"', "posttrain sample ./out 123 -n 4 --temperature 0.7"),
+    "eval": ("posttrain eval prod heldout", "posttrain eval ./out heldout.jsonl -n 8 --pass-at 4"),
+    "export": ("posttrain export prod released-model", "posttrain export sort/sft sft-model --dtype bfloat16"),
+    "promote": ("posttrain promote sort-1f2e3d4c", "posttrain promote sort-1f2e3d4c --channel staging"),
+    "approve": ("posttrain approve sort-1f2e3d4c", 'posttrain approve sort-1f2e3d4c --reason "read 50 answers"'),
+    "reject": ('posttrain reject sort-1f2e3d4c --reason "too long"', "posttrain reject sort-1f2e3d4c --channel prod"),
+    "rollback": ("posttrain rollback prod", 'posttrain rollback prod --to 3 --reason "answers are empty"'),
+    "lineage": ("posttrain lineage prod", "posttrain lineage dataset:train --downstream"),
+    "verify": ("posttrain verify", "posttrain verify prod"),
+    "track": ("posttrain track sort-1f2e3d4c --tracker csv", "posttrain track prod"),
+    "serve": ("posttrain serve", "posttrain serve --host 0.0.0.0 --tls-certificate cert.pem --tls-key key.pem"),
+    "login": ("posttrain login https://train.example", "posttrain login https://train.example --project search"),
+    "logout": ("posttrain logout", "posttrain logout https://train.example --project search"),
+    "whoami": ("posttrain whoami", "posttrain whoami -o json"),
+    "gc": ("posttrain gc --dry-run", "posttrain gc --older-than 7d"),
+    "backup": ("posttrain backup /mnt/backup", "posttrain backup /mnt/backup -o json"),
+    "restore": ("posttrain restore /mnt/backup", "posttrain restore /mnt/backup -o json"),
+    "erase": ("posttrain erase user:ada --reason request-17", "posttrain erase dataset:train@2 --reason licence"),
+    "doctor": ("posttrain doctor", "posttrain doctor --end-orphans"),
+    "import trl-output": ("posttrain import trl-output out", "posttrain import trl-output out --name sort-trl"),
+    "import mlflow": ("posttrain import mlflow ./mlruns", "posttrain import mlflow ./mlruns --run 0a1b2c --name sort"),
+    "import wandb-export": (
+        "posttrain import wandb-export wandb/run-1",
+        "posttrain import wandb-export wandb/run-1 --name sort",
+    ),
+    "channel policy": ("posttrain channel policy prod", "posttrain channel policy prod --history"),
+    "channel set-policy": (
+        "posttrain channel set-policy prod policy.yaml",
+        "posttrain channel set-policy staging loose.yaml",
+    ),
+    "channel remove-policy": ("posttrain channel remove-policy prod", "posttrain channel remove-policy staging"),
+    "channel protect": ("posttrain channel protect prod", "posttrain channel protect prod --reason audit"),
+    "channel unprotect": ("posttrain channel unprotect prod", "posttrain channel unprotect prod --reason test"),
+    "channel freeze": ("posttrain channel freeze prod --reason launch", "posttrain channel freeze prod --rollbacks"),
+    "channel unfreeze": ("posttrain channel unfreeze prod", "posttrain channel unfreeze prod --reason launched"),
+    "asset add": ("posttrain asset add dataset:train train.jsonl", "posttrain asset add model:base ./base"),
+    "asset create": (
+        "posttrain asset create model:tiny model.yaml",
+        "posttrain asset create model:m m.yaml --seed 7",
+    ),
+    "asset ls": ("posttrain asset ls", "posttrain asset ls dataset"),
+    "asset get": ("posttrain asset get dataset:train", "posttrain asset get dataset:train@2 -o json"),
+    "asset approve": ("posttrain asset approve dataset:train@2", "posttrain asset approve model:base --reason read"),
+    "asset recall": ("posttrain asset recall dataset:train@2 --reason leak", "posttrain asset recall model:base"),
+    "asset restore": ("posttrain asset restore dataset:train@2", "posttrain asset restore model:base --reason checked"),
+    "sink add": (
+        "posttrain sink add log --jsonl /var/log/posttrain.jsonl",
+        "posttrain sink add chat --webhook https://chat.example/hook --on run-failed --words",
+    ),
+    "sink ls": ("posttrain sink ls", "posttrain sink ls -o json"),
+    "sink test": ("posttrain sink test chat", "posttrain sink test log"),
+    "sink pause": ("posttrain sink pause chat", "posttrain sink pause log"),
+    "sink resume": ("posttrain sink resume chat", "posttrain sink resume chat --skip"),
+    "sink remove": ("posttrain sink remove chat", "posttrain sink remove log"),
+    "project add": ("posttrain project add search", "posttrain project add ranking"),
+    "project ls": ("posttrain project ls", "posttrain project ls -o json"),
+    "project images": ("posttrain project images", "posttrain project images -o json"),
+    "project allow-image": (
+        "posttrain project allow-image registry.example/trainer@*",
+        "posttrain project allow-image registry.example/judge@*",
+    ),
+    "project remove-image": (
+        "posttrain project remove-image registry.example/trainer@*",
+        "posttrain project remove-image registry.example/judge@*",
+    ),
+    "member ls": ("posttrain member ls", "posttrain member ls -o json"),
+    "member set": ("posttrain member set user:ada approver", "posttrain member set service:nightly submitter"),
+    "member remove": ("posttrain member remove user:ada", "posttrain member remove service:nightly"),
+    "token issue": (
+        "posttrain token issue user:ada",
+        "posttrain token issue service:ci --role submitter --days 30",
+    ),
+    "token rotate": ("posttrain token rotate 1a2b3c4d", "posttrain token rotate 1a2b3c4d --days 30"),
+    "token revoke": ("posttrain token revoke 1a2b3c4d", "posttrain token revoke 5e6f7a8b"),
+    "token ls": ("posttrain token ls", "posttrain token ls -o json"),
+}
+
+# Beside 0, 1, 2, 10, 13 and 141, which every command may end with.
+_OUTCOME = (3, 4, 5, 6, 7, 8, 9, 11, 12, 130)
+_MOVES = (8, 9)
+CODES: Mapping[str, tuple[int, ...]] = {
+    **dict.fromkeys(("demo", "run", "attach", "retry", "eval", "asset create"), _OUTCOME),
+    **dict.fromkeys(("promote", "approve", "reject", "rollback", "stop", "signal"), _MOVES),
+    **dict.fromkeys(("protect", "unprotect", "freeze", "unfreeze", "set-policy", "remove-policy"), _MOVES),
+    "sweep": (6, 9, 130),
+    "sample": (8, 12),
+    "verify": (8,),
+    "export": (8,),
+    "get": (12, 130),
+    "logs": (12, 130),
+    "restore": (8,),
+    "backup": (8,),
+}
+HINTS: Mapping[str, str] = {
+    **dict.fromkeys(("status", "show", "describe"), "posttrain ls lists the runs, posttrain get RUN shows one"),
+    **dict.fromkeys(("list", "ps", "runs", "history"), "posttrain ls lists the runs"),
+    **dict.fromkeys(
+        ("metrics", "plot", "curves", "report"),
+        "posttrain get RUN --report writes the curves, posttrain compare A B compares the scores",
+    ),
+    **dict.fromkeys(
+        ("deploy", "publish", "ship", "release"),
+        "posttrain promote RUN points a channel at its model, posttrain export CHANNEL DIR writes it for a server",
+    ),
+    **dict.fromkeys(("lora", "qlora", "peft", "adapter"), "adapters are not supported yet: stages train all weights"),
+    **dict.fromkeys(("train", "submit", "start", "launch"), "posttrain run run.yaml starts a run"),
+    **dict.fromkeys(("resume", "restart", "continue"), "posttrain retry RUN resumes it from its checkpoints"),
+    **dict.fromkeys(("cancel", "kill", "abort"), "posttrain stop RUN ends it with a checkpoint"),
+    **dict.fromkeys(("delete", "rm", "remove"), "posttrain erase deletes texts, posttrain gc unused artifacts"),
+    **dict.fromkeys(("chat", "generate", "ask", "infer"), "posttrain sample MODEL PROMPT asks a model"),
+    **dict.fromkeys(("evaluate", "benchmark", "test"), "posttrain eval MODEL SUITE measures a model"),
+    **dict.fromkeys(("dataset", "data", "model", "reward", "upload", "register"), "posttrain asset add KIND:NAME PATH"),
+    **dict.fromkeys(("console", "dashboard", "ui"), "posttrain serve opens the console"),
+    **dict.fromkeys(("cost", "budget"), "posttrain plan run.yaml estimates it, posttrain get RUN shows what was spent"),
+    **dict.fromkeys(("config", "settings"), "posttrain init records the settings of a workspace"),
+    "log": "posttrain logs RUN prints what its jobs printed",
+    "help": "posttrain --help",
+    "version": "posttrain --version",
+}
